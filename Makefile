@@ -1,0 +1,52 @@
+# Every target makes the virtual environment it needs; all of them may be run again at any time.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.ready
+PEERS := .venv-conformance
+PEERS_STAMP := $(PEERS)/.ready
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test lint bench docs conformance coverage clean help
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "epimer needs Python 3.11 or newer; set PYTHON=/path/to/python3")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)  ## merge small models generated on the spot with every method
+	$(BIN)/python examples/every_method.py
+
+test: $(STAMP) lint  ## lint, type-check and run the tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+coverage: $(STAMP)  ## run the tests and show which lines they miss
+	$(BIN)/python -m pytest --cov --cov-report=term-missing
+
+bench: $(STAMP)  ## run every benchmark and print its ratios
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+docs: $(STAMP)  ## rewrite the pages that are generated from the code
+	$(BIN)/python docs/generate.py
+
+$(PEERS_STAMP): tests/conformance/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -r tests/conformance/requirements.txt -e .
+	@touch $@
+
+conformance: $(PEERS_STAMP)  ## compare with implementations that nobody here wrote (own environment)
+	$(PEERS)/bin/python -m pytest tests/conformance
+
+clean:  ## remove environments and caches
+	rm -rf .venv $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

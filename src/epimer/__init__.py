@@ -1,0 +1,56 @@
+"""Merge fine-tuned models of one ancestor into one model that keeps their skills.
+
+A merge is the Fréchet mean of the task vectors, in a subspace, under each task's curvature:
+``x* = (Σ λ_t H_t)⁻¹ Σ λ_t H_t x_t``. Every method is a choice of subspace, metric and aggregator.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from epimer.errors import CurvatureError as CurvatureError
+    from epimer.errors import EpimerError as EpimerError
+    from epimer.errors import EpimerWarning as EpimerWarning
+    from epimer.errors import ParameterError as ParameterError
+    from epimer.errors import TensorError as TensorError
+    from epimer.geometry.metric import Diagonal as Diagonal
+    from epimer.geometry.metric import Kronecker as Kronecker
+    from epimer.geometry.metric import Projected as Projected
+    from epimer.geometry.metric import Samples as Samples
+    from epimer.methods.diagnose import diagnose_state_dicts as diagnose_state_dicts
+    from epimer.methods.merge import build_basis as build_basis
+    from epimer.methods.merge import merge_state_dicts as merge_state_dicts
+    from epimer.methods.registry import describe_method as describe_method
+    from epimer.methods.registry import list_methods as list_methods
+    from epimer.records import Diagnosis as Diagnosis
+    from epimer.records import MergeRecord as MergeRecord
+
+# Where each public name lives; a module is imported when one of its names is first used (PEP 562),
+# so `import epimer` costs nothing and does not import torch.
+_HOMES = {
+    "epimer.errors": ("CurvatureError", "EpimerError", "EpimerWarning", "ParameterError", "TensorError"),
+    "epimer.geometry.metric": ("Diagonal", "Kronecker", "Projected", "Samples"),
+    "epimer.methods.diagnose": ("diagnose_state_dicts",),
+    "epimer.methods.merge": ("build_basis", "merge_state_dicts"),
+    "epimer.methods.registry": ("describe_method", "list_methods"),
+    "epimer.records": ("Diagnosis", "MergeRecord"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'epimer' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

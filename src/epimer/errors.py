@@ -1,0 +1,39 @@
+"""What can be wrong with a user's input, said in one line that they can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class EpimerError(ValueError):
+    """The input is at fault: what was wrong, where, what was expected, what to do."""
+
+
+class ParameterError(EpimerError):
+    """An unknown method, an unknown parameter or a value out of range."""
+
+
+class TensorError(EpimerError):
+    """Tensors that do not fit together, or that hold what no merge can use."""
+
+
+class CurvatureError(EpimerError):
+    """Curvature that is missing, of the wrong kind or not positive semi-definite."""
+
+
+class EpimerWarning(UserWarning):
+    """The merge went on, but not exactly as asked: a rank was lowered, a system was damped."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the known name nearest to `name`, or nothing."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """Name the first few of `names` and count the rest: ``'a', 'b', 'c' and 4 more``."""
+    every = list(names)
+    shown = ", ".join(repr(name) for name in every[:most])
+    return shown if len(every) <= most else f"{shown} and {len(every) - most} more"

@@ -1,0 +1,279 @@
+"""What a step costs: each task's curvature as a symmetric positive semi-definite operator D -> HD on one layer.
+
+A metric knows its own product (`apply`), its form on all pairs u_i v_jᵀ (`on_pairs`; None means the identity,
+so the full space) and its form on the atoms u_i v_iᵀ (`on_atoms`). All projections are exact.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epimer.geometry.form import AtomDiagonal, Dense, Elementwise, Form, KroneckerSum, OuterSum, PairDiagonal
+
+ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative
+
+
+class Metric(ABC):
+    """One task's curvature on one layer."""
+
+    kind: str
+
+    @abstractmethod
+    def apply(self, D_mn: Tensor) -> Tensor:
+        """Return HD."""
+
+    @abstractmethod
+    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+        """Return the form on X in D = U X Vᵀ."""
+
+    @abstractmethod
+    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+        """Return the form on x in D = U diag(mix x) Vᵀ."""
+
+    @abstractmethod
+    def to(self, device: torch.device, dtype: torch.dtype) -> Metric:
+        """Return the metric with its tensors on `device` in `dtype`."""
+
+    @abstractmethod
+    def problem(self, shape: Sequence[int]) -> str | None:
+        """Say what is wrong with this metric for a layer of `shape`, or None."""
+
+
+def _mixed(H_pp: Tensor, mix: Tensor | None) -> Dense:
+    H_pp = H_pp.double()
+    return Dense(H_pp if mix is None else mix.T @ H_pp @ mix)
+
+
+def _not_finite(name: str, x: Tensor) -> str | None:
+    bad = x.numel() - int(torch.isfinite(x).sum())
+    return f"{name} holds NaN or Inf in {bad} of {x.numel()} entries" if bad else None
+
+
+def _not_psd(name: str, M: Tensor, size: int | None) -> str | None:
+    """Say why `M` is not a symmetric positive semi-definite matrix (of `size`), up to rounding."""
+    if M.dim() != 2 or M.shape[0] != M.shape[1] or (size is not None and len(M) != size):
+        expected = "square" if size is None else f"{size} x {size}"
+        return f"{name} must be {expected}, got shape {tuple(M.shape)}"
+    if problem := _not_finite(name, M):
+        return problem
+    M64 = M.double()
+    rounding = max(ROUNDING, 8 * torch.finfo(M.dtype).eps)
+    if (M64 - M64.T).abs().max() > rounding * M64.abs().max():
+        return f"{name} must be symmetric; its largest asymmetry is {float((M64 - M64.T).abs().max()):.3g}"
+    slack = rounding * float(M64.diagonal().abs().sum())
+    shifted = M64 + slack * torch.eye(len(M64), dtype=M64.dtype, device=M64.device)
+    if slack == 0 and not M64.any():
+        return None
+    if torch.linalg.cholesky_ex(shifted).info:
+        lowest = float(torch.linalg.eigvalsh(M64)[0])
+        if lowest < -slack:
+            return f"{name} must be positive semi-definite; its lowest eigenvalue is {lowest:.3g}"
+    return None
+
+
+@dataclass(frozen=True)
+class Identity(Metric):
+    """H = I: a flat landscape."""
+
+    kind = "identity"
+
+    def apply(self, D_mn: Tensor) -> Tensor:
+        return D_mn
+
+    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+        return Elementwise(torch.ones((), device=None if U is None else U.device))
+
+    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+        return Elementwise(torch.ones((), device=U.device))
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Identity:
+        return self
+
+    def problem(self, shape: Sequence[int]) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Diagonal(Metric):
+    """H = diag(F), F >= 0 of the layer's shape: squared gradients, or Adam's second moments."""
+
+    F: Tensor
+    kind = "diagonal"
+
+    def apply(self, D_mn: Tensor) -> Tensor:
+        return self.F * D_mn
+
+    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+        return Elementwise(self.F) if U is None or V is None else PairDiagonal(self.F, U, V)
+
+    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+        return AtomDiagonal(self.F, U, V, mix, tolerance)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Diagonal:
+        return Diagonal(self.F.to(device, dtype))
+
+    def problem(self, shape: Sequence[int]) -> str | None:
+        if tuple(self.F.shape) != tuple(shape):
+            return f"F must have the tensor's shape {tuple(shape)}, got {tuple(self.F.shape)}"
+        if problem := _not_finite("F", self.F):
+            return problem
+        if self.F.numel() and float(self.F.min()) < 0:
+            return f"F must not be negative; its lowest entry is {float(self.F.min()):.3g}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kronecker(Metric):
+    """H: D -> G D A; G (m x m) acts on dimension 0 of the stored tensor, A (n x n) on dimension 1; None is I."""
+
+    A: Tensor | None = None
+    G: Tensor | None = None
+    kind = "kronecker"
+
+    def apply(self, D_mn: Tensor) -> Tensor:
+        image = D_mn if self.G is None else self.G @ D_mn
+        return image if self.A is None else image @ self.A
+
+    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+        return KroneckerSum(((1.0, _sandwich(self.G, U), _sandwich(self.A, V)),))
+
+    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+        left = U.T @ (U if self.G is None else self.G @ U)
+        right = V.T @ (V if self.A is None else self.A @ V)
+        return _mixed(left * right, mix)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Kronecker:
+        A, G = (None if M is None else 0.5 * (M + M.T).to(device, dtype) for M in (self.A, self.G))
+        return Kronecker(A=A, G=G)
+
+    def problem(self, shape: Sequence[int]) -> str | None:
+        if len(shape) != 2:
+            return f"Kronecker factors need a matrix, the tensor has shape {tuple(shape)}"
+        for name, factor, size in (("G", self.G, shape[0]), ("A", self.A, shape[1])):
+            if factor is not None and (problem := _not_psd(name, factor, size)):
+                return problem
+        return None
+
+
+def _sandwich(M: Tensor | None, U: Tensor | None) -> Tensor | None:
+    """Return UᵀMU in float64; None stands for the identity on either place (U has orthonormal columns)."""
+    if M is None:
+        return None
+    return M.double() if U is None else (U.T @ M @ U).double()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples(Metric):
+    """H = (1/N) Σ_n s_n s_nᵀ with per-sample gradients s_n = Σ_tokens g xᵀ; g [N, tokens, m], x [N, tokens, n]."""
+
+    g: Tensor
+    x: Tensor
+    kind = "samples"
+
+    def apply(self, D_mn: Tensor) -> Tensor:
+        return self.on_pairs(None, None).apply(D_mn.double()).to(D_mn.dtype)
+
+    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+        g = self.g if U is None else self.g @ U
+        return OuterSum(((1.0, g, self.x if V is None else self.x @ V),))
+
+    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+        s_np = ((self.g @ U) * (self.x @ V)).sum(dim=1).double()
+        return _mixed(s_np.T @ s_np / len(s_np), mix)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Samples:
+        return Samples(g=self.g.to(device, dtype), x=self.x.to(device, dtype))
+
+    def problem(self, shape: Sequence[int]) -> str | None:
+        if len(shape) != 2:
+            return f"samples need a matrix, the tensor has shape {tuple(shape)}"
+        if (
+            self.g.dim() != 3
+            or self.x.dim() != 3
+            or self.g.shape[:2] != self.x.shape[:2]
+            or (self.g.shape[2], self.x.shape[2]) != tuple(shape)
+            or not len(self.g)
+        ):
+            m, n = shape
+            return (
+                f"g and x must have shapes [N, tokens, {m}] and [N, tokens, {n}], "
+                f"got {tuple(self.g.shape)} and {tuple(self.x.shape)}"
+            )
+        return _not_finite("g", self.g) or _not_finite("x", self.x)
+
+
+@dataclass(frozen=True)
+class TaskGram(Metric):
+    """A = DᵀD and G = DDᵀ of the task vector itself: curvature without data. Neither is formed on a subspace."""
+
+    D: Tensor
+    kind = "task-gram"
+
+    def apply(self, D_mn: Tensor) -> Tensor:
+        return self.D @ (self.D.T @ D_mn @ self.D.T) @ self.D
+
+    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+        left, right = self._factors(U, V)
+        return KroneckerSum(((1.0, left, right),))
+
+    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+        left, right = self._factors(U, V)
+        return _mixed(left * right, mix)
+
+    def _factors(self, U: Tensor | None, V: Tensor | None) -> tuple[Tensor, Tensor]:
+        left_pn = (self.D if U is None else U.T @ self.D).double()
+        right_mp = (self.D if V is None else self.D @ V).double()
+        return left_pn @ left_pn.T, right_mp.T @ right_mp
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> TaskGram:
+        return TaskGram(self.D.to(device, dtype))
+
+    def problem(self, shape: Sequence[int]) -> str | None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projected(Metric):
+    """Curvature already in the coordinates of a basis: H (p x p), or factors G = UᵀGU and A = VᵀAV.
+
+    What lies outside the basis is unknown, so R_S and the bound are None.
+    """
+
+    H: Tensor | None = None
+    A: Tensor | None = None
+    G: Tensor | None = None
+    basis: object = None
+    """the Subspace it was projected on; may be left to the merge's own `basis=`"""
+    kind = "projected"
+
+    def apply(self, D_mn: Tensor) -> Tensor:
+        raise AssertionError("projected curvature has no product in the full space")
+
+    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+        assert self.H is None
+        return KroneckerSum(((1.0, _sandwich(self.G, None), _sandwich(self.A, None)),))
+
+    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+        if self.H is not None:
+            return Dense(self.H.double())
+        left = U.T @ U if self.G is None else self.G
+        right = V.T @ V if self.A is None else self.A
+        return _mixed(left * right, mix)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Projected:
+        H, A, G = (None if M is None else 0.5 * (M + M.T).to(device, dtype) for M in (self.H, self.A, self.G))
+        return Projected(H=H, A=A, G=G, basis=self.basis)
+
+    def problem(self, shape: Sequence[int]) -> str | None:
+        """Check the matrices themselves; whether their sizes fit the basis is checked where it is known."""
+        if (self.H is None) == (self.A is None and self.G is None):
+            return "give either H, or A and G"
+        for name, M in (("H", self.H), ("A", self.A), ("G", self.G)):
+            if M is not None and (problem := _not_psd(name, M, None)):
+                return problem
+        return None

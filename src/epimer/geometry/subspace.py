@@ -1,0 +1,150 @@
+"""Where a merge is solved: the full space, the tagged atoms u_i v_iᵀ, or all pairs u_i v_jᵀ.
+
+Every subspace is orthonormal in the Frobenius inner product: SᵀS = I.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epimer.geometry.form import Dense, Form
+from epimer.geometry.linalg import NULL, column_basis, polar, top_svd
+from epimer.geometry.metric import Metric
+
+
+def clamp_rank(shape: Sequence[int], tasks: int, rank: int | None) -> int:
+    """Return the directions each task may have: at most floor(min(m, n) / T), so that U and V can be orthonormal."""
+    most = min(shape) // tasks
+    return most if rank is None else min(rank, most)
+
+
+class Subspace(ABC):
+    """A linear subspace of one layer's weights, with orthonormal coordinates."""
+
+    @abstractmethod
+    def project(self, D: Tensor) -> Tensor:
+        """Return the coordinates Sᵀ vec(D), in float64."""
+
+    @abstractmethod
+    def lift(self, x: Tensor) -> Tensor:
+        """Return the layer-shaped S x."""
+
+    @abstractmethod
+    def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
+        """Return SᵀHS; `tolerance` allows a shortcut where one exists (a diagonal on tagged atoms)."""
+
+
+@dataclass(frozen=True)
+class Full(Subspace):
+    """The whole space: S = I, coordinates of the layer's own shape."""
+
+    dtype: torch.dtype = torch.float32
+
+    def project(self, D: Tensor) -> Tensor:
+        return D.double()
+
+    def lift(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+    def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
+        return metric.on_pairs(None, None)
+
+
+@dataclass(frozen=True)
+class Tagged(Subspace):
+    """The paper's basis: atoms u_i v_iᵀ, each owned by the task whose SVD gave it.
+
+    Where the stacked factors were rank-deficient (copied models, a zero task vector), U and V are partial
+    isometries and `mix` (p x q) makes the atoms orthonormal: direction j is Σ_i mix_ij u_i v_iᵀ.
+    """
+
+    U: Tensor
+    V: Tensor
+    sigma: Tensor
+    """singular value of each atom in its owner's task vector"""
+    owner: Tensor
+    """index of the task that owns each atom"""
+    mix: Tensor | None = None
+
+    def project(self, D: Tensor) -> Tensor:
+        raw = ((D @ self.V) * self.U).sum(dim=0).double()
+        return raw if self.mix is None else self.mix.T @ raw
+
+    def lift(self, x: Tensor) -> Tensor:
+        return self.lift_atoms(x if self.mix is None else self.mix @ x)
+
+    def lift_atoms(self, c: Tensor) -> Tensor:
+        """Return U diag(c) Vᵀ for one coefficient per atom, before `mix`."""
+        return (self.U * c.to(self.U.dtype)) @ self.V.T
+
+    def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
+        return metric.on_atoms(self.U, self.V, self.mix, tolerance)
+
+
+@dataclass(frozen=True)
+class Pairs(Subspace):
+    """All pairs u_i v_jᵀ: coordinates X (p x q), lift U X Vᵀ. Contains the tagged subspace."""
+
+    U: Tensor
+    V: Tensor
+
+    def project(self, D: Tensor) -> Tensor:
+        return (self.U.T @ D @ self.V).double()
+
+    def lift(self, x: Tensor) -> Tensor:
+        return self.U @ x.to(self.U.dtype) @ self.V.T
+
+    def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
+        return metric.on_pairs(self.U, self.V)
+
+
+@dataclass(frozen=True)
+class Span(Subspace):
+    """The span of explicit orthonormal directions S (p x m x n)."""
+
+    S: Tensor
+
+    def project(self, D: Tensor) -> Tensor:
+        return (self.S.flatten(1) @ D.flatten()).double()
+
+    def lift(self, x: Tensor) -> Tensor:
+        return torch.tensordot(x.to(self.S.dtype), self.S, dims=1)
+
+    def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
+        images = torch.stack([metric.apply(direction) for direction in self.S])
+        return Dense((self.S.flatten(1) @ images.flatten(1).T).double())
+
+
+def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
+    """Build the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor."""
+    triples = [top_svd(D, rank) for D in deltas]
+    dtype = deltas[0].dtype
+    U_mp, U_full = polar(torch.cat([triple.U for triple in triples], dim=1))
+    V_np, V_full = polar(torch.cat([triple.V for triple in triples], dim=1))
+    sigma = torch.cat([triple.sigma for triple in triples])
+    owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)])
+    mix = None
+    if not (U_full and V_full):
+        values, vectors = torch.linalg.eigh((U_mp.T @ U_mp) * (V_np.T @ V_np))
+        kept = values > NULL * values[-1]
+        mix = vectors[:, kept] * values[kept].rsqrt()
+    return Tagged(U_mp.to(dtype), V_np.to(dtype), sigma, owner.to(sigma.device), mix)
+
+
+def pairs(atoms: Tagged) -> Pairs:
+    """Return the whole product space of a tagged basis's factors."""
+    if atoms.mix is None:
+        return Pairs(atoms.U, atoms.V)
+    return Pairs(column_basis(atoms.U), column_basis(atoms.V))
+
+
+def joint(deltas: Sequence[Tensor], rank: int) -> Span:
+    """Return the paper's case 4: the top-`rank` left singular subspace of [vec D_1 … vec D_T], of rank T at most."""
+    stacked = torch.stack([D.flatten() for D in deltas], dim=1)
+    directions = top_svd(stacked, rank).U
+    return Span(directions.T.reshape(-1, *deltas[0].shape))

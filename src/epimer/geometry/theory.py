@@ -1,0 +1,127 @@
+"""What can be known of a merge before it is made: η, V_S, R_S, the bound, the energy a basis keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from epimer.geometry.form import AtomDiagonal, Dense, Form
+from epimer.geometry.frechet import Problem, pose
+from epimer.geometry.metric import Metric, Projected
+from epimer.geometry.subspace import Subspace
+from epimer.records import LayerDiagnosis
+
+
+def diagnose_layer(
+    subspace: Subspace,
+    metrics: Sequence[Metric],
+    deltas: Sequence[Tensor],
+    weights: Sequence[float],
+    *,
+    damping: float,
+    rank: int,
+    tolerance: float = 0.0,
+) -> LayerDiagnosis:
+    """Compute the theory of one layer on a tagged basis, at the damped, trace-normalised Fréchet mean x*."""
+    problem = pose(subspace, metrics, deltas, weights, damping=damping, tolerance=tolerance)
+    raw = Problem(problem.points, problem.forms, problem.weights, [1.0] * len(deltas), [0.0] * len(deltas))
+    solution = problem.mean()
+    x = solution.coordinates
+    v_s = raw.objective(x)
+    r_s = residual_energy(subspace, metrics, deltas, weights)
+    energies = [float(D.double().square().sum()) for D in deltas]
+    kept = [float(point.square().sum()) for point in problem.points]
+    spectrum = _spectrum(problem.mean_form(), x.numel())
+    shift = problem.mean_shift()
+    return LayerDiagnosis(
+        eta=solution.eta or 0.0,
+        eta_unit_trace=(solution.eta or 0.0) / max(1, x.numel()),
+        flat_objective=problem.objective(problem.flat_mean()),
+        v_s=v_s,
+        v_s_solve=problem.objective(x),
+        r_s=r_s,
+        bound=bound(v_s, r_s),
+        energy_kept=_share(
+            sum(w * e for w, e in zip(weights, kept, strict=True)),
+            sum(w * e for w, e in zip(weights, energies, strict=True)),
+        ),
+        energy_kept_by_task=tuple(_share(k, e) for k, e in zip(kept, energies, strict=True)),
+        condition=_condition(spectrum, shift),
+        damped=int((spectrum < damping).sum()),
+        rank=rank,
+    )
+
+
+def residual_energy(
+    subspace: Subspace, metrics: Sequence[Metric], deltas: Sequence[Tensor], weights: Sequence[float]
+) -> float | None:
+    """Return R_S = Σ λ_t d⊥ᵀ H_t d⊥ with d⊥ = (I - SSᵀ) D_t; None for curvature known only inside the basis."""
+    if any(isinstance(metric, Projected) for metric in metrics):
+        return None
+    total = 0.0
+    for D, metric, weight in zip(deltas, metrics, weights, strict=True):
+        outside = D - subspace.lift(subspace.project(D))
+        total += weight * float((outside * metric.apply(outside)).double().sum())
+    return max(0.0, total)
+
+
+def bound(v_s: float, r_s: float | None) -> float | None:
+    """Return ½(√V_S + √R_S)², which bounds Σ λ_t [L_t(merged) - L_t(θ_t)] to second order."""
+    return None if r_s is None else 0.5 * (math.sqrt(max(0.0, v_s)) + math.sqrt(r_s)) ** 2
+
+
+def total(
+    layers: Sequence[LayerDiagnosis], energies: Sequence[Sequence[float]], weights: Sequence[float]
+) -> LayerDiagnosis:
+    """Sum layers into the model's diagnosis: curvature is block-diagonal over layers, so its terms add up.
+
+    `energies` holds ‖D_t‖² per layer and task.
+    """
+    v_s = sum(layer.v_s for layer in layers)
+    known = [layer.r_s for layer in layers if layer.r_s is not None]
+    r_s = sum(known) if len(known) == len(layers) else None
+    kept = [
+        sum(layer.energy_kept_by_task[t] * energy[t] for layer, energy in zip(layers, energies, strict=True))
+        for t in range(len(weights))
+    ]
+    whole = [sum(energy[t] for energy in energies) for t in range(len(weights))]
+    return LayerDiagnosis(
+        eta=sum(layer.eta for layer in layers),
+        eta_unit_trace=sum(layer.eta_unit_trace for layer in layers),
+        flat_objective=sum(layer.flat_objective for layer in layers),
+        v_s=v_s,
+        v_s_solve=sum(layer.v_s_solve for layer in layers),
+        r_s=r_s,
+        bound=bound(v_s, r_s),
+        energy_kept=_share(
+            sum(w * k for w, k in zip(weights, kept, strict=True)),
+            sum(w * e for w, e in zip(weights, whole, strict=True)),
+        ),
+        energy_kept_by_task=tuple(_share(k, e) for k, e in zip(kept, whole, strict=True)),
+        condition=max((layer.condition for layer in layers), default=1.0),
+        damped=sum(layer.damped for layer in layers),
+        rank=None,
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, part / whole) if whole > 0 else 1.0
+
+
+def _spectrum(form: Form, dimension: int) -> Tensor:
+    """Return the eigenvalues of the mean curvature on a tagged basis, lowest first."""
+    if not dimension:
+        return torch.ones(1, dtype=torch.float64)
+    if isinstance(form, Dense | AtomDiagonal):
+        matrix = form.H if isinstance(form, Dense) else form.dense()
+        return torch.linalg.eigvalsh(matrix).clamp_min(0)
+    basis = torch.eye(dimension, dtype=torch.float64)
+    return torch.linalg.eigvalsh(torch.stack([form.apply(column) for column in basis]))
+
+
+def _condition(spectrum: Tensor, shift: float) -> float:
+    lowest, highest = float(spectrum[0]) + shift, float(spectrum[-1]) + shift
+    return highest / lowest if lowest > 0 else math.inf

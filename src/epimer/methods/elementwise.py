@@ -1,0 +1,233 @@
+"""Methods that treat every entry alike: averages, task arithmetic, trims and drops, gradient matching."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epimer.errors import ParameterError
+from epimer.geometry.frechet import weighted_sum
+from epimer.geometry.linalg import kth_magnitude, working
+from epimer.geometry.metric import Diagonal
+from epimer.methods.registry import COMMON, Layer, Method, Outcome, Parameter, Prepared, Prepass, scale
+
+
+def average(layer: Layer, p: Any) -> Outcome:
+    """Return Σ λ_t D_t: the Fréchet mean of the full space under the identity."""
+    return Outcome(weighted_sum(layer.deltas, layer.weights))
+
+
+def norms(prepass: Prepass, p: Any) -> Prepared:
+    """Weigh each model by 1/‖θ_t‖ over the whole model."""
+    squares = [0.0] * len(prepass.weights)
+    for _, _, models in prepass.tensors():
+        for t, W in enumerate(models):
+            squares[t] += float(W.double().square().sum())
+    raw = [w / s**0.5 if s > 0 else 0.0 for w, s in zip(prepass.weights, squares, strict=True)]
+    if not sum(raw) > 0:
+        raise ParameterError("nan cannot weigh the models: every model with a weight is zero throughout.")
+    return Prepared([w / sum(raw) for w in raw])
+
+
+def thresholds(prepass: Prepass, p: Any) -> Prepared:
+    """Find, per model, the magnitude that separates the top `density` of all its entries."""
+    found = []
+    for t in range(len(prepass.weights)):
+
+        def deltas(t: int = t) -> Any:
+            for _, base, models in prepass.tensors():
+                yield working(models[t]) - working(base)  # type: ignore[arg-type]
+
+        size = sum(D.numel() for D in deltas())
+        cut = size - int(size * p.density)  # the authors keep every entry from the cut-th smallest up
+        found.append(kth_magnitude(deltas, cut) if cut > 0 else 0.0)
+    return Prepared(prepass.weights, found)
+
+
+def ties(layer: Layer, p: Any) -> Outcome:
+    """Trim each task vector, elect a sign per entry, average the entries that agree with it."""
+    trimmed = [
+        torch.where(D.abs() >= threshold, D, 0) for D, threshold in zip(layer.deltas, layer.context, strict=True)
+    ]
+    votes = trimmed if p.elect == "mass" else [D.sign() for D in trimmed]
+    elected = weighted_sum(votes, layer.weights).sign()
+    total, mass = torch.zeros_like(elected), torch.zeros_like(elected)
+    for D, weight in zip(trimmed, layer.weights, strict=True):
+        agrees = (D.sign() == elected) & (elected != 0)
+        total += weight * torch.where(agrees, D, 0)
+        mass += weight * agrees
+    return Outcome(torch.where(mass > 0, total / torch.where(mass > 0, mass, 1), 0))
+
+
+def dare(layer: Layer, p: Any) -> Outcome:
+    """Drop entries at random, rescale the survivors, then add up as task arithmetic does."""
+    kept = []
+    for t, D in enumerate(layer.deltas):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{p.seed}/{t}/{layer.name}".encode()))
+        mask = torch.rand(D.shape, generator=generator) < p.density
+        kept.append(D * mask.to(D) / p.density)
+    return Outcome(weighted_sum(kept, layer.weights))
+
+
+def gradient_matching(layer: Layer, p: Any) -> Outcome:
+    """Weigh each D_t by (N_t F_t + N_0 F_0 + δ_0) / (α Σ N_s F_s + N_0 F_0 + δ_0), α being the scale."""
+    tasks = len(layer.deltas)
+    counts = p.samples or [1.0] * tasks
+    steps = [p.scale * tasks * w for w in layer.weights]  # α for equal weights
+    prior: Tensor | float = p.prior
+    if isinstance(layer.base_metric, Diagonal):
+        prior = p.base_samples * layer.base_metric.F.double() + p.prior
+    curvatures = [N * m.F.double() for N, m in zip(counts, layer.metrics, strict=True) if isinstance(m, Diagonal)]
+    total = weighted_sum(curvatures, steps) + prior
+    pulled = weighted_sum([(F + prior) * D for F, D in zip(curvatures, layer.deltas, strict=True)], steps)
+    flat = weighted_sum(layer.deltas, layer.weights).double() * p.scale
+    return Outcome(torch.where(total > 0, pulled / torch.where(total > 0, total, 1), flat).to(layer.deltas[0].dtype))
+
+
+def greedy(prepass: Prepass, p: Any) -> Prepared:
+    """Add the models to the soup best first, each only if the score does not drop."""
+    if p.evaluate is None:
+        raise ParameterError(
+            "greedy_soup needs evaluate=: a function that takes a state dict and returns a score (higher is better)."
+        )
+    tasks = len(prepass.weights)
+
+    def weights(members: list[int]) -> list[float]:
+        total = sum(prepass.weights[t] for t in members)
+        return [prepass.weights[t] / total if t in members else 0.0 for t in range(tasks)]
+
+    def score(members: list[int]) -> float:
+        value = float(p.evaluate(prepass.average(weights(members))))
+        if value != value:
+            raise ParameterError(f"evaluate= returned NaN for a soup of models {members}; a score must be a number.")
+        return value
+
+    usable = [t for t in range(tasks) if prepass.weights[t] > 0]
+    alone = {t: score([t]) for t in usable}
+    ranked = sorted(usable, key=lambda t: -alone[t])
+    soup, best = ranked[:1], alone[ranked[0]]
+    for t in ranked[1:]:
+        value = score([*soup, t])
+        if value >= best:
+            soup, best = [*soup, t], value
+    return Prepared(weights(soup))
+
+
+DENSITY = Parameter("density", "number", 0.2, "share of entries kept", low=0, high=1, open_low=True)
+LINEAR_LAWS = frozenset({"permutation", "copies", "scale_zero"})
+
+METHODS = (
+    Method(
+        name="average",
+        summary="the mean of the models",
+        equation="θ = θ0 + α Σ λ_t D_t",
+        citation="Wortsman et al., Model soups, ICML 2022",
+        merge=average,
+        parameters=(scale(), *COMMON),
+        needs_base=False,
+        elementwise=True,
+        laws=LINEAR_LAWS,
+    ),
+    Method(
+        name="task_arithmetic",
+        summary="the sum of task vectors, each with its weight as given (default 1/T)",
+        equation="θ = θ0 + α Σ w_t D_t",
+        citation="Ilharco et al., Editing Models with Task Arithmetic, ICLR 2023",
+        merge=average,
+        parameters=(scale(), *COMMON),
+        needs_base=True,
+        elementwise=True,
+        absolute_weights=True,
+        laws=LINEAR_LAWS,
+    ),
+    Method(
+        name="nan",
+        summary="the mean of the models, each weighted by the inverse of its norm",
+        equation="θ = θ0 + α Σ λ_t D_t, λ_t ∝ w_t / ‖θ_t‖",
+        citation="Si et al., NAN: A Training-Free Solution to Coefficient Estimation in Model Merging, 2025",
+        merge=average,
+        parameters=(scale(), *COMMON),
+        needs_base=False,
+        elementwise=True,
+        prepare=norms,
+        laws=LINEAR_LAWS,
+    ),
+    Method(
+        name="greedy_soup",
+        summary="the mean of those models that improve a score, added best first",
+        equation="θ = θ0 + α Σ λ_t D_t over the chosen t",
+        citation="Wortsman et al., Model soups, ICML 2022",
+        merge=average,
+        parameters=(
+            scale(),
+            Parameter("evaluate", "callable", None, "scores a state dict; higher is better", optional=True),
+            *COMMON,
+        ),
+        needs_base=False,
+        elementwise=True,
+        prepare=greedy,
+        laws=LINEAR_LAWS,
+    ),
+    Method(
+        name="ties",
+        summary="trim to the largest entries of each model, elect signs, average what agrees",
+        equation="θ = θ0 + α · mean of {trim(D_t)_i : sign = elected_i}",
+        citation="Yadav et al., TIES-Merging, NeurIPS 2023",
+        merge=ties,
+        parameters=(
+            scale(),
+            DENSITY,
+            Parameter(
+                "elect",
+                "choice",
+                "mass",
+                "elect the sign by total mass, or by how many models have it",
+                choices=("mass", "frequency"),
+            ),
+            *COMMON,
+        ),
+        needs_base=True,
+        elementwise=True,
+        prepare=thresholds,
+        laws=frozenset({"permutation", "scale_zero"}),
+    ),
+    Method(
+        name="dare",
+        summary="drop entries at random and rescale the rest, then task arithmetic",
+        equation="θ = θ0 + α Σ w_t (M_t ∘ D_t) / density",
+        citation="Yu et al., Language Models are Super Mario (DARE), ICML 2024",
+        merge=dare,
+        parameters=(
+            scale(),
+            Parameter("density", "number", 0.5, "chance that an entry is kept", low=0, high=1, open_low=True),
+            *COMMON,
+        ),
+        needs_base=True,
+        elementwise=True,
+        absolute_weights=True,
+        laws=frozenset({"scale_zero"}),
+    ),
+    Method(
+        name="gradient_matching",
+        summary="task vectors weighted by curvature, with the base model's curvature and a prior",
+        equation="θ = θ0 + α Σ (N_t F_t + N_0 F_0 + δ0) / (α Σ N_s F_s + N_0 F_0 + δ0) ∘ D_t",
+        citation="Daheim et al., Model Merging by Uncertainty-Based Gradient Matching, ICLR 2024",
+        merge=gradient_matching,
+        parameters=(
+            scale(),
+            Parameter("base_curvature", "mapping", None, "the base model's curvature F_0", optional=True),
+            Parameter("samples", "numbers", None, "training samples N_t of each model (default 1)", optional=True),
+            Parameter("base_samples", "number", 1.0, "samples N_0 behind the base's curvature", low=0),
+            Parameter("prior", "number", 0.0, "prior precision δ0", low=0),
+            *COMMON,
+        ),
+        needs_base=True,
+        curvature="diagonal",
+        elementwise=True,
+        own_scale=True,
+        laws=frozenset({"permutation", "copies", "scale_zero"}),
+    ),
+)

@@ -1,0 +1,87 @@
+"""What a merge or a diagnosis found, as plain dataclasses that turn into JSON. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """How one tensor was merged."""
+
+    rule: str
+    """matrix, elementwise, average, fisher, copy or skip"""
+    shape: tuple[int, ...]
+    status: str = "exact"
+    """exact, converged, damped, stalled, clamped or tied"""
+    rank: int | None = None
+    """directions kept per task, after the clamp to floor(min(m, n) / T)"""
+    residual: float = 0.0
+    """relative residual of the normal equations"""
+    eta: float | None = None
+    """F(x̄) - F(x*), where the aggregator is a mean or a sum"""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MergeRecord:
+    """How a merge was done: the method, its parameters and every tensor's rule."""
+
+    method: str
+    parameters: dict[str, Any]
+    weights: tuple[float, ...]
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain JSON-ready values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LayerDiagnosis:
+    """The theory of one layer, or of the whole model: sums over layers, worst condition.
+
+    H_t is the raw curvature (loss units); H̃_t the one the solve uses: projected, mean diagonal 1, damped.
+    """
+
+    eta: float
+    """cᵀH̄⁻¹c = F(x̄) - F(x*) under H̃: what curvature gains over the flat mean"""
+    eta_unit_trace: float
+    """the same with each projected curvature scaled to trace 1, as the paper words it"""
+    flat_objective: float
+    """F(x̄) under H̃"""
+    v_s: float
+    """subspace Fréchet variance at x*, under H"""
+    v_s_solve: float
+    """the same under H̃: F(x*)"""
+    r_s: float | None
+    """residual energy lost by the projection, under H; None where only projected curvature is known"""
+    bound: float | None
+    """½(√V_S + √R_S)²: bounds the λ-weighted loss increase to second order"""
+    energy_kept: float
+    """share of Σ λ_t ‖D_t‖² that lies in the basis"""
+    energy_kept_by_task: tuple[float, ...]
+    condition: float
+    """condition number of H̄ as solved"""
+    damped: int
+    """eigenvalues of the undamped H̄ below the damping"""
+    rank: int | None
+    """directions kept per task; None for a total"""
+
+    @property
+    def eta_fraction(self) -> float:
+        """η as a share of F(x̄): 0 means that curvature cannot help, 1 that it removes all conflict."""
+        return self.eta / self.flat_objective if self.flat_objective > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What can be known before a merge, per matrix and in total."""
+
+    layers: dict[str, LayerDiagnosis]
+    total: LayerDiagnosis
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as plain JSON-ready values."""
+        return asdict(self)
