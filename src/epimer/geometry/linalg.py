@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-OVERSAMPLING = 8  # extra columns of a Krylov block
+OVERSAMPLING = 4  # extra columns of a Krylov block
+FIRST_BLOCKS = 5  # blocks before the first look at the error
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
-SVD_TOLERANCE = 2e-4  # relative error of the truncated product U diag(σ) Vᵀ for float32 input
+SVD_TOLERANCE = 2e-3  # bound on the relative error of U diag(σ) Vᵀ for float32 input; the error itself is ~10x lower
 NULL = 1e-10  # Gram eigenvalues below this share of the largest count as zero
 ILL = 1e-7  # Cholesky pivots below this share of the largest call for the eigenvalue route
 
@@ -74,45 +75,44 @@ def _krylov_svd(A_mn: Tensor, k: int) -> Svd | None:
     """
     m, n = A_mn.shape
     width = k + OVERSAMPLING
-    most = n // (2 * width)
-    steps = 4
-    if most < steps:
+    most, wanted = n // (2 * width), FIRST_BLOCKS
+    if most < wanted:
         return None
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(m, width, generator=generator, dtype=torch.float32).to(A_mn.device)
-    blocks = [torch.linalg.qr(A_mn.T @ start).Q]
-    images = [A_mn @ blocks[0]]
+    B_nb, W_mb = A_mn.new_empty(n, most * width), A_mn.new_empty(m, most * width)  # the space and its image
+    start = torch.randn(m, width, generator=torch.Generator().manual_seed(0)).to(A_mn)
+    done = 0
     while True:
-        while len(blocks) < steps:
-            B_nb = torch.cat(blocks, dim=1)
-            fresh = A_mn.T @ images[-1]
-            for _ in range(2):  # twice is enough, also when the Krylov space is exhausted
-                fresh = torch.linalg.qr(fresh - B_nb @ (B_nb.T @ fresh)).Q
-            blocks.append(fresh)
-            images.append(A_mn @ fresh)
-        B_nb, W_mb = torch.cat(blocks, dim=1), torch.cat(images, dim=1)
-        W = W_mb.double()
-        values, R_bb = torch.linalg.eigh(W.T @ W)
-        R_bk = R_bb.flip(-1)[:, :k].float()
-        V, U = B_nb @ R_bk, W_mb @ R_bk
+        while done < wanted * width:
+            fresh = A_mn.T @ (W_mb[:, done - width : done] if done else start)
+            for _ in range(2):  # once leaves what rounding brings back, twice is enough
+                fresh -= B_nb[:, :done] @ (B_nb[:, :done].T @ fresh)
+            block = torch.linalg.qr(fresh).Q
+            B_nb[:, done : done + width], W_mb[:, done : done + width] = block, A_mn @ block
+            done += width
+        W = W_mb[:, :done].double()
+        values, vectors = torch.linalg.eigh(W.T @ W)
+        R_bk = vectors.flip(-1)[:, :k].float()
+        V, U = B_nb[:, :done] @ R_bk, W_mb[:, :done] @ R_bk
         sigma = torch.linalg.vector_norm(U, dim=0)
         if not sigma[0] > 0:
             return Svd(U[:, :0], sigma[:0], V[:, :0])
-        U = U / sigma.clamp_min(torch.finfo(torch.float32).tiny)
-        beyond = values.flip(-1)[k].clamp_min(0).sqrt()
-        error = _product_error(A_mn, Svd(U, sigma, V), float(beyond))
+        found = Svd(U / sigma.clamp_min(torch.finfo(torch.float32).tiny), sigma, V)
+        error = _product_error(A_mn, found, values.flip(-1)[k].clamp_min(0).sqrt().float())
         if error <= SVD_TOLERANCE:
-            return Svd(U, sigma, V)
-        steps += max(1, math.ceil(math.log10(error / SVD_TOLERANCE)))  # a block gains about one digit
-        if steps > most:
+            return found
+        wanted += max(1, math.ceil(math.log10(error / SVD_TOLERANCE)))  # a block gains about one digit
+        if wanted > most:
             return None
 
 
-def _product_error(A_mn: Tensor, svd: Svd, beyond: float) -> float:
-    """Estimate the relative error of U diag(σ) Vᵀ: each triple's residual over its gap to what was cut off."""
+def _product_error(A_mn: Tensor, svd: Svd, beyond: Tensor) -> float:
+    """Estimate the relative error of U diag(σ) Vᵀ: each triple's angle to what was cut off, weighted by its σ.
+
+    sin θ <= σ‖Aᵀu - σv‖ / (σ² - σ'²) with σ' the first singular value left out.
+    """
     residual_k = torch.linalg.vector_norm(A_mn.T @ svd.U - svd.V * svd.sigma, dim=0)
-    gap_k = (svd.sigma - beyond).clamp_min(torch.finfo(torch.float32).tiny)
-    angle_k = (residual_k / gap_k).clamp_max(1.0)
+    gap_k = (svd.sigma.square() - beyond.square()).clamp_min(torch.finfo(torch.float32).tiny)
+    angle_k = (residual_k * svd.sigma / gap_k).clamp_max(1.0)
     return float(torch.linalg.vector_norm(svd.sigma * angle_k) / torch.linalg.vector_norm(svd.sigma))
 
 
@@ -151,7 +151,7 @@ def column_basis(X_mp: Tensor) -> Tensor:
 
 
 class SpdSolution(NamedTuple):
-    """y with (H + damping·I) y = b; damping is 0 unless H was singular or ill-conditioned."""
+    """y with (H + damping·I) y = b; damping is 0 unless H was singular, and then y is 0 in the null space."""
 
     y: Tensor
     damping: float
@@ -171,7 +171,7 @@ def solve_spd(H_pp: Tensor, b: Tensor) -> SpdSolution:
     if largest <= 0:
         return SpdSolution(torch.zeros_like(b), 0.0)
     damping = NULL * largest
-    inverse = 1 / (values.clamp_min(0) + damping)
+    inverse = torch.where(values > damping, 1 / (values + damping), 0)  # below it there is only rounding
     return SpdSolution(vectors @ (inverse[:, None] * (vectors.T @ b)), damping)
 
 

@@ -116,8 +116,9 @@ class Span(Subspace):
         return torch.tensordot(x.to(self.S.dtype), self.S, dims=1)
 
     def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
-        images = torch.stack([metric.apply(direction) for direction in self.S])
-        return Dense((self.S.flatten(1) @ images.flatten(1).T).double())
+        images = [metric.apply(direction).flatten() for direction in self.S]
+        flat = self.S.flatten(1)
+        return Dense((flat @ torch.stack(images, dim=1) if images else flat @ flat.T).double())
 
 
 def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:

@@ -99,7 +99,7 @@ METHODS = (
             *COMMON,
         ),
         needs_base=True,
-        laws=frozenset({"permutation", "scale_zero"}),
+        laws=frozenset({"permutation", "copies", "scale_zero"}),
     ),
     Method(
         name="iso_c",

@@ -1,0 +1,164 @@
+"""Laws over the whole registry, from one table: a new preset is one row there and inherits every law here."""
+
+import pytest
+import torch
+from dense import close
+from models import MATRICES, make_base, make_curvature, make_models, needs
+
+import epimer
+from epimer.geometry.metric import Diagonal, Kronecker, Samples
+
+METHODS = epimer.list_methods()
+LAWS = ("permutation", "copies", "scale_zero", "curvature_scale")
+
+
+def obeys(name, law):
+    return law in epimer.describe_method(name).laws
+
+
+def merge(base, models, name, **overrides):
+    return epimer.merge_state_dicts(base, models, name, **(needs(name, base, len(models)) | overrides))
+
+
+def same(a, b, tolerance=1e-5):
+    assert a.keys() == b.keys()
+    return all(close(a[key].double(), b[key].double(), tolerance) for key in a)
+
+
+def permuted(name):
+    """Whether permuting the models, with weights and curvature, leaves the merge as it was."""
+    base = make_base(torch.float64)
+    models, weights = make_models(base), [0.5, 0.2, 0.3]
+    given = needs(name, base)
+    order = [2, 0, 1]
+    turned = dict(given)
+    if "curvature" in given:
+        turned["curvature"] = [given["curvature"][t] for t in order]
+    first = epimer.merge_state_dicts(base, models, name, weights=weights, **given)
+    second = epimer.merge_state_dicts(
+        base, [models[t] for t in order], name, weights=[weights[t] for t in order], **turned
+    )
+    return same(first, second, 1e-8)
+
+
+def copied(name):
+    """Whether merging copies of one model, moved in fewer directions than the rank, returns it."""
+    base = make_base(torch.float64)
+    model = make_models(base, 1, rank=3)[0]
+    merged = merge(base, [model, dict(model), dict(model)], name)
+    return all(close(merged[key], model[key], 1e-6) for key in merged if model[key].is_floating_point())
+
+
+def unscaled(name):
+    """Whether scale 0 returns the base."""
+    base = make_base()
+    merged = merge(base, make_models(base), name, scale=0)
+    return all(torch.equal(merged[key], base[key]) for key in base)
+
+
+def rescaled(name):
+    """Whether each model's curvature may be in units of its own."""
+    base = make_base(torch.float64)
+    models, kind = make_models(base), epimer.describe_method(name).curvature
+    curvature = make_curvature(base, kind)
+    if curvature is None:
+        return False
+
+    def times(metric, c):
+        match metric:
+            case Diagonal(F=F):
+                return Diagonal(c * F)
+            case Kronecker(A=A, G=G):
+                return Kronecker(A=c * A, G=G)
+            case Samples(g=g, x=x):
+                return Samples(g=c**0.5 * g, x=x)
+
+    louder = [
+        {key: times(metric, c) for key, metric in one.items()}
+        for one, c in zip(curvature, (1e-3, 1.0, 550.0), strict=True)
+    ]
+    first = epimer.merge_state_dicts(base, models, name, curvature=curvature)
+    second = epimer.merge_state_dicts(base, models, name, curvature=louder)
+    return same(first, second, 1e-6)
+
+
+CHECKS = {"permutation": permuted, "copies": copied, "scale_zero": unscaled, "curvature_scale": rescaled}
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_obeys_exactly_the_laws_it_declares(name, law):
+    assert CHECKS[law](name) == obeys(name, law)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_trace_normalisation_makes_any_curved_method_blind_to_units(name):
+    method = epimer.describe_method(name)
+    if not any(p.name == "normalize" for p in method.parameters) or not method.needs_curvature:
+        pytest.skip("no normalisation to choose")
+    base = make_base(torch.float64)
+    curvature = make_curvature(base, method.curvature)
+    if name == "regmean":
+        louder = [
+            {k: Kronecker(A=c * v.A, G=v.G) for k, v in one.items()}
+            for one, c in zip(curvature, (9, 1, 0.1), strict=True)
+        ]
+    elif method.curvature == "diagonal":
+        louder = [{k: Diagonal(c * v.F) for k, v in one.items()} for one, c in zip(curvature, (9, 1, 0.1), strict=True)]
+    else:
+        pytest.skip("covered by the law")
+    models = make_models(base)
+    first = epimer.merge_state_dicts(base, models, name, curvature=curvature, normalize="trace", damping=0.01)
+    second = epimer.merge_state_dicts(base, models, name, curvature=louder, normalize="trace", damping=0.01)
+    assert same(first, second, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", METHODS)
+def test_names_shapes_and_dtypes_are_the_base_s_and_inputs_stay_as_they_were(name, dtype):
+    base = make_base(dtype)
+    models = make_models(base)
+    before = [{k: v.clone() for k, v in state.items()} for state in (base, *models)]
+    merged = merge(base, models, name)
+    assert list(merged) == list(base)
+    for key, W in base.items():
+        assert merged[key].shape == W.shape
+        assert merged[key].dtype == W.dtype
+        assert torch.isfinite(merged[key]).all()
+        assert merged[key].data_ptr() != W.data_ptr() or not W.numel()
+    assert torch.equal(merged["steps"], base["steps"])
+    for state, copy in zip((base, *models), before, strict=True):
+        assert all(torch.equal(state[k], copy[k]) for k in copy)
+    # half precision in, and the arithmetic still is that of float32
+    precise = merge({k: v.float() if v.is_floating_point() else v for k, v in base.items()},
+                    [{k: v.float() if v.is_floating_point() else v for k, v in m.items()} for m in models], name)  # fmt: skip
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(dtype, 1e-4)
+    assert same({k: merged[k] for k in MATRICES}, {k: precise[k] for k in MATRICES}, tolerance)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_seed_gives_the_same_bits(name):
+    base = make_base()
+    models = make_models(base)
+    first, second = merge(base, models, name, seed=7), merge(base, models, name, seed=7)
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_model_alone_merges(name):
+    base = make_base(torch.float64)
+    models = make_models(base, 1, rank=3)
+    merged = merge(base, models, name)
+    assert all(torch.isfinite(merged[k]).all() for k in merged)
+    if obeys(name, "copies") or name in ("tsv", "epimer", "epimer_exact"):
+        assert all(close(merged[k], models[0][k], 1e-6) for k in MATRICES)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_zero_task_vector_merges(name):
+    base = make_base(torch.float64)
+    models = [dict(base), *make_models(base, 2)]
+    merged = merge(base, models, name)
+    assert all(torch.isfinite(merged[k]).all() for k in merged)
+    nothing = merge(base, [dict(base), dict(base)], name)
+    assert all(close(nothing[k].double(), base[k].double(), 1e-12) for k in base)
