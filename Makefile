@@ -46,7 +46,7 @@ $(PEERS_STAMP): tests/conformance/requirements.txt pyproject.toml
 	@touch $@
 
 conformance: $(PEERS_STAMP)  ## compare with implementations that nobody here wrote (own environment)
-	$(PEERS)/bin/python -m pytest tests/conformance
+	$(PEERS)/bin/python -m pytest tests/conformance -o filterwarnings=default::epimer.errors.EpimerWarning
 
 clean:  ## remove environments and caches
 	rm -rf .venv $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from dense import close
-from models import MATRICES, make_base, make_curvature, make_models, needs
 
 import epimer
+from dense import close
 from epimer.geometry.metric import Diagonal, Kronecker, Samples
+from models import MATRICES, make_base, make_curvature, make_models, needs
 
 METHODS = epimer.list_methods()
 LAWS = ("permutation", "copies", "scale_zero", "curvature_scale")

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 OVERSAMPLING = 4  # extra columns of a Krylov block
-FIRST_BLOCKS = 5  # blocks before the first look at the error
+FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no room
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
-SVD_TOLERANCE = 2e-3  # bound on the relative error of U diag(σ) Vᵀ for float32 input; the error itself is ~10x lower
+SVD_TOLERANCE = 1.5e-3  # bound on the relative error of U diag(σ) Vᵀ for float32 input; the error is mostly 10x lower
 NULL = 1e-10  # Gram eigenvalues below this share of the largest count as zero
 ILL = 1e-7  # Cholesky pivots below this share of the largest call for the eigenvalue route
+
+
+def nonfinite(x: Tensor) -> int:
+    """Return how many entries of `x` are NaN or Inf; one fast pass where there are none."""
+    if math.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)):
+        return 0
+    return x.numel() - int(torch.isfinite(x).sum())
 
 
 def working(x: Tensor) -> Tensor:
@@ -53,7 +60,7 @@ def _nonzero(svd: Svd, A_mn: Tensor) -> Svd:
     """Drop the triples that are zero up to the rounding of `A_mn`'s precision."""
     if not svd.sigma.numel():
         return Svd(*(part.to(A_mn.dtype) for part in svd))
-    floor = 4 * torch.finfo(A_mn.dtype).eps * math.sqrt(max(A_mn.shape)) * svd.sigma[0]
+    floor = 8 * torch.finfo(A_mn.dtype).eps * math.sqrt(max(A_mn.shape)) * svd.sigma[0]
     rank = int((svd.sigma > floor).sum())
     U, sigma, V = (part.to(A_mn.dtype) for part in svd)
     return Svd(U[:, :rank], sigma[:rank], V[:, :rank])
@@ -75,45 +82,66 @@ def _krylov_svd(A_mn: Tensor, k: int) -> Svd | None:
     """
     m, n = A_mn.shape
     width = k + OVERSAMPLING
-    most, wanted = n // (2 * width), FIRST_BLOCKS
-    if most < wanted:
-        return None
-    B_nb, W_mb = A_mn.new_empty(n, most * width), A_mn.new_empty(m, most * width)  # the space and its image
+    most = n // (2 * width) * width
+    B_nb = A_mn.new_empty(n, most)
+    W_mb = A_mn.new_empty(m, most, dtype=torch.float64)  # AB
+    H_bb = A_mn.new_zeros(most, most, dtype=torch.float64)  # WᵀW, its upper triangle
     start = torch.randn(m, width, generator=torch.Generator().manual_seed(0)).to(A_mn)
-    done = 0
-    while True:
-        while done < wanted * width:
-            fresh = A_mn.T @ (W_mb[:, done - width : done] if done else start)
-            for _ in range(2):  # once leaves what rounding brings back, twice is enough
-                fresh -= B_nb[:, :done] @ (B_nb[:, :done].T @ fresh)
-            block = torch.linalg.qr(fresh).Q
-            B_nb[:, done : done + width], W_mb[:, done : done + width] = block, A_mn @ block
-            done += width
-        W = W_mb[:, :done].double()
-        values, vectors = torch.linalg.eigh(W.T @ W)
-        R_bk = vectors.flip(-1)[:, :k].float()
-        V, U = B_nb[:, :done] @ R_bk, W_mb[:, :done] @ R_bk
-        sigma = torch.linalg.vector_norm(U, dim=0)
-        if not sigma[0] > 0:
-            return Svd(U[:, :0], sigma[:0], V[:, :0])
-        found = Svd(U / sigma.clamp_min(torch.finfo(torch.float32).tiny), sigma, V)
-        error = _product_error(A_mn, found, values.flip(-1)[k].clamp_min(0).sqrt().float())
-        if error <= SVD_TOLERANCE:
-            return found
-        wanted += max(1, math.ceil(math.log10(error / SVD_TOLERANCE)))  # a block gains about one digit
-        if wanted > most:
-            return None
+    for _ in range(FIRST_POWERS):
+        start = A_mn @ (A_mn.T @ start)
+    fresh = A_mn.T @ start
+    exhausted = False
+    for done in range(width, most + 1, width):
+        new, every = slice(done - width, done), slice(done)
+        block = torch.linalg.qr(fresh).Q
+        image = A_mn @ block
+        exhausted |= done > width and bool((B_nb[:, : done - width].T @ block).abs().max() > 1e-4)
+        B_nb[:, new], W_mb[:, new] = block, image
+        H_bb[every, new] = W_mb[:, every].T @ W_mb[:, new]
+        fresh = A_mn.T @ image
+        for _ in range(2):  # once leaves what rounding brings back, twice is enough
+            fresh -= B_nb[:, every] @ (B_nb[:, every].T @ fresh)
+        if done // width in (1, 3):  # one is never enough, and three seldom are where two were not
+            continue
+        sigma, R_bk = _ritz(H_bb[every, every], B_nb[:, every] if exhausted else None, k)
+        # The residual AᵀAv - σ²v of a Ritz vector v = BR lies in the next block: it is what `fresh` makes of R's end.
+        residual_k = torch.linalg.vector_norm(fresh @ R_bk[new].float(), dim=0)
+        if _product_error(sigma, residual_k, k) <= SVD_TOLERANCE:
+            U = W_mb[:, every] @ R_bk
+            sigma = torch.linalg.vector_norm(U, dim=0)
+            U = U / sigma.clamp_min(torch.finfo(torch.float64).tiny)
+            return Svd(U.float(), sigma.float(), B_nb[:, every] @ R_bk.float())
+    return None
 
 
-def _product_error(A_mn: Tensor, svd: Svd, beyond: Tensor) -> float:
-    """Estimate the relative error of U diag(σ) Vᵀ: each triple's angle to what was cut off, weighted by its σ.
+def _ritz(H_bb: Tensor, exhausted_nb: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """Return the singular values of A on span(B), falling, and R with V = BR for the first `k`; H is (AB)ᵀAB.
 
-    sin θ <= σ‖Aᵀu - σv‖ / (σ² - σ'²) with σ' the first singular value left out.
+    Where the Krylov space is exhausted (A of low rank), QR fills B up with directions it already has; these are
+    found in the Gram matrix BᵀB and left out.
     """
-    residual_k = torch.linalg.vector_norm(A_mn.T @ svd.U - svd.V * svd.sigma, dim=0)
-    gap_k = (svd.sigma.square() - beyond.square()).clamp_min(torch.finfo(torch.float32).tiny)
-    angle_k = (residual_k * svd.sigma / gap_k).clamp_max(1.0)
-    return float(torch.linalg.vector_norm(svd.sigma * angle_k) / torch.linalg.vector_norm(svd.sigma))
+    change = None
+    if exhausted_nb is not None:
+        scales, directions = torch.linalg.eigh((exhausted_nb.T @ exhausted_nb).double())
+        kept = scales > 1e-6
+        change = directions[:, kept] * scales[kept].rsqrt()
+        H_bb = change.T @ (H_bb + H_bb.triu(1).T) @ change
+    values, vectors = torch.linalg.eigh(H_bb, UPLO="U")
+    R = vectors.flip(-1)[:, :k]
+    return values.flip(-1).clamp_min(0).sqrt().float(), R if change is None else change @ R
+
+
+def _product_error(sigma: Tensor, residual_k: Tensor, k: int) -> float:
+    """Bound the relative error of U diag(σ) Vᵀ: each triple's angle to what was cut off, weighted by its σ.
+
+    sin θ <= ‖AᵀAv - σ²v‖ / (σ² - σ'²) with σ' the first singular value left out.
+    """
+    beyond = sigma[k] if len(sigma) > k else sigma.new_zeros(())
+    sigma_k = sigma[:k]
+    gap_k = (sigma_k.square() - beyond.square()).clamp_min(torch.finfo(torch.float32).tiny)
+    angle_k = (residual_k[: len(sigma_k)] / gap_k).clamp_max(1.0)
+    size = torch.linalg.vector_norm(sigma_k)
+    return float(torch.linalg.vector_norm(sigma_k * angle_k) / size) if size > 0 else 0.0
 
 
 class Polar(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.form import AtomDiagonal, Dense, Elementwise, Form, KroneckerSum, OuterSum, PairDiagonal
+from epimer.geometry.linalg import nonfinite
 
 ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative
 
@@ -50,7 +51,7 @@ def _mixed(H_pp: Tensor, mix: Tensor | None) -> Dense:
 
 
 def _not_finite(name: str, x: Tensor) -> str | None:
-    bad = x.numel() - int(torch.isfinite(x).sum())
+    bad = nonfinite(x)
     return f"{name} holds NaN or Inf in {bad} of {x.numel()} entries" if bad else None
 
 

@@ -58,7 +58,7 @@ def ties(layer: Layer, p: Any) -> Outcome:
     for D, weight in zip(trimmed, layer.weights, strict=True):
         agrees = (D.sign() == elected) & (elected != 0)
         total += weight * torch.where(agrees, D, 0)
-        mass += weight * agrees
+        mass += weight * agrees.to(D)
     return Outcome(torch.where(mass > 0, total / torch.where(mass > 0, mass, 1), 0))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from epimer.errors import CurvatureError, ParameterError, TensorError, listed
+from epimer.geometry.linalg import nonfinite
 from epimer.geometry.metric import Diagonal, Metric, Projected
 from epimer.methods.registry import Method
 from epimer.methods.rules import is_matrix, matching
@@ -136,11 +137,9 @@ def _check_tensor(who: str, name: str, W: Tensor, template: Tensor) -> None:
         raise TensorError(
             f"{who}[{name!r}] is {W.dtype} ({W.layout}), expected a dense floating-point tensor as in the others."
         )
-    finite = int(torch.isfinite(W).sum())
-    if finite < W.numel():
+    if bad := nonfinite(W):
         raise TensorError(
-            f"{who}[{name!r}] holds NaN or Inf in {W.numel() - finite} of {W.numel()} entries; "
-            "repair or leave out that model."
+            f"{who}[{name!r}] holds NaN or Inf in {bad} of {W.numel()} entries; repair or leave out that model."
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, TensorError, listed
 from epimer.geometry.frechet import weighted_sum
-from epimer.geometry.linalg import working
+from epimer.geometry.linalg import nonfinite, working
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, clamp_rank, pairs, tagged
 from epimer.methods.curved import check_without_base, frechet
@@ -232,7 +232,7 @@ class _Job:
         if self.inputs.base is not None:
             total = working(self._here(self.inputs.base[name])) + total
         result = total.to(device=template.device, dtype=template.dtype)
-        if not torch.isfinite(result).all():
+        if nonfinite(result):
             raise TensorError(
                 f"the merged {name!r} does not fit in {template.dtype}; lower scale, or pass base in float32."
             )

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from dense import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dense import close
 from epimer.geometry.linalg import (
     SVD_TOLERANCE,
     _gram_svd,

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from dense import METRICS, basis_of, close, form_matrix, matrix_of, random_metric
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dense import METRICS, basis_of, close, form_matrix, matrix_of, random_metric
 from epimer.geometry.form import AtomDiagonal, combine, project_diagonal_lowrank
 from epimer.geometry.frechet import pose
 from epimer.geometry.metric import Diagonal

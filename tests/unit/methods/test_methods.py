@@ -1,0 +1,209 @@
+"""Methods against their published formulas, written out plainly."""
+
+import pytest
+import torch
+
+import epimer
+from dense import close
+from models import MATRICES, make_base, make_models
+
+BASE = make_base(torch.float64)
+MODELS = make_models(BASE)
+WEIGHTS = [0.5, 0.2, 0.3]
+NAME = "block.0.weight"
+FLOATS = [k for k, v in BASE.items() if v.is_floating_point() and v.numel()]
+DELTAS = [model[NAME] - BASE[NAME] for model in MODELS]
+
+
+def merge(method, **given):
+    return epimer.merge_state_dicts(BASE, MODELS, method, **given)
+
+
+def flat(state):
+    return torch.cat([state[k].flatten() for k in FLOATS])
+
+
+def test_average_is_the_weighted_mean_of_every_tensor():
+    merged = merge("average", weights=[1, 2, 5])
+    expected = (1 * flat(MODELS[0]) + 2 * flat(MODELS[1]) + 5 * flat(MODELS[2])) / 8
+    assert close(flat(merged), expected)
+    assert close(flat(merge("average")), sum(flat(m) for m in MODELS) / 3)
+
+
+def test_task_arithmetic_takes_weights_as_given():
+    merged = merge("task_arithmetic", weights=[0.3, 0.3, -0.1], scale=2)
+    tau = [flat(m) - flat(BASE) for m in MODELS]
+    assert close(flat(merged), flat(BASE) + 2 * (0.3 * tau[0] + 0.3 * tau[1] - 0.1 * tau[2]))
+
+
+def test_nan_weighs_by_inverse_norms_of_whole_models():
+    norms = torch.stack([flat(m).norm() for m in MODELS])
+    lam = (1 / norms) / (1 / norms).sum()
+    merged = merge("nan")
+    assert close(flat(merged), sum(w * flat(m) for w, m in zip(lam, MODELS, strict=True)))
+    assert merged.record.weights == pytest.approx(lam.tolist())
+
+
+@pytest.mark.parametrize("elect", ["mass", "frequency"])
+def test_ties_trims_globally_elects_and_averages_what_agrees(elect):
+    tau = torch.stack([flat(m) - flat(BASE) for m in MODELS])
+    size, density = tau.shape[1], 0.3
+    for row in tau:
+        row[row.abs() < row.abs().sort().values[size - int(density * size) - 1]] = 0
+    sign = (tau if elect == "mass" else tau.sign()).sum(0).sign()
+    agree = (tau.sign() == sign) & (sign != 0)
+    expected = flat(BASE) + (tau * agree).sum(0) / agree.sum(0).clamp_min(1)
+    assert close(flat(merge("ties", density=density, elect=elect)), expected)
+    everything = torch.stack([flat(m) - flat(BASE) for m in MODELS])
+    agree = everything.sign() == everything.sum(0).sign()
+    expected = flat(BASE) + (everything * agree).sum(0) / agree.sum(0)
+    assert close(flat(merge("ties", density=1.0)), expected)
+
+
+def test_dare_is_unbiased_and_keeps_its_density():
+    base = {"w": torch.zeros(400, 500)}
+    models = [{"w": torch.full((400, 500), 1.0)}, {"w": torch.full((400, 500), 2.0)}]
+    merged = epimer.merge_state_dicts(base, models, "dare", weights=[1, 10], density=0.25)["w"]
+    values, counts = merged.unique(return_counts=True)
+    assert values.tolist() == pytest.approx([0, 4, 80, 84])
+    share = counts / counts.sum()
+    assert share.tolist() == pytest.approx([0.75**2, 0.25 * 0.75, 0.25 * 0.75, 0.25**2], abs=0.01)
+    assert close(merged.mean(), torch.tensor(21.0), 0.02)
+    other = epimer.merge_state_dicts(base, models, "dare", density=0.25, seed=1)["w"]
+    assert not torch.equal(other, epimer.merge_state_dicts(base, models, "dare", density=0.25)["w"])
+    assert close(flat(merge("dare", density=1.0)), flat(merge("task_arithmetic")))
+
+
+def test_fisher_keeps_the_average_where_no_model_has_curvature():
+    F = [torch.rand(24, 20).double() for _ in MODELS]
+    for f in F:
+        f[:5] = 0
+    curvature = [
+        {k: epimer.Diagonal(torch.zeros_like(BASE[k])) for k in MATRICES} | {NAME: epimer.Diagonal(f)} for f in F
+    ]
+    merged = merge("fisher", curvature=curvature)
+    assert close(merged[NAME][:5], sum(m[NAME][:5] for m in MODELS) / 3)
+    expected = sum(f * m[NAME] for f, m in zip(F, MODELS, strict=True)) / sum(F)
+    assert close(merged[NAME][5:], expected[5:])
+    assert merged.record.tensors["block.0.bias"].note == "no curvature: averaged"
+
+
+def test_tsv_puts_singular_values_on_whitened_vectors():
+    k = 20 // 3
+    svds = [torch.linalg.svd(D, full_matrices=False) for D in DELTAS]
+    P, _, Qh = torch.linalg.svd(torch.cat([U[:, :k] for U, _, _ in svds], 1), full_matrices=False)
+    R, _, Sh = torch.linalg.svd(torch.cat([Vh[:k] for _, _, Vh in svds], 0), full_matrices=False)
+    sigma = torch.cat([S[:k] for _, S, _ in svds])
+    assert close(merge("tsv")[NAME] - BASE[NAME], (P @ Qh) @ torch.diag(sigma) @ (R @ Sh), 1e-8)
+    owned = torch.cat([3 * w * S[:k] for w, (_, S, _) in zip(WEIGHTS, svds, strict=True)])
+    weighted = merge("tsv", weights=WEIGHTS, scale=0.5)[NAME] - BASE[NAME]
+    assert close(weighted, 0.5 * (P @ Qh) @ torch.diag(owned) @ (R @ Sh), 1e-8)
+
+
+def test_iso_c_equalises_the_spectrum_of_the_sum():
+    delta = merge("iso_c")[NAME] - BASE[NAME]
+    S = torch.linalg.svdvals(sum(DELTAS))
+    assert close(torch.linalg.svdvals(delta), S.mean().expand(20))
+    U, _, Vh = torch.linalg.svd(sum(DELTAS), full_matrices=False)
+    assert close(delta, S.mean() * U @ Vh)
+
+
+def test_iso_cts_without_task_directions_is_iso_c():
+    assert close(merge("iso_cts", common=1.0)[NAME], merge("iso_c")[NAME])
+    spectrum = torch.linalg.svdvals(merge("iso_cts")[NAME] - BASE[NAME])
+    assert close(spectrum, spectrum.mean().expand(20), 1e-8)
+
+
+def test_greedy_soup_adds_only_what_helps():
+    target = 0.5 * flat(MODELS[0]) + 0.5 * flat(MODELS[2])
+    seen = []
+
+    def evaluate(state):
+        seen.append(state)
+        return -float((flat(state) - target).norm())
+
+    merged = merge("greedy_soup", evaluate=evaluate)
+    assert merged.record.weights == (0.5, 0.0, 0.5)
+    assert close(flat(merged), target)
+    assert len(seen) == 5
+    assert close(
+        flat(merge("greedy_soup", evaluate=lambda state: -float(flat(state).norm() ** 0))),
+        sum(flat(m) for m in MODELS) / 3,
+    )
+
+
+def test_wudi_is_the_least_squares_merge_of_the_task_vectors_outputs():
+    delta = merge("wudi", damping=1e-9)[NAME] - BASE[NAME]
+    grams = [D.T @ D / D.square().sum() for D in DELTAS]
+    expected = sum(D @ A for D, A in zip(DELTAS, grams, strict=True)) @ torch.linalg.inv(sum(grams))
+    assert close(delta, expected, 1e-6)
+
+
+def test_jitter_and_damping_enter_as_documented():
+    F = [torch.rand(24, 20).double() for _ in MODELS]
+    curvature = [
+        {k: epimer.Diagonal(torch.ones_like(BASE[k])) for k in MATRICES} | {NAME: epimer.Diagonal(f)} for f in F
+    ]
+    jittered = merge("fisher", curvature=curvature, jitter=0.5)[NAME]
+    assert close(jittered, sum((f + 0.5) * m[NAME] for f, m in zip(F, MODELS, strict=True)) / sum(f + 0.5 for f in F))
+    both = merge("fisher", curvature=curvature, jitter=0.5, normalize="trace", damping=0.1)[NAME]
+    H = [(f + 0.5) / (f + 0.5).mean() + 0.1 for f in F]
+    assert close(both, sum(h * m[NAME] for h, m in zip(H, MODELS, strict=True)) / sum(H))
+    plain = merge("fisher", curvature=curvature, damping=0.1)[NAME]
+    H = [f + 0.1 * f.mean() for f in F]
+    assert close(plain, sum(h * m[NAME] for h, m in zip(H, MODELS, strict=True)) / sum(H))
+
+
+def test_a_task_without_curvature_becomes_damping_times_identity():
+    F = [torch.rand(24, 20).double(), torch.rand(24, 20).double(), torch.zeros(24, 20).double()]
+    curvature = [
+        {k: epimer.Diagonal(torch.ones_like(BASE[k])) for k in MATRICES} | {NAME: epimer.Diagonal(f)} for f in F
+    ]
+    merged = merge("fisher", curvature=curvature, normalize="trace", damping=0.1)[NAME]
+    H = [f / f.mean() + 0.1 for f in F[:2]] + [torch.full((24, 20), 0.1, dtype=torch.float64)]
+    assert close(merged, sum(h * m[NAME] for h, m in zip(H, MODELS, strict=True)) / sum(H))
+
+
+def test_singular_curvature_is_damped_visibly():
+    torch.manual_seed(0)
+    curvature = []
+    for _ in MODELS:
+        x = torch.randn(2, 20).double()
+        curvature.append(
+            {NAME: epimer.Kronecker(A=x.T @ x), "block.1.weight": epimer.Kronecker(A=torch.eye(30).double())}
+        )
+    with pytest.warns(epimer.EpimerWarning, match=r"damped.*block\.0\.weight"):
+        merged = merge("regmean", curvature=curvature, off_diagonal=1)
+    assert merged.record.tensors[NAME].status == "damped"
+    assert merged.record.tensors["block.1.weight"].status == "exact"
+    A = [one[NAME].A for one in curvature]
+    expected = sum(m[NAME] @ a for m, a in zip(MODELS, A, strict=True)) @ torch.linalg.pinv(sum(A), rtol=1e-8)
+    seen = torch.linalg.svd(sum(A)).U[:, :6]
+    assert close(merged[NAME] @ seen, expected @ seen, 1e-6)  # where there is data, least squares
+    unseen = torch.linalg.svd(sum(A)).U[:, 6:]
+    assert close(merged[NAME] @ unseen, sum(m[NAME] for m in MODELS) / 3 @ unseen, 1e-6)  # elsewhere, the average
+
+
+def test_registry_describes_every_method():
+    for name in epimer.list_methods():
+        method = epimer.describe_method(name)
+        text = str(method)
+        assert name in text
+        assert method.citation in text
+        assert all(p.name in text and p.meaning in text for p in method.parameters)
+        assert any(p.name == "scale" for p in method.parameters)
+    assert set(epimer.list_methods()) == {
+        "average", "task_arithmetic", "nan", "ties", "dare", "fisher", "regmean", "gradient_matching", "tsv", "iso_c",
+        "iso_cts", "mats", "wudi", "epimer", "epimer_kron", "epimer_exact", "epimer_free", "greedy_soup",
+    }  # fmt: skip
+
+
+def test_record_is_plain_data():
+    import json
+
+    record = merge("greedy_soup", evaluate=lambda state: 0.0, rules=[("block.0.bias", "copy")]).record
+    data = json.loads(json.dumps(record.to_dict()))
+    assert data["method"] == "greedy_soup"
+    assert data["tensors"]["block.0.bias"]["rule"] == "copy"
+    assert data["tensors"]["steps"]["rule"] == "copy"
+    assert data["parameters"]["evaluate"] == "function"
