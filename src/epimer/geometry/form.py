@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import conjugate_gradients, solve_spd
+from epimer.geometry.linalg import NULL, conjugate_gradients, rounding, solve_spd
 
 CHUNK = 1 << 24  # elements of the largest temporary of an exact projection
 CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut
@@ -80,6 +80,8 @@ class Dense(Form):
     """H̃ as a p x p matrix, in float64."""
 
     H: Tensor
+    null: float = NULL
+    """share of the largest eigenvalue below which there is only rounding"""
 
     def apply(self, x: Tensor) -> Tensor:
         return self.H @ x
@@ -88,14 +90,13 @@ class Dense(Form):
         return float(self.H.diagonal().mean()) if self.H.numel() else 0.0
 
     def plus(self, other: Self, weight: float) -> Dense:
-        return Dense(self.H + weight * other.H)
+        return Dense(self.H + weight * other.H, max(self.null, other.null))
 
     def times(self, weight: float) -> Dense:
-        return Dense(self.H * weight)
+        return Dense(self.H * weight, self.null)
 
     def solve(self, b: Tensor, shift: float) -> Solved:
-        eye = torch.eye(len(self.H), dtype=self.H.dtype, device=self.H.device)
-        y, damping = solve_spd(self.H + shift * eye, b[:, None])
+        y, damping = solve_spd(self.H, b[:, None], shift, self.null)
         return Solved(y[:, 0], _residual(self, y[:, 0], b, shift + damping), damping)
 
 
@@ -169,11 +170,11 @@ class AtomDiagonal(Form):
     def solve(self, b: Tensor, shift: float) -> Solved:
         m, n, p = *self.F.shape, self.U.shape[1]
         if self.tolerance == 0 or m * n * p * p <= CHEAP:
-            return Dense(self.dense()).solve(b, shift)
+            return Dense(self.dense(), rounding(self.U.dtype)).solve(b, shift)
         F = self.F.to(self.U.dtype)
         approximate = project_diagonal_lowrank(F, self.U, self.V, self.tolerance)
         if approximate is None:
-            return Dense(self.dense()).solve(b, shift)
+            return Dense(self.dense(), rounding(self.U.dtype)).solve(b, shift)
         values, vectors = torch.linalg.eigh(self._mixed(approximate))
         inverse = 1 / (values.clamp_min(0) + max(shift, self.tolerance * float(values[-1]) / len(values)))
 
@@ -185,7 +186,7 @@ class AtomDiagonal(Form):
             lambda x: self.apply(x) + shift * x, b, precondition, tolerance=tolerance, most=200
         )
         if residual > CONVERGED:
-            return Dense(self.dense()).solve(b, shift)
+            return Dense(self.dense(), rounding(self.U.dtype)).solve(b, shift)
         return Solved(y, residual, iterative=True)
 
 
@@ -276,6 +277,7 @@ class KroneckerSum(Form):
     """X -> Σ_t c_t G_t X A_t; None stands for the identity."""
 
     terms: tuple[tuple[float, Tensor | None, Tensor | None], ...]
+    null: float = NULL
 
     def apply(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x)
@@ -288,10 +290,10 @@ class KroneckerSum(Form):
         return sum(c * _mean_diagonal(G) * _mean_diagonal(A) for c, G, A in self.terms)
 
     def plus(self, other: Self, weight: float) -> KroneckerSum:
-        return KroneckerSum(self.terms + other.times(weight).terms)
+        return KroneckerSum(self.terms + other.times(weight).terms, max(self.null, other.null))
 
     def times(self, weight: float) -> KroneckerSum:
-        return KroneckerSum(tuple((weight * c, G, A) for c, G, A in self.terms))
+        return KroneckerSum(tuple((weight * c, G, A) for c, G, A in self.terms), self.null)
 
     def solve(self, b: Tensor, shift: float) -> Solved:
         """Solve in closed form where one side is the identity, else by CG in the mean factors' eigenbases."""
@@ -315,9 +317,8 @@ class KroneckerSum(Form):
         return Solved(P @ y @ Q.T, residual, iterative=True)
 
     def _one_sided(self, b: Tensor, factors: list[tuple[float, Tensor | None]], shift: float, *, right: bool) -> Solved:
-        size = b.shape[1] if right else b.shape[0]
-        H = _total(factors, size, b) + shift * torch.eye(size, dtype=b.dtype, device=b.device)
-        y, damping = solve_spd(H, b.T if right else b)
+        H = _total(factors, b.shape[1] if right else b.shape[0], b)
+        y, damping = solve_spd(H, b.T if right else b, shift, self.null)
         y = y.T if right else y
         return Solved(y, _residual(self, y, b, shift + damping), damping)
 

@@ -13,15 +13,14 @@ OVERSAMPLING = 4  # extra columns of a Krylov block
 FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no room
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
 SVD_TOLERANCE = 1.5e-3  # bound on the relative error of U diag(σ) Vᵀ for float32 input; the error is mostly 10x lower
-NULL = 1e-10  # Gram eigenvalues below this share of the largest count as zero
-ILL = 1e-7  # Cholesky pivots below this share of the largest call for the eigenvalue route
+NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 
 
 def nonfinite(x: Tensor) -> int:
     """Return how many entries of `x` are NaN or Inf; one fast pass where there are none."""
     if math.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)):
         return 0
-    return x.numel() - int(torch.isfinite(x).sum())
+    return x.numel() - int(torch.isfinite(working(x)).sum())
 
 
 def working(x: Tensor) -> Tensor:
@@ -185,22 +184,31 @@ class SpdSolution(NamedTuple):
     damping: float
 
 
-def solve_spd(H_pp: Tensor, b: Tensor) -> SpdSolution:
-    """Solve H y = b for symmetric positive semi-definite H in float64, damping H only where it must be."""
+def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL) -> SpdSolution:
+    """Solve (H + shift·I) y = b for symmetric positive semi-definite H in float64, damping only where it must be.
+
+    Eigenvalues of H below `null` of the largest are rounding; unless `shift` is above them, they count as zero.
+    """
     if not H_pp.numel():
         return SpdSolution(b.clone(), 0.0)
-    H_pp = 0.5 * (H_pp + H_pp.T)
+    H_pp = 0.5 * (H_pp + H_pp.T) + shift * torch.eye(len(H_pp), dtype=H_pp.dtype, device=H_pp.device)
     L, info = torch.linalg.cholesky_ex(H_pp)
-    pivots = L.diagonal()
-    if not info and pivots.min() > ILL * pivots.max():
+    pivots = L.diagonal().square()
+    noise = null * float(pivots.max())
+    if not info and (pivots.min() > noise or (shift > noise and pivots.min() > NULL * float(pivots.max()))):
         return SpdSolution(torch.cholesky_solve(b, L), 0.0)
     values, vectors = torch.linalg.eigh(H_pp)
     largest = float(values[-1])
     if largest <= 0:
         return SpdSolution(torch.zeros_like(b), 0.0)
-    damping = NULL * largest
+    damping = null * largest
     inverse = torch.where(values > damping, 1 / (values + damping), 0)  # below it there is only rounding
     return SpdSolution(vectors @ (inverse[:, None] * (vectors.T @ b)), damping)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Return the share of its largest eigenvalue below which a matrix of this precision holds only rounding."""
+    return NULL if dtype == torch.float64 else 1e-6
 
 
 class CgSolution(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.form import AtomDiagonal, Dense, Elementwise, Form, KroneckerSum, OuterSum, PairDiagonal
-from epimer.geometry.linalg import nonfinite
+from epimer.geometry.linalg import nonfinite, rounding
 
 ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative
 
@@ -45,9 +45,17 @@ class Metric(ABC):
         """Say what is wrong with this metric for a layer of `shape`, or None."""
 
 
-def _mixed(H_pp: Tensor, mix: Tensor | None) -> Dense:
+def _mixed(H_pp: Tensor, mix: Tensor | None, dtype: torch.dtype) -> Dense:
+    """Return the form of p x p curvature computed in `dtype`."""
     H_pp = H_pp.double()
-    return Dense(H_pp if mix is None else mix.T @ H_pp @ mix)
+    return Dense(H_pp if mix is None else mix.T @ H_pp @ mix, rounding(dtype))
+
+
+def _symmetric(M: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    if M is None:
+        return None
+    M = M.to(device, dtype)
+    return 0.5 * (M + M.T)
 
 
 def _not_finite(name: str, x: Tensor) -> str | None:
@@ -63,13 +71,13 @@ def _not_psd(name: str, M: Tensor, size: int | None) -> str | None:
     if problem := _not_finite(name, M):
         return problem
     M64 = M.double()
-    rounding = max(ROUNDING, 8 * torch.finfo(M.dtype).eps)
-    if (M64 - M64.T).abs().max() > rounding * M64.abs().max():
-        return f"{name} must be symmetric; its largest asymmetry is {float((M64 - M64.T).abs().max()):.3g}"
-    slack = rounding * float(M64.diagonal().abs().sum())
-    shifted = M64 + slack * torch.eye(len(M64), dtype=M64.dtype, device=M64.device)
-    if slack == 0 and not M64.any():
+    if not M64.any():
         return None
+    slack = max(ROUNDING, 8 * torch.finfo(M.dtype).eps if M.is_floating_point() else 0.0)
+    if (M64 - M64.T).abs().max() > slack * M64.abs().max():
+        return f"{name} must be symmetric; its largest asymmetry is {float((M64 - M64.T).abs().max()):.3g}"
+    slack *= float(M64.diagonal().abs().sum())
+    shifted = M64 + slack * torch.eye(len(M64), dtype=M64.dtype, device=M64.device)
     if torch.linalg.cholesky_ex(shifted).info:
         lowest = float(torch.linalg.eigvalsh(M64)[0])
         if lowest < -slack:
@@ -141,16 +149,15 @@ class Kronecker(Metric):
         return image if self.A is None else image @ self.A
 
     def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
-        return KroneckerSum(((1.0, _sandwich(self.G, U), _sandwich(self.A, V)),))
+        return KroneckerSum(((1.0, _sandwich(self.G, U), _sandwich(self.A, V)),), _rounding(self.A, self.G))
 
     def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
         left = U.T @ (U if self.G is None else self.G @ U)
         right = V.T @ (V if self.A is None else self.A @ V)
-        return _mixed(left * right, mix)
+        return _mixed(left * right, mix, U.dtype)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Kronecker:
-        A, G = (None if M is None else 0.5 * (M + M.T).to(device, dtype) for M in (self.A, self.G))
-        return Kronecker(A=A, G=G)
+        return Kronecker(A=_symmetric(self.A, device, dtype), G=_symmetric(self.G, device, dtype))
 
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2:
@@ -159,6 +166,10 @@ class Kronecker(Metric):
             if factor is not None and (problem := _not_psd(name, factor, size)):
                 return problem
         return None
+
+
+def _rounding(*factors: Tensor | None) -> float:
+    return max((rounding(M.dtype) for M in factors if M is not None), default=rounding(torch.float64))
 
 
 def _sandwich(M: Tensor | None, U: Tensor | None) -> Tensor | None:
@@ -185,7 +196,7 @@ class Samples(Metric):
 
     def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
         s_np = ((self.g @ U) * (self.x @ V)).sum(dim=1).double()
-        return _mixed(s_np.T @ s_np / len(s_np), mix)
+        return _mixed(s_np.T @ s_np / len(s_np), mix, U.dtype)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Samples:
         return Samples(g=self.g.to(device, dtype), x=self.x.to(device, dtype))
@@ -220,11 +231,11 @@ class TaskGram(Metric):
 
     def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
         left, right = self._factors(U, V)
-        return KroneckerSum(((1.0, left, right),))
+        return KroneckerSum(((1.0, left, right),), rounding(self.D.dtype))
 
     def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
         left, right = self._factors(U, V)
-        return _mixed(left * right, mix)
+        return _mixed(left * right, mix, U.dtype)
 
     def _factors(self, U: Tensor | None, V: Tensor | None) -> tuple[Tensor, Tensor]:
         left_pn = (self.D if U is None else U.T @ self.D).double()
@@ -257,17 +268,17 @@ class Projected(Metric):
 
     def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
         assert self.H is None
-        return KroneckerSum(((1.0, _sandwich(self.G, None), _sandwich(self.A, None)),))
+        return KroneckerSum(((1.0, _sandwich(self.G, None), _sandwich(self.A, None)),), _rounding(self.A, self.G))
 
     def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
         if self.H is not None:
-            return Dense(self.H.double())
+            return Dense(self.H.double(), rounding(self.H.dtype))
         left = U.T @ U if self.G is None else self.G
         right = V.T @ V if self.A is None else self.A
-        return _mixed(left * right, mix)
+        return _mixed(left * right, mix, U.dtype)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Projected:
-        H, A, G = (None if M is None else 0.5 * (M + M.T).to(device, dtype) for M in (self.H, self.A, self.G))
+        H, A, G = (_symmetric(M, device, dtype) for M in (self.H, self.A, self.G))
         return Projected(H=H, A=A, G=G, basis=self.basis)
 
     def problem(self, shape: Sequence[int]) -> str | None:

@@ -22,7 +22,7 @@ def diagnose_layer(
     weights: Sequence[float],
     *,
     damping: float,
-    rank: int,
+    rank: int | None,
     tolerance: float = 0.0,
 ) -> LayerDiagnosis:
     """Compute the theory of one layer on a tagged basis, at the damped, trace-normalised Fréchet mean x*."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ import torch
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.frechet import Problem, mean_size, pose
 from epimer.geometry.linalg import working
-from epimer.geometry.metric import Kronecker, Metric, Projected, TaskGram
-from epimer.geometry.subspace import Full, Pairs, Subspace, Tagged, clamp_rank, pairs, tagged
+from epimer.geometry.metric import Kronecker, Metric, TaskGram
+from epimer.geometry.subspace import Full, Subspace, Tagged, clamp_rank, pairs, tagged
 from epimer.methods.registry import COMMON, Layer, Method, Outcome, Parameter, scale
 from epimer.methods.spectral import clamped, iso_c_delta, rank_note, tsv_delta
 
@@ -27,8 +28,7 @@ def frechet(layer: Layer, p: Any) -> Outcome:
         if rank == 0:
             return clamped(layer)
         atoms = tagged(layer.deltas, rank)
-    subspace = layer.basis or _subspace(p.basis, atoms, layer)
-    _check_projected(layer, subspace)
+    subspace = _subspace(p.basis, atoms, layer) if layer.basis is None else layer.basis
     problem = pose(
         subspace,
         layer.metrics,
@@ -47,9 +47,17 @@ def frechet(layer: Layer, p: Any) -> Outcome:
     delta = subspace.lift(solution.coordinates)
     if p.aggregator == "sum":
         delta = tasks * delta
-    used = None if isinstance(subspace, Full) else rank
-    note = rank_note(p.rank, rank) if atoms is not None and layer.basis is None else ""
+    if layer.basis is not None:
+        return Outcome(delta, solution.status, solution.residual, solution.eta, rank_of(layer.basis))
+    used, note = (None, "") if atoms is None else (rank, rank_note(p.rank, rank))
     return Outcome(delta, solution.status, solution.residual, solution.eta, used, note)
+
+
+def rank_of(basis: Subspace) -> int | None:
+    """Return how many directions a given basis has for a task, where it says so."""
+    if not isinstance(basis, Tagged):
+        return None
+    return int(basis.owner.bincount().max()) if basis.owner.numel() else 0
 
 
 def _subspace(basis: str, atoms: Tagged | None, layer: Layer) -> Subspace:
@@ -70,34 +78,14 @@ def _anchor(layer: Layer, anchor: str, subspace: Subspace, atoms: Tagged | None,
     return subspace.project(tsv_delta(atoms, layer.weights))
 
 
-def _check_projected(layer: Layer, subspace: Subspace) -> None:
-    """Refuse projected curvature whose sizes do not fit the basis."""
-    for t, metric in enumerate(layer.metrics):
-        if not isinstance(metric, Projected):
-            continue
-        if layer.basis is None:
-            raise CurvatureError(
-                f"curvature[{t}][{layer.name!r}] is projected, but its basis is not given; "
-                "pass basis= (epimer.build_basis) to the merge or to Projected."
-            )
-        assert isinstance(subspace, Tagged | Pairs)
-        p, q = subspace.U.shape[1], subspace.V.shape[1]
-        if metric.H is not None:
-            if isinstance(subspace, Pairs):
-                raise CurvatureError(
-                    f"curvature[{t}][{layer.name!r}] has a matrix H, which only a tagged basis takes; "
-                    "give A and G for a tensor basis."
-                )
-            size = p if subspace.mix is None else subspace.mix.shape[1]
-            sizes = (("H", metric.H, size),)
-        else:
-            sizes = (("G", metric.G, p), ("A", metric.A, q))  # type: ignore[assignment]
-        for name, M, expected in sizes:
-            if M is not None and len(M) != expected:
-                raise CurvatureError(
-                    f"curvature[{t}][{layer.name!r}]: {name} is {len(M)} x {len(M)}, "
-                    f"but its basis has {expected} directions; project it on the same basis."
-                )
+# The rule 'fisher': the fisher preset at its defaults, for single tensors of any method.
+FISHER = SimpleNamespace(normalize="none", damping=0.0, jitter=0.0)
+
+
+def entrywise(layer: Layer, p: Any) -> Outcome:
+    """Solve the equation in the full space, whatever the tensor's shape."""
+    fixed = SimpleNamespace(basis="full", rank=None, aggregator="mean", projection_tol=0.0)
+    return frechet(layer, SimpleNamespace(**vars(fixed), normalize=p.normalize, damping=p.damping, jitter=p.jitter))
 
 
 def _with_metrics(build: Callable[[Layer, Any], Sequence[Metric]]) -> Callable[[Layer, Any], Outcome]:
@@ -132,6 +120,21 @@ def task_inputs(layer: Layer, p: Any) -> list[Metric]:
 def task_grams(layer: Layer, p: Any) -> list[Metric]:
     """Let each task vector stand in for both factors of its curvature."""
     return [TaskGram(D) for D in layer.deltas]
+
+
+def _weighing(*, normalize: str, damping: float) -> tuple[Parameter, ...]:
+    """Return the parameters that say how the tasks' curvatures are weighed against each other."""
+    return (
+        Parameter(
+            "normalize",
+            "choice",
+            normalize,
+            "trace: each task's curvature to mean diagonal 1 per layer",
+            choices=("trace", "none"),
+        ),
+        Parameter("damping", "number", damping, "share of the mean diagonal added to it", low=0),
+        Parameter("jitter", "number", 0.0, "added to the curvature's diagonal before it is projected", low=0),
+    )
 
 
 def _parameters(
@@ -169,15 +172,7 @@ def _parameters(
             "where directions without curvature go (aggregator anchored)",
             choices=("tsv", "sum", "iso_c", "average"),
         ),
-        Parameter(
-            "normalize",
-            "choice",
-            normalize,
-            "trace: each task's curvature to mean diagonal 1 per layer",
-            choices=("trace", "none"),
-        ),
-        Parameter("damping", "number", damping, "share of the mean diagonal added to it", low=0),
-        Parameter("jitter", "number", 0.0, "added to the curvature's diagonal before it is projected", low=0),
+        *_weighing(normalize=normalize, damping=damping),
         Parameter(
             "projection_tol",
             "number",
@@ -199,8 +194,8 @@ METHODS = (
         summary="the mean of the models, entry by entry weighted by the diagonal Fisher information",
         equation="full x diagonal x mean: Σ λ_t F_t ∘ θ_t / Σ λ_t F_t",
         citation="Matena and Raffel, Merging Models with Fisher-Weighted Averaging, NeurIPS 2022",
-        merge=frechet,
-        parameters=_parameters(basis="full", normalize="none", damping=0.0),
+        merge=entrywise,
+        parameters=(scale(), *_weighing(normalize="none", damping=0.0), *COMMON),
         needs_base=False,
         curvature="diagonal",
         elementwise=True,

@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
-from epimer.errors import CurvatureError, TensorError
+from epimer.errors import CurvatureError, ParameterError, TensorError
 from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Tagged, clamp_rank, tagged
 from epimer.geometry.theory import diagnose_layer, total
-from epimer.methods.inputs import (
-    StateDict,
-    check_curvatures,
-    check_inputs,
-    check_weights,
-    layer_basis,
-    layer_metrics,
-    matrix_shape,
-    task_vectors,
-)
-from epimer.methods.registry import describe_method
+from epimer.methods.curvatures import Curvatures, check_curvatures, layer_basis, layer_metrics
+from epimer.methods.curved import rank_of
+from epimer.methods.inputs import StateDict, check_inputs, check_weights, matrix_shape, task_vectors
+from epimer.methods.registry import describe_method, short
 from epimer.records import Diagnosis, LayerDiagnosis
 
 KINDS = ("diagonal", "kronecker", "samples", "projected")
@@ -51,28 +45,49 @@ def diagnose_state_dicts(
         rules: which tensors are matrices, by name pattern.
     """
     row = describe_method("epimer")
-    row.resolve({"rank": rank, "damping": damping, "rules": rules})
-    inputs = check_inputs(base, models, row, rules)
+    p = row.resolve({"rank": rank, "damping": damping, "rules": rules})
+    if basis is not None and not isinstance(basis, Mapping):
+        raise ParameterError(f"basis must be a mapping from tensor names to bases or None. Got {short(basis)} instead.")
+    inputs = check_inputs(base, models, row, p.rules)
     lam = check_weights(weights, len(models), row)
     curvatures = None if curvature is None else check_curvatures(curvature, len(models), row)
+    jobs = [
+        (name, W0, tensors, *_check(name, W0, tensors, curvatures, basis))
+        for name, W0, tensors in inputs.merged()
+        if inputs.rules[name] == "matrix"
+        and name not in inputs.ties
+        and clamp_rank(matrix_shape(tensors[0]), len(models), p.rank)
+    ]
+    if not jobs:
+        raise TensorError("there is no matrix to diagnose: every tensor is averaged, copied or too small.")
     layers: dict[str, LayerDiagnosis] = {}
     energies = []
-    for name, W0, tensors in inputs.merged():
-        k = clamp_rank(matrix_shape(tensors[0]), len(models), rank) if inputs.rules[name] == "matrix" else 0
-        if k == 0:
-            continue
+    for name, W0, tensors, metrics, fixed in jobs:
         deltas = task_vectors(W0, tensors, matrix=True)
-        metrics: list[Metric] | None = [TaskGram(D) for D in deltas]
-        if curvatures is not None:
-            metrics = layer_metrics(curvatures, name, tensors[0], matrix=True, kinds=KINDS, user="a diagnosis")
-        if metrics is None:
+        used = [metric.to(deltas[0].device, deltas[0].dtype) for metric in metrics] or [TaskGram(D) for D in deltas]
+        k = clamp_rank(deltas[0].shape, len(models), p.rank) if fixed is None else rank_of(fixed)
+        atoms = tagged(deltas, k or 0) if fixed is None else fixed
+        layers[name] = diagnose_layer(atoms, used, deltas, lam, damping=p.damping, rank=k)
+        energies.append([float(D.double().square().sum()) for D in deltas])
+    return Diagnosis(layers, total(list(layers.values()), energies, lam))
+
+
+def _check(
+    name: str,
+    W0: Tensor | None,
+    tensors: Sequence[Tensor],
+    curvatures: Curvatures | None,
+    basis: Mapping[str, Tagged] | None,
+) -> tuple[tuple[Metric, ...], Tagged | None]:
+    """Return the checked curvature and basis of one matrix."""
+    metrics: tuple[Metric, ...] = ()
+    if curvatures is not None:
+        metrics = layer_metrics(curvatures, name, [W0, *tensors], matrix=True, kinds=KINDS, user="a diagnosis")
+        if not metrics:
             raise CurvatureError(
                 f"no model has curvature for {name!r}; measure it, or give {name!r} the rule 'average'."
             )
-        metrics = [metric.to(deltas[0].device, deltas[0].dtype) for metric in metrics]
-        atoms = layer_basis(basis, metrics, name) or tagged(deltas, k)
-        layers[name] = diagnose_layer(atoms, metrics, deltas, lam, damping=damping, rank=k)
-        energies.append([float(D.double().square().sum()) for D in deltas])
-    if not layers:
-        raise TensorError("there is no matrix to diagnose: every tensor is averaged, copied or too small.")
-    return Diagnosis(layers, total(list(layers.values()), energies, lam))
+    fixed = layer_basis(basis, metrics, name, tensors)
+    if fixed is not None and not isinstance(fixed, Tagged):
+        raise ParameterError(f"basis[{name!r}] must be a tagged basis for a diagnosis, got {type(fixed).__name__}.")
+    return metrics, fixed

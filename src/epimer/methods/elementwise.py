@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import Any
 
@@ -12,7 +13,7 @@ from epimer.errors import ParameterError
 from epimer.geometry.frechet import weighted_sum
 from epimer.geometry.linalg import kth_magnitude, working
 from epimer.geometry.metric import Diagonal
-from epimer.methods.registry import COMMON, Layer, Method, Outcome, Parameter, Prepared, Prepass, scale
+from epimer.methods.registry import COMMON, Layer, Method, Outcome, Parameter, Prepared, Prepass, scale, short
 
 
 def average(layer: Layer, p: Any) -> Outcome:
@@ -75,15 +76,15 @@ def dare(layer: Layer, p: Any) -> Outcome:
 def gradient_matching(layer: Layer, p: Any) -> Outcome:
     """Weigh each D_t by (N_t F_t + N_0 F_0 + δ_0) / (α Σ N_s F_s + N_0 F_0 + δ_0), α being the scale."""
     tasks = len(layer.deltas)
-    counts = p.samples or [1.0] * tasks
-    steps = [p.scale * tasks * w for w in layer.weights]  # α for equal weights
+    counts = [1.0] * tasks if p.samples is None else p.samples
+    steps = [tasks * w for w in layer.weights]  # 1 for equal weights
     prior: Tensor | float = p.prior
     if isinstance(layer.base_metric, Diagonal):
         prior = p.base_samples * layer.base_metric.F.double() + p.prior
     curvatures = [N * m.F.double() for N, m in zip(counts, layer.metrics, strict=True) if isinstance(m, Diagonal)]
-    total = weighted_sum(curvatures, steps) + prior
+    total = weighted_sum(curvatures, [p.scale * step for step in steps]) + prior
     pulled = weighted_sum([(F + prior) * D for F, D in zip(curvatures, layer.deltas, strict=True)], steps)
-    flat = weighted_sum(layer.deltas, layer.weights).double() * p.scale
+    flat = weighted_sum(layer.deltas, layer.weights).double()
     return Outcome(torch.where(total > 0, pulled / torch.where(total > 0, total, 1), flat).to(layer.deltas[0].dtype))
 
 
@@ -100,9 +101,13 @@ def greedy(prepass: Prepass, p: Any) -> Prepared:
         return [prepass.weights[t] / total if t in members else 0.0 for t in range(tasks)]
 
     def score(members: list[int]) -> float:
-        value = float(p.evaluate(prepass.average(weights(members))))
-        if value != value:
-            raise ParameterError(f"evaluate= returned NaN for a soup of models {members}; a score must be a number.")
+        given = p.evaluate(prepass.average(weights(members)))
+        try:
+            value = float(given)
+        except (TypeError, ValueError, RuntimeError):
+            value = math.nan
+        if math.isnan(value):
+            raise ParameterError(f"evaluate= returned {short(given)} for models {members}, expected a number.")
         return value
 
     usable = [t for t in range(tasks) if prepass.weights[t] > 0]
@@ -227,7 +232,6 @@ METHODS = (
         needs_base=True,
         curvature="diagonal",
         elementwise=True,
-        own_scale=True,
         laws=frozenset({"permutation", "copies", "scale_zero"}),
     ),
 )

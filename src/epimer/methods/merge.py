@@ -5,39 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, TensorError, listed
-from epimer.geometry.frechet import weighted_sum
+from epimer.errors import EpimerWarning, ParameterError, TensorError, listed
 from epimer.geometry.linalg import nonfinite, working
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, clamp_rank, pairs, tagged
-from epimer.methods.curved import check_without_base, frechet
-from epimer.methods.inputs import (
-    Curvatures,
-    Inputs,
-    StateDict,
-    check_curvatures,
-    check_inputs,
-    check_metric,
-    check_weights,
-    layer_basis,
-    layer_metrics,
-    matrix_shape,
-    task_vectors,
-)
+from epimer.methods.curvatures import Checked, check_curvatures, check_layers
+from epimer.methods.curved import FISHER, check_without_base, entrywise
+from epimer.methods.elementwise import average
+from epimer.methods.inputs import Inputs, StateDict, check_inputs, check_weights, matrix_shape, task_vectors
 from epimer.methods.registry import Layer, Method, Outcome, Prepared, Prepass, describe_method
-from epimer.methods.rules import is_matrix
 from epimer.records import MergeRecord, TensorRecord
-
-# The rule 'fisher': the fisher preset, for single tensors of any method.
-_FISHER = SimpleNamespace(
-    basis="full", rank=None, aggregator="mean", normalize="none", damping=0.0, jitter=0.0, projection_tol=0.0
-)
 
 
 class MergedState(dict[str, Tensor]):
@@ -48,7 +30,6 @@ class MergedState(dict[str, Tensor]):
         self.record = record
 
 
-@torch.no_grad()
 def merge_state_dicts(
     base: StateDict | None,
     models: Sequence[StateDict],
@@ -73,25 +54,27 @@ def merge_state_dicts(
     Returns:
         The merged state dict; its `record` tells each tensor's rule, rank, status and residual.
     """
-    row = describe_method(method)
-    p = row.resolve(parameters)
-    inputs = check_inputs(base, models, row, p.rules)
-    if base is None:
-        check_without_base(row, p)
-    lam = check_weights(weights, len(models), row)
-    curvatures = check_curvatures(curvature, len(models), row)
-    if curvatures is not None and not row.needs_curvature and "fisher" not in inputs.rules.values():
-        warnings.warn(f"{method} uses no curvature; what was given is ignored.", EpimerWarning, stacklevel=2)
-    if getattr(p, "samples", None) and len(p.samples) != len(models):
-        raise ParameterError(f"samples has {len(p.samples)} entries for {len(models)} models; give one per model.")
-    prepared = Prepared(lam)
-    if row.prepare is not None:
-        prepared = row.prepare(Prepass(inputs.merged, lam, lambda w: _average(inputs, w)), p)
-    job = _Job(inputs, row, p, prepared, curvatures, _device(device))
-    merged, records = job.run()
+    with torch.no_grad():
+        row = describe_method(method)
+        p = row.resolve(parameters)
+        where = _device(device)
+        inputs = check_inputs(base, models, row, p.rules)
+        if base is None:
+            check_without_base(row, p)
+        lam = check_weights(weights, len(models), row)
+        curvatures = check_curvatures(curvature, len(models), row)
+        if getattr(p, "samples", None) is not None and len(p.samples) != len(models):
+            raise ParameterError(f"samples has {len(p.samples)} entries for {len(models)} models; give one per model.")
+        checked = check_layers(inputs, row, p, curvatures)
+        if curvatures is not None and not row.needs_curvature and "fisher" not in inputs.rules.values():
+            warnings.warn(f"{method} uses no curvature; what was given is ignored.", EpimerWarning, stacklevel=2)
+        job = _Job(inputs, row, p, Prepared(lam), checked, where)
+        if row.prepare is not None:
+            job.prepared = row.prepare(Prepass(inputs.merged, lam, job.average), p)
+        merged, records = job.run()
     _warn(row.name, records)
     shown = {key: _plain(value) for key, value in vars(p).items()}
-    return MergedState(merged, MergeRecord(row.name, shown, tuple(prepared.weights), records))
+    return MergedState(merged, MergeRecord(row.name, shown, tuple(job.prepared.weights), records))
 
 
 @torch.no_grad()
@@ -106,14 +89,14 @@ def build_basis(
     """Return the basis of every matrix, by name, to project curvature on before the merge that uses it."""
     row = describe_method("epimer")
     p = row.resolve({"rank": rank, "basis": basis, "rules": rules})
-    if basis not in ("tagged", "tensor"):
+    if p.basis not in ("tagged", "tensor"):
         raise ParameterError(
             f"The 'basis' parameter of build_basis must be 'tagged' or 'tensor'. Got {basis!r} instead."
         )
     inputs = check_inputs(base, models, row, p.rules)
     bases: dict[str, Subspace] = {}
     for name, W0, tensors in inputs.merged():
-        k = clamp_rank(matrix_shape(tensors[0]), len(models), rank) if inputs.rules[name] == "matrix" else 0
+        k = clamp_rank(matrix_shape(tensors[0]), len(models), p.rank) if inputs.rules[name] == "matrix" else 0
         if k:
             atoms = tagged(task_vectors(W0, tensors, matrix=True), k)
             bases[name] = atoms if basis == "tagged" else pairs(atoms)
@@ -129,122 +112,74 @@ class _Job:
         method: Method,
         p: Any,
         prepared: Prepared,
-        curvatures: Curvatures | None,
+        checked: Mapping[str, Checked],
         device: torch.device | None,
     ) -> None:
         self.inputs, self.method, self.p = inputs, method, p
-        self.prepared, self.curvatures, self.device = prepared, curvatures, device
+        self.prepared, self.checked, self.device = prepared, checked, device
+
+    def average(self, weights: list[float]) -> dict[str, Tensor]:
+        """Return the models' plain average under these weights, with this merge's rules."""
+        row = describe_method("average")
+        return _Job(self.inputs, row, row.resolve({}), Prepared(weights), self.checked, self.device).run()[0]
 
     def run(self) -> tuple[dict[str, Tensor], dict[str, TensorRecord]]:
         merged: dict[str, Tensor] = {}
         records: dict[str, TensorRecord] = {}
-        seen: dict[Any, str] = {}
         for name, rule in self.inputs.rules.items():
             W = self.inputs.template[name]
-            shape = tuple(W.shape)
-            if rule == "skip":
-                records[name] = TensorRecord(rule, shape)
-                continue
-            twin = seen.setdefault((_storage(W), rule), name) if W.numel() else name
-            if twin != name and self._tied(name, twin):
+            if twin := self.inputs.ties.get(name):
                 merged[name] = merged[twin]
                 records[name] = replace(records[twin], status="tied", note=f"tied to {twin}")
                 continue
+            outcome = Outcome(W)
             if rule == "copy":
                 if self.inputs.base is None and W.is_floating_point() and W.numel():
                     raise TensorError(f"The rule 'copy' takes {name!r} from base, but there is none; pass base.")
-                merged[name], records[name] = W.detach().clone(), TensorRecord(rule, shape)
-                continue
-            outcome = self._merge(name, rule)
-            merged[name] = self._finish(name, outcome.delta)
+                merged[name] = W.detach().clone()
+            elif rule != "skip":
+                outcome = self._merge(name, rule)
+                merged[name] = self._finish(name, outcome.delta)
             records[name] = TensorRecord(
-                rule, shape, outcome.status, outcome.rank, outcome.residual, outcome.eta, outcome.note
+                rule, tuple(W.shape), outcome.status, outcome.rank, outcome.residual, outcome.eta, outcome.note
             )
         return merged, records
 
-    def _tied(self, name: str, twin: str) -> bool:
-        """Whether two names tied in the template are one tensor in every model as well."""
-        return all(
-            name in model
-            and twin in model
-            and (_storage(model[name]) == _storage(model[twin]) or torch.equal(model[name], model[twin]))
-            for model in self.inputs.models
-        )
-
     def _merge(self, name: str, rule: str) -> Outcome:
-        inputs, method, p = self.inputs, self.method, self.p
-        W0 = None if inputs.base is None else self._here(inputs.base[name])
-        tensors = [self._here(model[name]) for model in inputs.models]
-        layer = Layer(
-            name,
-            task_vectors(W0, tensors, matrix=rule == "matrix"),
-            self.prepared.weights,
-            context=self.prepared.context,
-        )
+        base, models = self.inputs.base, self.inputs.models
+        W0 = None if base is None else self._here(base[name])
+        deltas = task_vectors(W0, [self._here(model[name]) for model in models], matrix=rule == "matrix")
+        for t, D in enumerate(deltas):
+            if nonfinite(D):
+                raise TensorError(f"models[{t}][{name!r}] is too far from base for {D.dtype}; pass both in float64.")
+        layer = Layer(name, deltas, self.prepared.weights, context=self.prepared.context)
         if rule == "average":
-            return Outcome(weighted_sum(layer.deltas, layer.weights))
-        if rule == "fisher":
-            metrics = self._metrics(name, rule, layer.deltas[0], "diagonal", required=True)
-            return frechet(replace(layer, metrics=metrics), _FISHER)
-        if method.needs_curvature:
-            required = rule == "matrix" or is_matrix(name, tensors[0].shape)
-            metrics = self._metrics(name, rule, layer.deltas[0], method.curvature or "", required=required)
-            if not metrics:
-                delta = weighted_sum(layer.deltas, layer.weights) * (p.scale if method.own_scale else 1)
-                return Outcome(delta, note="no curvature: averaged")
-            layer = replace(layer, metrics=metrics, base_metric=self._base_metric(name, layer.deltas[0]))
-        if rule == "matrix" and hasattr(p, "basis"):
-            layer = replace(layer, basis=layer_basis(p.basis, layer.metrics, name))
-        return method.merge(layer, p)
-
-    def _metrics(self, name: str, rule: str, D: Tensor, kind: str, *, required: bool) -> list[Metric]:
-        found = None
-        if self.curvatures is not None:
-            found = layer_metrics(
-                self.curvatures,
-                name,
-                self.inputs.template[name],
-                matrix=rule == "matrix",
-                kinds=(kind, "projected") if rule == "matrix" else (kind,),
-                user=self.method.name,
-            )
-        if found is None and required:
-            raise CurvatureError(
-                f"no model has curvature for {name!r}, which {self.method.name} needs; "
-                f"measure it, or give {name!r} the rule 'average'."
-            )
-        return [metric.to(D.device, D.dtype) for metric in found or ()]
-
-    def _base_metric(self, name: str, D: Tensor) -> Metric | None:
-        metric = (getattr(self.p, "base_curvature", None) or {}).get(name)
-        if metric is None:
-            return None
-        where = f"base_curvature[{name!r}]"
-        if getattr(metric, "kind", None) != "diagonal":
-            raise CurvatureError(f"{where} must be epimer.Diagonal, got {type(metric).__name__}.")
-        return check_metric(metric, where, self.inputs.template[name], matrix=False).to(D.device, D.dtype)
+            return average(layer, self.p)
+        checked, like = self.checked[name], deltas[0]
+        if self.method.needs_curvature and not checked.metrics:
+            return replace(average(layer, self.p), note="no curvature: averaged")
+        base_metric = checked.base_metric
+        layer = replace(
+            layer,
+            metrics=[metric.to(like.device, like.dtype) for metric in checked.metrics],
+            base_metric=None if base_metric is None else base_metric.to(like.device, like.dtype),
+            basis=checked.basis,
+        )
+        return entrywise(layer, FISHER) if rule == "fisher" else self.method.merge(layer, self.p)
 
     def _finish(self, name: str, delta: Tensor) -> Tensor:
         """Add the scaled delta to the base, in the template's shape, dtype and device."""
         template = self.inputs.template[name]
-        scale = 1.0 if self.method.own_scale and self.inputs.rules[name] == "elementwise" else self.p.scale
-        total = scale * delta.reshape(template.shape)
+        total = self.p.scale * delta.reshape(template.shape)
         if self.inputs.base is not None:
             total = working(self._here(self.inputs.base[name])) + total
         result = total.to(device=template.device, dtype=template.dtype)
         if nonfinite(result):
-            raise TensorError(
-                f"the merged {name!r} does not fit in {template.dtype}; lower scale, or pass base in float32."
-            )
+            raise TensorError(f"the merged {name!r} does not fit in {template.dtype}; lower scale, or widen base.")
         return result
 
     def _here(self, W: Tensor) -> Tensor:
         return W.detach() if self.device is None else W.detach().to(self.device)
-
-
-def _average(inputs: Inputs, weights: list[float]) -> dict[str, Tensor]:
-    row = describe_method("average")
-    return _Job(inputs, row, row.resolve({}), Prepared(weights), None, None).run()[0]
 
 
 def _device(device: str | torch.device | None) -> torch.device | None:
@@ -253,13 +188,11 @@ def _device(device: str | torch.device | None) -> torch.device | None:
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        raise EpimerError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ParameterError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    if found.type == "meta":
+        raise ParameterError("device 'meta' cannot be used: it has no data; use 'cpu' or 'cuda'.")
     return found
-
-
-def _storage(W: Tensor) -> tuple[Any, ...]:
-    return W.data_ptr(), W.device, W.dtype, tuple(W.shape), W.stride()
 
 
 def _plain(value: Any) -> Any:

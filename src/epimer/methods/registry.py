@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -16,6 +17,8 @@ from epimer.errors import ParameterError, nearest
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace
 from epimer.methods.rules import RULES
+
+BASES = ("tagged", "tensor", "full")
 
 
 @dataclass(frozen=True)
@@ -55,38 +58,50 @@ class Parameter:
         return text + (" or None" if self.optional else "")
 
     def check(self, method: str, value: Any) -> Any:
-        """Return `value` if it is valid, else say what is expected."""
+        """Return `value` as a plain number, list or object if it is valid, else say what is expected."""
         if value is None and self.optional:
             return None
+        if self.kind == "rules" and isinstance(value, list | tuple):
+            for pair in value:
+                if not _is_rule(pair):
+                    known = isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[1], str)
+                    raise self._refusal(method, pair, nearest(pair[1], RULES) if known else "")
+            return [tuple(pair) for pair in value]
         if not self._fits(value):
-            hint = nearest(value, self.choices or ("tagged", "tensor", "full")) if isinstance(value, str) else ""
-            raise ParameterError(
-                f"The {self.name!r} parameter of {method} must be {self.expected}. Got {_short(value)} instead.{hint}"
-            )
+            choices = self.choices or (BASES if self.kind == "basis" else ())
+            raise self._refusal(method, value, nearest(value, choices) if isinstance(value, str) else "")
+        match self.kind:
+            case "number":
+                return float(value)
+            case "integer":
+                return int(value)
+            case "numbers":
+                return [float(x) for x in value]
         return value
+
+    def _refusal(self, method: str, value: Any, hint: str) -> ParameterError:
+        return ParameterError(
+            f"The {self.name!r} parameter of {method} must be {self.expected}. Got {short(value)} instead.{hint}"
+        )
 
     def _fits(self, value: Any) -> bool:
         match self.kind:
             case "choice":
                 return isinstance(value, str) and value in self.choices
             case "number":
-                return _is_number(value) and self._in_range(float(value))
+                return is_number(value) and self._in_range(float(value))
             case "integer":
-                return isinstance(value, Integral) and _is_number(value) and self._in_range(float(value))
+                return isinstance(value, Integral) and is_number(value) and self._in_range(float(value))
             case "numbers":
-                return isinstance(value, Iterable) and all(_is_number(x) and x >= 0 for x in value)
+                return isinstance(value, Sized) and all(is_number(x) and x >= 0 for x in value)  # type: ignore[attr-defined]
             case "callable":
                 return callable(value)
+            case "basis":
+                return isinstance(value, Mapping) or (isinstance(value, str) and value in BASES)
             case "mapping":
                 return isinstance(value, Mapping)
-            case "basis":
-                return isinstance(value, Mapping) or value in ("tagged", "tensor", "full")
-            case _:
-                return (
-                    isinstance(value, list | tuple)
-                    and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
-                    and all(isinstance(name, str) and rule in RULES for name, rule in value)
-                )
+            case _:  # rules, checked pair by pair
+                return False
 
     def _in_range(self, value: float) -> bool:
         if self.low is not None and (value < self.low or (self.open_low and value == self.low)):
@@ -94,12 +109,23 @@ class Parameter:
         return self.high is None or value <= self.high
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and value is not True and value is not False and abs(float(value)) < float("inf")
+def _is_rule(pair: Any) -> bool:
+    return isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and pair[1] in RULES
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite real number, and not a bool."""
+    if not isinstance(value, Real) or value is True or value is False:
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
+def short(value: Any) -> str:
+    """Return a value's repr on one line, cut where it is long."""
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -168,8 +194,6 @@ class Method:
     """acts on every floating-point tensor entry by entry, instead of on matrices"""
     absolute_weights: bool = False
     """uses the weights as given, instead of scaled to sum 1"""
-    own_scale: bool = False
-    """applies `scale` itself, instead of to the merged delta"""
     prepare: Callable[[Prepass, Any], Prepared] | None = None
     laws: frozenset[str] = frozenset()
     """which of the laws in tests/laws it obeys at its defaults"""
@@ -232,9 +256,9 @@ def list_methods() -> list[str]:
 def describe_method(name: str) -> Method:
     """Return what there is to know of a method: parameters, needs, equation, citation."""
     table = methods()
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         hint = nearest(name, table) if isinstance(name, str) else ""
-        raise ParameterError(f"There is no method {name!r}.{hint} Methods: {', '.join(table)}.")
+        raise ParameterError(f"There is no method {short(name)}.{hint} Methods: {', '.join(table)}.")
     return table[name]
 
 

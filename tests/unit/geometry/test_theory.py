@@ -65,7 +65,10 @@ def test_theory_of_a_layer_against_the_full_quadratic(seed, kind, rank):
     assert found.v_s == pytest.approx(v_s, rel=1e-6)
     assert found.r_s == pytest.approx(r_s, rel=1e-8, abs=1e-10)
     increase = 0.5 * float(
-        sum(w * (S @ best - D.flatten()) @ h @ (S @ best - D.flatten()) for w, h, D in zip(lam, full, deltas, strict=True))
+        sum(
+            w * (S @ best - D.flatten()) @ h @ (S @ best - D.flatten())
+            for w, h, D in zip(lam, full, deltas, strict=True)
+        )
     )
     assert increase <= found.bound * (1 + 1e-9)
     assert found.bound == pytest.approx(0.5 * (math.sqrt(v_s) + math.sqrt(r_s)) ** 2, rel=1e-6)
@@ -79,7 +82,9 @@ def test_theory_of_a_layer_against_the_full_quadratic(seed, kind, rank):
 def test_eta_vanishes_for_homogeneous_curvature():
     deltas, metrics, lam = draw(0)
     scaled = [Diagonal(c * metrics[0].F) for c in (1, 7, 0.1)]  # equal after normalisation
-    assert diagnose_layer(tagged(deltas, 2), scaled, deltas, lam, damping=1e-2, rank=2).eta == pytest.approx(0, abs=1e-12)
+    assert diagnose_layer(tagged(deltas, 2), scaled, deltas, lam, damping=1e-2, rank=2).eta == pytest.approx(
+        0, abs=1e-12
+    )
     assert diagnose_layer(tagged(deltas, 2), metrics, deltas, lam, damping=1e-2, rank=2).eta > 1e-3
 
 
@@ -160,7 +165,10 @@ def test_projected_curvature_leaves_r_s_unknown():
     bases = epimer.build_basis(BASE, MODELS, rank=3)
     curvature = make_curvature(BASE, "kronecker")
     projected = [
-        {k: epimer.Projected(G=bases[k].U.T @ v.G @ bases[k].U, A=bases[k].V.T @ v.A @ bases[k].V) for k, v in one.items()}
+        {
+            k: epimer.Projected(G=bases[k].U.T @ v.G @ bases[k].U, A=bases[k].V.T @ v.A @ bases[k].V)
+            for k, v in one.items()
+        }
         for one in curvature
     ]
     found = epimer.diagnose_state_dicts(BASE, MODELS, curvature=projected, basis=bases, rank=3)

@@ -417,7 +417,7 @@ def test_a_diagnosis_and_a_basis_need_a_base(models):
 
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [("average", {"scale": 0.5}), ("fisher", {"aggregator": "sum"}), ("mats", {"basis": "tagged"})],
+    [("average", {"scale": 0.5}), ("mats", {"aggregator": "sum"}), ("mats", {"basis": "tagged"})],
 )
 def test_without_a_base_settings_that_depend_on_one_are_refused(name, setting, models):
     refuses(ParameterError, lambda: merge(None, models, name, **setting), name, next(iter(setting)), "base")
@@ -698,11 +698,14 @@ def test_factors_in_half_precision_do_not_overflow(base, models):
 
 @pytest.mark.parametrize("unit", [1e-60, 1e60])
 @pytest.mark.parametrize("name", ["fisher", "epimer"])
-def test_curvature_in_float64_keeps_its_range_beside_float32_models(base, models, diagonals, name, unit):
+def test_curvature_that_float32_cannot_hold_is_refused_beside_float32_models(base, models, diagonals, name, unit):
     curvature = [{k: Diagonal(unit * v.F) for k, v in one.items()} for one in diagonals]
-    merged = epimer.merge_state_dicts(base, models, name, curvature=curvature)
-    expected = epimer.merge_state_dicts(base, models, name, curvature=diagonals)
-    assert close(merged[FIRST].double(), expected[FIRST].double(), 1e-5)
+    named = ("curvature[0]", f"'{FIRST}'", "float32")
+    refuses(CurvatureError, lambda: epimer.merge_state_dicts(base, models, name, curvature=curvature), *named)
+    wide = [double(state) for state in (base, *models)]
+    merged = epimer.merge_state_dicts(wide[0], wide[1:], name, curvature=curvature)
+    expected = epimer.merge_state_dicts(wide[0], wide[1:], name, curvature=diagonals)
+    assert close(merged[FIRST], expected[FIRST], 1e-9)
 
 
 @pytest.mark.parametrize("name", [m for m in METHODS if epimer.describe_method(m).needs_curvature])
@@ -951,29 +954,9 @@ def test_a_diagnosis_refuses_a_tensor_basis(base, models, diagonals):
     refuses(EpimerError, lambda: epimer.diagnose_state_dicts(base, models, curvature=diagonals, basis=bases), "basis")
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"basis": "tagged"},
-        {"basis": "tensor"},
-        {"aggregator": "anchored"},
-        {"aggregator": "anchored", "anchor": "iso_c"},
-    ],
-)
-def test_an_entrywise_method_on_a_basis_averages_what_has_no_basis(base, models, diagonals, given):
-    merged = epimer.merge_state_dicts(base, models, "fisher", curvature=diagonals, **given)
-    for key in ("temperature", VECTOR, "conv.weight"):
-        assert close(merged[key].double(), mean(models, key), 1e-6)
-
-
-def test_an_entrywise_method_uses_the_basis_it_is_given():
-    base = make_base(torch.float64)
-    models, diagonals = make_models(base, 2), make_curvature(base, "diagonal", 2)
-    base, *models = ({k: state[k] for k in MATRICES} for state in (base, *models))
-    bases = epimer.build_basis(base, models, rank=2)
-    merged = epimer.merge_state_dicts(base, models, "fisher", curvature=diagonals, basis=bases)
-    expected = epimer.merge_state_dicts(base, models, "fisher", curvature=diagonals, basis="tagged", rank=2)
-    assert all(close(merged[k], expected[k]) for k in MATRICES)
+def test_an_entrywise_method_has_no_subspace_to_choose(base, models, diagonals):
+    for given in ({"basis": "tagged"}, {"rank": 2}, {"aggregator": "anchored"}):
+        refuses(ParameterError, lambda given=given: merge(base, models, "fisher", **given), "fisher", *given)
 
 
 # Weights, methods and parameters.
