@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-OVERSAMPLING = 4  # extra columns of a Krylov block
+BLOCK = 16  # a Krylov block's columns are a multiple of this, which matrix products like
 FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no room
+FIRST_LOOK = 4  # blocks before the first look at the error
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
-SVD_TOLERANCE = 1.5e-3  # bound on the relative error of U diag(σ) Vᵀ for float32 input; the error is mostly 10x lower
+SVD_TOLERANCE = 2.5e-3  # bound on the relative error of U diag(σ) Vᵀ for float32 input; the error is mostly 10x lower
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 
 
@@ -74,60 +76,59 @@ def _gram_svd(A_mn: Tensor, k: int) -> Svd:
     return Svd(U / sigma.clamp_min(torch.finfo(torch.float64).tiny), sigma, V)
 
 
+@cache
+def _start(m: int, width: int) -> Tensor:
+    return torch.randn(m, width, generator=torch.Generator().manual_seed(0))
+
+
 def _krylov_svd(A_mn: Tensor, k: int) -> Svd | None:
     """Find the leading triples in span{Q, AᵀAQ, (AᵀA)²Q, …}; None when half the space was not enough.
 
     The start is the same for every matrix of one shape, so that equal matrices have equal triples.
     """
     m, n = A_mn.shape
-    width = k + OVERSAMPLING
+    width = -(-k // BLOCK) * BLOCK
     most = n // (2 * width) * width
-    B_nb = A_mn.new_empty(n, most)
-    W_mb = A_mn.new_empty(m, most, dtype=torch.float64)  # AB
-    H_bb = A_mn.new_zeros(most, most, dtype=torch.float64)  # WᵀW, its upper triangle
-    start = torch.randn(m, width, generator=torch.Generator().manual_seed(0)).to(A_mn)
+    B_nb, W_mb = A_mn.new_empty(n, most), A_mn.new_empty(m, most)  # the space and its image AB
+    start = _start(m, width).to(A_mn)
     for _ in range(FIRST_POWERS):
         start = A_mn @ (A_mn.T @ start)
     fresh = A_mn.T @ start
-    exhausted = False
     for done in range(width, most + 1, width):
         new, every = slice(done - width, done), slice(done)
-        block = torch.linalg.qr(fresh).Q
-        image = A_mn @ block
-        exhausted |= done > width and bool((B_nb[:, : done - width].T @ block).abs().max() > 1e-4)
-        B_nb[:, new], W_mb[:, new] = block, image
-        H_bb[every, new] = W_mb[:, every].T @ W_mb[:, new]
+        B_nb[:, new] = torch.linalg.qr(fresh).Q
+        W_mb[:, new] = image = A_mn @ B_nb[:, new]
         fresh = A_mn.T @ image
         for _ in range(2):  # once leaves what rounding brings back, twice is enough
             fresh -= B_nb[:, every] @ (B_nb[:, every].T @ fresh)
-        if done // width in (1, 3):  # one is never enough, and three seldom are where two were not
+        if done < FIRST_LOOK * width:
             continue
-        sigma, R_bk = _ritz(H_bb[every, every], B_nb[:, every] if exhausted else None, k)
+        sigma, R_bk = _ritz(B_nb[:, every], W_mb[:, every], k)
         # The residual AᵀAv - σ²v of a Ritz vector v = BR lies in the next block: it is what `fresh` makes of R's end.
-        residual_k = torch.linalg.vector_norm(fresh @ R_bk[new].float(), dim=0)
+        residual_k = torch.linalg.vector_norm(fresh @ R_bk[new], dim=0)
         if _product_error(sigma, residual_k, k) <= SVD_TOLERANCE:
             U = W_mb[:, every] @ R_bk
             sigma = torch.linalg.vector_norm(U, dim=0)
-            U = U / sigma.clamp_min(torch.finfo(torch.float64).tiny)
-            return Svd(U.float(), sigma.float(), B_nb[:, every] @ R_bk.float())
+            return Svd(U / sigma.clamp_min(torch.finfo(U.dtype).tiny), sigma, B_nb[:, every] @ R_bk)
     return None
 
 
-def _ritz(H_bb: Tensor, exhausted_nb: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """Return the singular values of A on span(B), falling, and R with V = BR for the first `k`; H is (AB)ᵀAB.
+def _ritz(B_nb: Tensor, W_mb: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the singular values of A on span(B), W = AB, in falling order, and R with V = BR for the first `k`.
 
     Where the Krylov space is exhausted (A of low rank), QR fills B up with directions it already has; these are
     found in the Gram matrix BᵀB and left out.
     """
-    change = None
-    if exhausted_nb is not None:
-        scales, directions = torch.linalg.eigh((exhausted_nb.T @ exhausted_nb).double())
+    gram, W = (B_nb.T @ B_nb).double(), W_mb.double()
+    H_bb, change = W.T @ W, None
+    if (gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max() > 1e-4:
+        scales, directions = torch.linalg.eigh(gram)
         kept = scales > 1e-6
         change = directions[:, kept] * scales[kept].rsqrt()
-        H_bb = change.T @ (H_bb + H_bb.triu(1).T) @ change
-    values, vectors = torch.linalg.eigh(H_bb, UPLO="U")
+        H_bb = change.T @ H_bb @ change
+    values, vectors = torch.linalg.eigh(H_bb)
     R = vectors.flip(-1)[:, :k]
-    return values.flip(-1).clamp_min(0).sqrt().float(), R if change is None else change @ R
+    return values.flip(-1).clamp_min(0).sqrt().float(), (R if change is None else change @ R).float()
 
 
 def _product_error(sigma: Tensor, residual_k: Tensor, k: int) -> float:
@@ -151,24 +152,22 @@ class Polar(NamedTuple):
 
 
 def polar(X_mp: Tensor) -> Polar:
-    """Return X(XᵀX)^(-1/2), the column-orthonormal matrix nearest to `X_mp`, in float64.
+    """Return X(XᵀX)^(-1/2), the column-orthonormal matrix nearest to `X_mp`.
 
-    By the eigenvectors of the p x p Gram matrix, far cheaper than an SVD of X; by the SVD where the Gram
-    matrix is near-singular. A rank-deficient stack gives the partial isometry.
+    By the eigenvectors of the p x p Gram matrix and one Newton-Schulz step for what squaring lost, far cheaper than
+    an SVD of X; by the SVD where the Gram matrix is near-singular. A rank-deficient stack gives the partial isometry.
     """
-    X = X_mp.double()
-    if not X.shape[1]:
-        return Polar(X, True)
-    values, vectors = torch.linalg.eigh(X.T @ X)
-    condition = float(values[-1] / values[0]) if values[0] > 0 else math.inf
-    if condition < 1e9:
-        factor = X @ ((vectors * values.rsqrt()) @ vectors.T)
-        if condition > 1e4:  # one Newton-Schulz step removes what squaring lost
+    if not X_mp.shape[1]:
+        return Polar(X_mp, True)
+    for X in (X_mp, X_mp.double()):
+        values, vectors = torch.linalg.eigh(X.T @ X)
+        if values[0] > (1e-9 if X.dtype == torch.float64 else 1e-3) * values[-1]:
+            factor = X @ ((vectors * values.rsqrt()) @ vectors.T)
             factor = 1.5 * factor - 0.5 * (factor @ (factor.T @ factor))
-        return Polar(factor, True)
+            return Polar(factor.to(X_mp.dtype), True)
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     kept = sigma > math.sqrt(NULL) * sigma[0]
-    return Polar(U[:, kept] @ Vh[kept], bool(kept.all()))
+    return Polar((U[:, kept] @ Vh[kept]).to(X_mp.dtype), bool(kept.all()))
 
 
 def column_basis(X_mp: Tensor) -> Tensor:

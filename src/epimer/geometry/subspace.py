@@ -124,17 +124,16 @@ class Span(Subspace):
 def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
     """Build the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor."""
     triples = [top_svd(D, rank) for D in deltas]
-    dtype = deltas[0].dtype
     U_mp, U_full = polar(torch.cat([triple.U for triple in triples], dim=1))
     V_np, V_full = polar(torch.cat([triple.V for triple in triples], dim=1))
     sigma = torch.cat([triple.sigma for triple in triples])
     owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)])
     mix = None
     if not (U_full and V_full):
-        values, vectors = torch.linalg.eigh((U_mp.T @ U_mp) * (V_np.T @ V_np))
+        values, vectors = torch.linalg.eigh(((U_mp.T @ U_mp) * (V_np.T @ V_np)).double())
         kept = values > NULL * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
-    return Tagged(U_mp.to(dtype), V_np.to(dtype), sigma, owner.to(sigma.device), mix)
+    return Tagged(U_mp, V_np, sigma, owner.to(sigma.device), mix)
 
 
 def pairs(atoms: Tagged) -> Pairs:

@@ -4,16 +4,16 @@ import math
 
 import pytest
 import torch
-from dense import METRICS, basis_of, close, matrix_of, random_metric
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import MATRICES, make_base, make_curvature, make_models
 
 import epimer
+from dense import METRICS, basis_of, close, matrix_of, random_metric
 from epimer.geometry.frechet import pose
 from epimer.geometry.metric import Diagonal, Samples
 from epimer.geometry.subspace import tagged
 from epimer.geometry.theory import bound, diagnose_layer, residual_energy
+from models import MATRICES, make_base, make_curvature, make_models
 
 BASE = make_base(torch.float64)
 MODELS = make_models(BASE)
