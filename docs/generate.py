@@ -1,0 +1,38 @@
+"""Write docs/methods.md from the registry. Run by `make docs`; a test fails when the page is out of date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import epimer
+
+PAGE = Path(__file__).with_name("methods.md")
+
+
+def render() -> str:
+    """Return the page."""
+    lines = [
+        "# Methods",
+        "",
+        "Written by `make docs` from the registry; `epimer.describe_method(name)` says the same in Python.",
+        "",
+        "| method | what it does | needs |",
+        "|---|---|---|",
+    ]
+    methods = [epimer.describe_method(name) for name in epimer.list_methods()]
+    for method in methods:
+        needs = ["base"] if method.needs_base else []
+        needs += [f"{method.curvature} curvature"] if method.needs_curvature else []
+        lines.append(f"| [{method.name}](#{method.name}) | {method.summary} | {', '.join(needs) or 'models only'} |")
+    for method in methods:
+        lines += ["", f"## {method.name}", "", f"{method.summary[0].upper()}{method.summary[1:]}.", ""]
+        lines += [f"    {method.equation}", "", f"{method.citation}.", ""]
+        lines += ["| parameter | default | meaning | valid |", "|---|---|---|---|"]
+        for p in method.parameters:
+            lines.append(f"| `{p.name}` | `{p.default!r}` | {p.meaning} | {p.expected} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
+    print(f"wrote {PAGE.name}")
