@@ -163,7 +163,8 @@ def main() -> None:
                      "ratio": theirs_s / ours_s, "difference": difference})  # fmt: skip
     if options.json:
         about = {"date": date.today().isoformat(), "torch": torch.__version__, "threads": THREADS, "tasks": TASKS,
-                 "rank": RANK, "flat": options.flat, "device": options.device, "machine": platform.machine()}  # fmt: skip
+                 "rank": RANK, "flat": options.flat, "device": options.device,
+                 "machine": platform.machine()}  # fmt: skip
         options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epimer.geometry.form import AtomDiagonal, Dense, Elementwise, Form, KroneckerSum, OuterSum, PairDiagonal
+from epimer.geometry.diagonal import AtomDiagonal, PairDiagonal
+from epimer.geometry.form import Dense, Elementwise, Form, OuterSum
+from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.linalg import nonfinite, rounding
 
 ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epimer.geometry.form import AtomDiagonal, Dense, Form
+from epimer.geometry.diagonal import AtomDiagonal
+from epimer.geometry.form import Dense, Form
 from epimer.geometry.frechet import Problem, pose
 from epimer.geometry.metric import Metric, Projected
 from epimer.geometry.subspace import Subspace

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dense import METRICS, basis_of, close, form_matrix, matrix_of, random_metric
-from epimer.geometry.form import AtomDiagonal, combine, project_diagonal_lowrank
+from epimer.geometry.diagonal import AtomDiagonal, project_diagonal_lowrank
+from epimer.geometry.form import combine
 from epimer.geometry.frechet import pose
 from epimer.geometry.metric import Diagonal
 from epimer.geometry.subspace import Full, clamp_rank, joint, pairs, tagged
@@ -173,7 +174,7 @@ def test_a_large_diagonal_solve_is_as_good_as_the_exact_one(monkeypatch, mixed):
         smooth = torch.rand(96, 2, generator=generator) @ torch.rand(2, 80, generator=generator)
         metrics.append(Diagonal(smooth.double() + 0.02 * torch.rand(96, 80, generator=generator)))
     exact = pose(atoms, metrics, deltas, [0.25] * 4, damping=1e-2).mean()
-    monkeypatch.setattr("epimer.geometry.form.CHEAP", 0)
+    monkeypatch.setattr("epimer.geometry.diagonal.CHEAP", 0)
     fast = pose(atoms, metrics, deltas, [0.25] * 4, damping=1e-2, tolerance=1e-2).mean()
     assert exact.status == "exact"
     assert fast.status == "converged"

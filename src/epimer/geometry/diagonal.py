@@ -1,0 +1,163 @@
+"""A diagonal metric on a subspace: dense in the coordinates of the atoms, and never formed per task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from epimer.geometry.form import CONVERGED, Dense, Form, Solved
+from epimer.geometry.linalg import conjugate_gradients, rounding
+
+CHUNK = 1 << 24  # elements of the largest temporary of an exact projection
+CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut
+
+
+@dataclass(frozen=True)
+class AtomDiagonal(Form):
+    """A diagonal metric on the atoms u_i v_iᵀ: dense in their coordinates, though never formed per task."""
+
+    F: Tensor
+    U: Tensor
+    V: Tensor
+    mix: Tensor | None
+    tolerance: float
+    """0 projects exactly; otherwise a low-rank projection with this relative error preconditions the solve"""
+
+    def _lift(self, x: Tensor) -> Tensor:
+        raw = x if self.mix is None else self.mix @ x
+        return (self.U * raw.to(self.U.dtype)) @ self.V.T
+
+    def _project(self, D_mn: Tensor) -> Tensor:
+        raw = ((D_mn @ self.V) * self.U).sum(dim=0).double()
+        return raw if self.mix is None else self.mix.T @ raw
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._project(self.F.to(self.U.dtype) * self._lift(x))
+
+    def mean_diagonal(self) -> float:
+        if self.mix is not None:
+            H_pp = self.dense()
+            return float(H_pp.diagonal().mean()) if H_pp.numel() else 0.0
+        weight_mn = self.U.square() @ self.V.square().T
+        return float((self.F.to(weight_mn.dtype) * weight_mn).sum()) / max(1, self.U.shape[1])
+
+    def plus(self, other: Self, weight: float) -> AtomDiagonal:
+        F = self.F + weight * other.F.double()
+        return AtomDiagonal(F, self.U, self.V, self.mix, self.tolerance)
+
+    def times(self, weight: float) -> AtomDiagonal:
+        return AtomDiagonal(self.F.double() * weight, self.U, self.V, self.mix, self.tolerance)
+
+    def dense(self) -> Tensor:
+        """Return H̃[i,j] = Σ_ab F_ab U_ai U_aj V_bi V_bj exactly, in float64."""
+        return self._mixed(project_diagonal(self.F.to(self.U.dtype), self.U, self.V))
+
+    def _mixed(self, H_pp: Tensor) -> Tensor:
+        return H_pp if self.mix is None else self.mix.T @ H_pp @ self.mix
+
+    def solve(self, b: Tensor, shift: float) -> Solved:
+        m, n, p = *self.F.shape, self.U.shape[1]
+        if self.tolerance == 0 or m * n * p * p <= CHEAP:
+            return Dense(self.dense(), rounding(self.U.dtype)).solve(b, shift)
+        F = self.F.to(self.U.dtype)
+        approximate = project_diagonal_lowrank(F, self.U, self.V, self.tolerance)
+        if approximate is None:
+            return Dense(self.dense(), rounding(self.U.dtype)).solve(b, shift)
+        values, vectors = torch.linalg.eigh(self._mixed(approximate))
+        inverse = 1 / (values.clamp_min(0) + max(shift, self.tolerance * float(values[-1]) / len(values)))
+
+        def precondition(r: Tensor) -> Tensor:
+            return vectors @ (inverse * (vectors.T @ r))
+
+        tolerance = 1e-10 if self.U.dtype == torch.float64 else 3e-7
+        y, residual = conjugate_gradients(
+            lambda x: self.apply(x) + shift * x, b, precondition, tolerance=tolerance, most=200
+        )
+        if residual > CONVERGED:
+            return Dense(self.dense(), rounding(self.U.dtype)).solve(b, shift)
+        return Solved(y, residual, iterative=True)
+
+
+def project_diagonal(F_mn: Tensor, U_mp: Tensor, V_np: Tensor) -> Tensor:
+    """Return H[i,j] = Σ_ab F_ab U_ai U_aj V_bi V_bj at cost m·n·p², never forming S (m·n x p)."""
+    if F_mn.shape[0] < F_mn.shape[1]:  # contract the longer side in the matrix product
+        F_mn, U_mp, V_np = F_mn.T, V_np, U_mp
+    p = U_mp.shape[1]
+    H_pp = torch.zeros(p, p, dtype=torch.float64, device=F_mn.device)
+    i = 0
+    while i < p:
+        rows = max(1, min(p - i, CHUNK // (len(U_mp) * (p - i))))
+        pairs = (U_mp[:, i : i + rows, None] * U_mp[:, None, i:]).flatten(1)  # m x rows·(p - i)
+        half = (F_mn.T @ pairs).view(-1, rows, p - i)
+        H_pp[i : i + rows, i:] = torch.einsum("bij,bi,bj->ij", half, V_np[:, i : i + rows], V_np[:, i:])
+        i += rows
+    return H_pp.triu() + H_pp.triu(1).T
+
+
+def project_diagonal_lowrank(F_mn: Tensor, U_mp: Tensor, V_np: Tensor, tolerance: float) -> Tensor | None:
+    """Project a low-rank F = Σ_r α_r β_rᵀ: H = Σ_r (Uᵀdiag(α_r)U) ∘ (Vᵀdiag(β_r)V), cost r·p²(m + n).
+
+    The rank doubles until the error, measured with random probes of the exact H, is at most
+    `tolerance`·‖H‖; None when that costs as much as the exact projection.
+    """
+    (m, n), p = F_mn.shape, U_mp.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    probe_p2 = torch.randint(0, 2, (p, 2), generator=generator).to(U_mp) * 2 - 1
+    lifts = [(U_mp * probe) @ V_np.T for probe in probe_p2.T]
+
+    def probed(D_mn: Tensor) -> Tensor:
+        return torch.stack([((D_mn * lift @ V_np) * U_mp).sum(0) for lift in lifts])
+
+    size = float(torch.linalg.vector_norm(probed(F_mn)))
+    H_pp = torch.zeros(p, p, dtype=torch.float64, device=F_mn.device)
+    rest_mn, rank, total = F_mn, 8, 0
+    while 2 * (total + rank) * (m + n) < m * n:
+        sketch = torch.randn(n, rank, generator=generator, dtype=torch.float32).to(F_mn)
+        Q_mr = torch.linalg.qr(rest_mn @ (rest_mn.T @ (rest_mn @ sketch))).Q
+        B_rn = Q_mr.T @ rest_mn
+        for alpha, beta in zip(Q_mr.T, B_rn, strict=True):
+            H_pp += (U_mp.T @ (alpha[:, None] * U_mp)) * (V_np.T @ (beta[:, None] * V_np))
+        rest_mn = rest_mn - Q_mr @ B_rn
+        total += rank
+        if float(torch.linalg.vector_norm(probed(rest_mn))) <= tolerance * size:
+            return 0.5 * (H_pp + H_pp.T)
+        rank = total
+    return None
+
+
+@dataclass(frozen=True)
+class PairDiagonal(Form):
+    """A diagonal metric on all pairs u_i v_jᵀ: X -> Uᵀ(F ∘ (U X Vᵀ))V, matrix-free."""
+
+    F: Tensor
+    U: Tensor
+    V: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        lifted = self.U @ x.to(self.U.dtype) @ self.V.T
+        return (self.U.T @ (self.F.to(self.U.dtype) * lifted) @ self.V).double()
+
+    def diagonal(self) -> Tensor:
+        """Return the p x q diagonal of H̃."""
+        return (self.U.square().T @ self.F.to(self.U.dtype) @ self.V.square()).double()
+
+    def mean_diagonal(self) -> float:
+        diagonal = self.diagonal()
+        return float(diagonal.mean()) if diagonal.numel() else 0.0
+
+    def plus(self, other: Self, weight: float) -> PairDiagonal:
+        return PairDiagonal(self.F + weight * other.F.double(), self.U, self.V)
+
+    def times(self, weight: float) -> PairDiagonal:
+        return PairDiagonal(self.F.double() * weight, self.U, self.V)
+
+    def solve(self, b: Tensor, shift: float) -> Solved:
+        diagonal = (self.diagonal() + shift).clamp_min(torch.finfo(torch.float64).tiny)
+        tolerance = 1e-11 if self.U.dtype == torch.float64 else 1e-6
+        y, residual = conjugate_gradients(
+            lambda x: self.apply(x) + shift * x, b, lambda r: r / diagonal, tolerance=tolerance
+        )
+        return Solved(y, residual, iterative=True)

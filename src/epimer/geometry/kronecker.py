@@ -1,0 +1,141 @@
+"""Sums of Kronecker products on a subspace: no closed form where both sides differ, so a well-preconditioned solve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from epimer.geometry.form import Form, Solved, residual
+from epimer.geometry.linalg import NULL, conjugate_gradients, solve_spd
+
+JOINT = 1024  # factors up to this size are worth an eigendecomposition per task
+WELL = 1.3  # bound on ‖E‖‖E⁻¹‖ of the tasks' stacked leading eigenvectors, as a multiple of an orthonormal one's
+SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
+
+
+@dataclass(frozen=True)
+class KroneckerSum(Form):
+    """X -> Σ_t c_t G_t X A_t; None stands for the identity."""
+
+    terms: tuple[tuple[float, Tensor | None, Tensor | None], ...]
+    null: float = NULL
+
+    def apply(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for c, G, A in self.terms:
+            image = x if G is None else G @ x
+            total += c * (image if A is None else image @ A)
+        return total
+
+    def mean_diagonal(self) -> float:
+        return sum(c * _mean_diagonal(G) * _mean_diagonal(A) for c, G, A in self.terms)
+
+    def plus(self, other: Self, weight: float) -> KroneckerSum:
+        return KroneckerSum(self.terms + other.times(weight).terms, max(self.null, other.null))
+
+    def times(self, weight: float) -> KroneckerSum:
+        return KroneckerSum(tuple((weight * c, G, A) for c, G, A in self.terms), self.null)
+
+    def solve(self, b: Tensor, shift: float) -> Solved:
+        """Solve in closed form where one side is the identity, else by CG in the mean factors' eigenbases."""
+        if all(G is None for _, G, _ in self.terms):
+            return self._one_sided(b, [(c, A) for c, _, A in self.terms], shift, right=True)
+        if all(A is None for _, _, A in self.terms):
+            return self._one_sided(b, [(c, G) for c, G, _ in self.terms], shift, right=False)
+        single = self.null > NULL
+        P = _diagonaliser([G for _, G, _ in self.terms], b.shape[0], b, single=single)
+        Q = _diagonaliser([A for _, _, A in self.terms], b.shape[1], b, single=single)
+        terms = [(c, _congruent(P, G), _congruent(Q, A)) for c, G, A in (*self.terms, (shift, None, None)) if c]
+        y = P @ _preconditioned(terms, P.T @ b @ Q, single=single) @ Q.T
+        return Solved(y, residual(self, y, b, shift), iterative=True)
+
+    def _one_sided(self, b: Tensor, factors: list[tuple[float, Tensor | None]], shift: float, *, right: bool) -> Solved:
+        H = _total(factors, b.shape[1] if right else b.shape[0], b)
+        y, damping = solve_spd(H, b.T if right else b, shift, self.null)
+        y = y.T if right else y
+        return Solved(y, residual(self, y, b, shift + damping), damping)
+
+
+def _diagonaliser(factors: list[Tensor | None], size: int, like: Tensor, *, single: bool) -> Tensor:
+    """Return P for which all PᵀFP are nearly diagonal.
+
+    E holds each factor's own leading eigenvectors, then the mean factor's on what these leave; F's leading part is
+    diagonal in EᵀX, so P = E⁻ᵀ. Fewer eigenvectors per factor are taken until E is well-conditioned; with none of
+    them it is the eigenbasis of the mean.
+    """
+    unit = [(1 / scale, factor) for factor in factors if (scale := _mean_diagonal(factor)) > 0]
+    mean = _total(unit, size, like)
+    share = size // len(factors) if size <= JOINT and None not in factors else 0
+    vectors = [
+        torch.linalg.eigh(factor.float() if single else factor).eigenvectors.flip(-1).to(like.dtype)
+        for factor in factors
+        if factor is not None and share
+    ]
+    while share:
+        leading = torch.cat([vector[:, :share] for vector in vectors], dim=1)
+        rest = torch.linalg.qr(leading, mode="complete").Q[:, leading.shape[1] :]
+        rest = rest @ torch.linalg.eigh(rest.T @ mean @ rest).eigenvectors
+        E = torch.cat([leading, rest], dim=1)
+        inverse, info = torch.linalg.inv_ex(E)
+        if not info and float(torch.linalg.norm(E) * torch.linalg.norm(inverse)) < WELL * size:
+            return inverse.T
+        share //= 2
+    return torch.linalg.eigh(mean).eigenvectors
+
+
+def _congruent(P: Tensor, factor: Tensor | None) -> Tensor:
+    return P.T @ P if factor is None else P.T @ factor @ P
+
+
+def _preconditioned(terms: list[tuple[float, Tensor, Tensor]], b: Tensor, *, single: bool) -> Tensor:
+    """Solve Σ c G Y A = b by conjugate gradients, preconditioned by the operator's diagonal.
+
+    Factors known in single precision are iterated in it, under a residual that is kept in float64.
+    """
+    diagonal = torch.zeros_like(b)
+    for c, G, A in terms:
+        diagonal += c * G.diagonal()[:, None] * A.diagonal()[None, :]
+    diagonal = diagonal.clamp_min(torch.finfo(torch.float64).tiny)
+    exact = _Stacked(terms, torch.float64)
+    if not single:
+        return conjugate_gradients(exact.apply, b, lambda r: r / diagonal).y
+    quick, diagonal = _Stacked(terms, torch.float32), diagonal.float()
+    y, r, norm = torch.zeros_like(b), b, float(torch.linalg.vector_norm(b))
+    size = norm
+    for _ in range(8):
+        wanted = max(0.5 * SINGLE * norm / size, 0.5 * SINGLE)
+        step = conjugate_gradients(quick.apply, (r / size).float(), lambda r: r / diagonal, tolerance=wanted).y
+        y = y + size * step.double()
+        r, previous = b - exact.apply(y), size
+        size = float(torch.linalg.vector_norm(r))
+        if size <= SINGLE * norm or size > 0.5 * previous:
+            break
+    return y
+
+
+class _Stacked:
+    """X -> Σ c G X A as two large products instead of two per term."""
+
+    def __init__(self, terms: list[tuple[float, Tensor, Tensor]], dtype: torch.dtype) -> None:
+        self.G_tpp = torch.stack([(c * G).to(dtype) for c, G, _ in terms])
+        self.A_sq = torch.cat([A.to(dtype) for _, _, A in terms])  # the A_t below each other
+
+    def apply(self, x: Tensor) -> Tensor:
+        return torch.matmul(self.G_tpp, x).transpose(0, 1).flatten(1) @ self.A_sq  # the G_t X beside each other
+
+
+def _mean_diagonal(factor: Tensor | None) -> float:
+    return 1.0 if factor is None else float(factor.diagonal().mean()) if factor.numel() else 0.0
+
+
+def _total(factors: list[tuple[float, Tensor | None]], size: int, like: Tensor) -> Tensor:
+    total = torch.zeros(size, size, dtype=like.dtype, device=like.device)
+    for c, factor in factors:
+        if factor is None:
+            total.diagonal().add_(c)
+        else:
+            total.add_(factor, alpha=c)
+    return total
