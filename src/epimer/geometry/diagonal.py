@@ -155,9 +155,12 @@ class PairDiagonal(Form):
         return PairDiagonal(self.F.double() * weight, self.U, self.V)
 
     def solve(self, b: Tensor, shift: float) -> Solved:
-        diagonal = (self.diagonal() + shift).clamp_min(torch.finfo(torch.float64).tiny)
+        diagonal = self.diagonal()
+        noise = rounding(self.U.dtype) * float(diagonal.max())
+        damping = noise if shift < noise else 0.0  # a preconditioner would carry a singular solve out of its range
+        diagonal, shift = diagonal + shift + damping, shift + damping
         tolerance = 1e-11 if self.U.dtype == torch.float64 else 1e-6
         y, residual = conjugate_gradients(
             lambda x: self.apply(x) + shift * x, b, lambda r: r / diagonal, tolerance=tolerance
         )
-        return Solved(y, residual, iterative=True)
+        return Solved(y, residual, damping, iterative=True)

@@ -138,7 +138,7 @@ class OuterSum(Form):
 
     def mean_diagonal(self) -> float:
         total = 0.0
-        for c, g, inputs in self.terms:
+        for c, g, inputs in ((c, g.double(), inputs.double()) for c, g, inputs in self.terms):
             grams = torch.einsum("nsm,ntm->nst", g, g) * torch.einsum("nsk,ntk->nst", inputs, inputs)
             dimension = max(1, g.shape[-1] * inputs.shape[-1])
             total += c * float(grams.sum()) / (max(1, len(g)) * dimension)

@@ -13,7 +13,7 @@ from epimer.geometry.linalg import NULL, conjugate_gradients, solve_spd
 
 JOINT = 1024  # factors up to this size are worth an eigendecomposition per task
 WELL = 1.3  # bound on ‖E‖‖E⁻¹‖ of the tasks' stacked leading eigenvectors, as a multiple of an orthonormal one's
-SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
+SINGLE = 1e-8  # relative residual to reach where the curvature is in single precision
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,23 @@ class KroneckerSum(Form):
         if all(A is None for _, _, A in self.terms):
             return self._one_sided(b, [(c, G) for c, G, _ in self.terms], shift, right=False)
         single = self.null > NULL
+        if shift == 0 and (damping := self._singular()):  # no preconditioner: it would leave the operator's range
+            y, left = conjugate_gradients(lambda x: self.apply(x) + damping * x, b, tolerance=1e-8)
+            return Solved(y, left, damping, iterative=True)
         P = _diagonaliser([G for _, G, _ in self.terms], b.shape[0], b, single=single)
         Q = _diagonaliser([A for _, _, A in self.terms], b.shape[1], b, single=single)
         terms = [(c, _congruent(P, G), _congruent(Q, A)) for c, G, A in (*self.terms, (shift, None, None)) if c]
         y = P @ _preconditioned(terms, P.T @ b @ Q, single=single) @ Q.T
         return Solved(y, residual(self, y, b, shift), iterative=True)
+
+    def _singular(self) -> float:
+        """Return the damping an undamped sum needs: 0 where one term alone is well above rounding everywhere."""
+        lowest = highest = 0.0
+        for c, G, A in self.terms:
+            spectra = [torch.linalg.eigvalsh(M)[[0, -1]].tolist() if M is not None else [1.0, 1.0] for M in (G, A)]
+            lowest = max(lowest, c * max(0.0, spectra[0][0]) * max(0.0, spectra[1][0]))
+            highest += c * spectra[0][1] * spectra[1][1]
+        return 0.0 if lowest > self.null * highest else self.null * highest
 
     def _one_sided(self, b: Tensor, factors: list[tuple[float, Tensor | None]], shift: float, *, right: bool) -> Solved:
         H = _total(factors, b.shape[1] if right else b.shape[0], b)
@@ -98,7 +110,7 @@ def _preconditioned(terms: list[tuple[float, Tensor, Tensor]], b: Tensor, *, sin
     diagonal = torch.zeros_like(b)
     for c, G, A in terms:
         diagonal += c * G.diagonal()[:, None] * A.diagonal()[None, :]
-    diagonal = diagonal.clamp_min(torch.finfo(torch.float64).tiny)
+    diagonal = diagonal.clamp_min(1e-30 * float(diagonal.max()))
     exact = _Stacked(terms, torch.float64)
     if not single:
         return conjugate_gradients(exact.apply, b, lambda r: r / diagonal).y
@@ -106,7 +118,7 @@ def _preconditioned(terms: list[tuple[float, Tensor, Tensor]], b: Tensor, *, sin
     y, r, norm = torch.zeros_like(b), b, float(torch.linalg.vector_norm(b))
     size = norm
     for _ in range(8):
-        wanted = max(0.5 * SINGLE * norm / size, 0.5 * SINGLE)
+        wanted = max(0.5 * SINGLE * norm / size, 3e-6)
         step = conjugate_gradients(quick.apply, (r / size).float(), lambda r: r / diagonal, tolerance=wanted).y
         y = y + size * step.double()
         r, previous = b - exact.apply(y), size

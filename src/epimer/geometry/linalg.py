@@ -14,7 +14,7 @@ BLOCK = 16  # a Krylov block's columns are a multiple of this, which matrix prod
 FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no room
 FIRST_LOOK = 4  # blocks before the first look at the error
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
-SVD_TOLERANCE = 2.5e-3  # bound on the relative error of U diag(σ) Vᵀ for float32 input; the error is mostly 10x lower
+SVD_TOLERANCE = 6e-3  # bound on the mean angle of float32 triples; their product's error is some 30x lower
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 
 
@@ -38,33 +38,41 @@ class Svd(NamedTuple):
     V: Tensor
 
 
-def top_svd(A_mn: Tensor, k: int) -> Svd:
+def top_svd(A_mn: Tensor, k: int, *, exact: bool = False) -> Svd:
     """Return the `k` leading singular triples of `A_mn`, fewer where its rank is lower.
 
     Float64 and small matrices take a full SVD. Large float32 ones take a block Krylov space, grown until the
-    estimated error of the truncated product is under `SVD_TOLERANCE`, and an eigendecomposition of the Gram
-    matrix where that would need half the space.
+    triples have converged, and an eigendecomposition of the Gram matrix where that would need half the space or
+    where `exact` asks for it.
     """
     m, n = A_mn.shape
     if m < n:
-        flipped = top_svd(A_mn.T, k)
+        flipped = top_svd(A_mn.T, k, exact=exact)
         return Svd(flipped.V, flipped.sigma, flipped.U)
+    if k == 0:
+        return Svd(A_mn[:, :0], A_mn.new_zeros(0), A_mn.new_zeros(n, 0))
     if A_mn.dtype == torch.float64 or n <= SMALL:
         U, sigma, Vh = torch.linalg.svd(A_mn.double(), full_matrices=False)
-        found = Svd(U[:, :k], sigma[:k], Vh[:k].T)
-    else:
-        found = _krylov_svd(A_mn, k) or _gram_svd(A_mn, k)
-    return _nonzero(found, A_mn)
+        return _nonzero(Svd(U[:, :k], sigma[:k], Vh[:k].T), A_mn)
+    size = float(torch.linalg.vector_norm(A_mn, dtype=torch.float64))
+    if size and not 1e-6 < size < 1e6:  # powers of it would leave float32
+        scaled = top_svd((A_mn.double() / size).float(), k, exact=exact)
+        return Svd(scaled.U, scaled.sigma * size, scaled.V)
+    return _nonzero((None if exact else _krylov_svd(A_mn, k)) or _gram_svd(A_mn, k), A_mn)
 
 
 def _nonzero(svd: Svd, A_mn: Tensor) -> Svd:
     """Drop the triples that are zero up to the rounding of `A_mn`'s precision."""
     if not svd.sigma.numel():
         return Svd(*(part.to(A_mn.dtype) for part in svd))
-    floor = 8 * torch.finfo(A_mn.dtype).eps * math.sqrt(max(A_mn.shape)) * svd.sigma[0]
-    rank = int((svd.sigma > floor).sum())
+    rank = int((svd.sigma > _floor(A_mn) * svd.sigma[0]).sum())
     U, sigma, V = (part.to(A_mn.dtype) for part in svd)
     return Svd(U[:, :rank], sigma[:rank], V[:, :rank])
+
+
+def _floor(A_mn: Tensor) -> float:
+    """Return the share of the largest singular value below which there is only the rounding of `A_mn`."""
+    return 8 * torch.finfo(A_mn.dtype).eps * math.sqrt(max(A_mn.shape))
 
 
 def _gram_svd(A_mn: Tensor, k: int) -> Svd:
@@ -106,7 +114,7 @@ def _krylov_svd(A_mn: Tensor, k: int) -> Svd | None:
         sigma, R_bk = _ritz(B_nb[:, every], W_mb[:, every], k)
         # The residual AᵀAv - σ²v of a Ritz vector v = BR lies in the next block: it is what `fresh` makes of R's end.
         residual_k = torch.linalg.vector_norm(fresh @ R_bk[new], dim=0)
-        if _product_error(sigma, residual_k, k) <= SVD_TOLERANCE:
+        if _svd_error(sigma, residual_k, k, _floor(A_mn)) <= SVD_TOLERANCE:
             U = W_mb[:, every] @ R_bk
             sigma = torch.linalg.vector_norm(U, dim=0)
             return Svd(U / sigma.clamp_min(torch.finfo(U.dtype).tiny), sigma, B_nb[:, every] @ R_bk)
@@ -131,17 +139,20 @@ def _ritz(B_nb: Tensor, W_mb: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp_min(0).sqrt().float(), (R if change is None else change @ R).float()
 
 
-def _product_error(sigma: Tensor, residual_k: Tensor, k: int) -> float:
-    """Bound the relative error of U diag(σ) Vᵀ: each triple's angle to what was cut off, weighted by its σ.
+def _svd_error(sigma: Tensor, residual_k: Tensor, k: int, floor: float) -> float:
+    """Bound the error of the leading triples: the root mean square of their angles to what was cut off.
 
-    sin θ <= ‖AᵀAv - σ²v‖ / (σ² - σ'²) with σ' the first singular value left out.
+    sin θ <= ‖AᵀAv - σ²v‖ / (σ² - σ'²) with σ' the first singular value left out. Angles are not weighted by σ: the
+    polar factor of a stack treats all of its vectors alike. Triples below `floor` are rounding and will be dropped.
     """
     beyond = sigma[k] if len(sigma) > k else sigma.new_zeros(())
-    sigma_k = sigma[:k]
-    gap_k = (sigma_k.square() - beyond.square()).clamp_min(torch.finfo(torch.float32).tiny)
-    angle_k = (residual_k[: len(sigma_k)] / gap_k).clamp_max(1.0)
-    size = torch.linalg.vector_norm(sigma_k)
-    return float(torch.linalg.vector_norm(sigma_k * angle_k) / size) if size > 0 else 0.0
+    counted = sigma[:k] > floor * sigma[0]
+    if not bool(counted.any()):
+        return 0.0 if bool((sigma == 0).all()) else math.inf
+    gap_k = (sigma[:k].square() - beyond.square()).clamp_min(torch.finfo(torch.float32).tiny)
+    angle_k = (residual_k[: len(gap_k)] / gap_k).clamp_max(1.0)[counted]
+    error = float(angle_k.square().mean().sqrt())
+    return error if math.isfinite(error) else math.inf
 
 
 class Polar(NamedTuple):
@@ -149,6 +160,8 @@ class Polar(NamedTuple):
 
     factor: Tensor
     full_rank: bool
+    weakest: float
+    """lowest eigenvalue of the stack's Gram matrix, relative to its highest: errors grow by one over its root"""
 
 
 def polar(X_mp: Tensor) -> Polar:
@@ -158,16 +171,17 @@ def polar(X_mp: Tensor) -> Polar:
     an SVD of X; by the SVD where the Gram matrix is near-singular. A rank-deficient stack gives the partial isometry.
     """
     if not X_mp.shape[1]:
-        return Polar(X_mp, True)
+        return Polar(X_mp, True, 1.0)
     for X in (X_mp, X_mp.double()):
         values, vectors = torch.linalg.eigh(X.T @ X)
-        if values[0] > (1e-9 if X.dtype == torch.float64 else 1e-3) * values[-1]:
+        weakest = float(values[0] / values[-1])
+        if weakest > (1e-9 if X.dtype == torch.float64 else 1e-3):
             factor = X @ ((vectors * values.rsqrt()) @ vectors.T)
             factor = 1.5 * factor - 0.5 * (factor @ (factor.T @ factor))
-            return Polar(factor.to(X_mp.dtype), True)
+            return Polar(factor.to(X_mp.dtype), True, weakest)
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     kept = sigma > math.sqrt(NULL) * sigma[0]
-    return Polar((U[:, kept] @ Vh[kept]).to(X_mp.dtype), bool(kept.all()))
+    return Polar((U[:, kept] @ Vh[kept]).to(X_mp.dtype), bool(kept.all()), max(0.0, weakest))
 
 
 def column_basis(X_mp: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class Kronecker(Metric):
     def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
         left = U.T @ (U if self.G is None else self.G @ U)
         right = V.T @ (V if self.A is None else self.A @ V)
-        return _mixed(left * right, mix, U.dtype)
+        return _mixed(left.double() * right.double(), mix, U.dtype)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Kronecker:
         return Kronecker(A=_symmetric(self.A, device, dtype), G=_symmetric(self.G, device, dtype))
@@ -229,7 +229,8 @@ class TaskGram(Metric):
     kind = "task-gram"
 
     def apply(self, D_mn: Tensor) -> Tensor:
-        return self.D @ (self.D.T @ D_mn @ self.D.T) @ self.D
+        D = self.D.double()  # a product of five task vectors leaves float32
+        return D @ (D.T @ D_mn.double() @ D.T) @ D
 
     def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
         left, right = self._factors(U, V)
@@ -237,7 +238,7 @@ class TaskGram(Metric):
 
     def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
         left, right = self._factors(U, V)
-        return _mixed(left * right, mix, U.dtype)
+        return _mixed(left.double() * right.double(), mix, U.dtype)
 
     def _factors(self, U: Tensor | None, V: Tensor | None) -> tuple[Tensor, Tensor]:
         left_pn = (self.D if U is None else U.T @ self.D).double()
@@ -277,7 +278,7 @@ class Projected(Metric):
             return Dense(self.H.double(), rounding(self.H.dtype))
         left = U.T @ U if self.G is None else self.G
         right = V.T @ V if self.A is None else self.A
-        return _mixed(left * right, mix, U.dtype)
+        return _mixed(left.double() * right.double(), mix, U.dtype)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Projected:
         H, A, G = (_symmetric(M, device, dtype) for M in (self.H, self.A, self.G))

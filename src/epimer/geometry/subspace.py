@@ -16,6 +16,8 @@ from epimer.geometry.form import Dense, Form
 from epimer.geometry.linalg import NULL, column_basis, polar, top_svd
 from epimer.geometry.metric import Metric
 
+NEAR_DUPLICATE = 0.02  # a stack's weakest direction below this calls for exact SVDs
+
 
 def clamp_rank(shape: Sequence[int], tasks: int, rank: int | None) -> int:
     """Return the directions each task may have: at most floor(min(m, n) / T), so that U and V can be orthonormal."""
@@ -92,6 +94,8 @@ class Pairs(Subspace):
 
     U: Tensor
     V: Tensor
+    atoms: Tagged
+    """the tagged basis it was made from"""
 
     def project(self, D: Tensor) -> Tensor:
         return (self.U.T @ D @ self.V).double()
@@ -122,25 +126,31 @@ class Span(Subspace):
 
 
 def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
-    """Build the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor."""
+    """Build the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor.
+
+    Near-duplicate models make the stack near-singular, which magnifies errors; then the SVDs are taken exactly.
+    """
     triples = [top_svd(D, rank) for D in deltas]
-    U_mp, U_full = polar(torch.cat([triple.U for triple in triples], dim=1))
-    V_np, V_full = polar(torch.cat([triple.V for triple in triples], dim=1))
+    left, right = (polar(torch.cat(side, dim=1)) for side in ([t.U for t in triples], [t.V for t in triples]))
+    if min(left.weakest, right.weakest) < NEAR_DUPLICATE:
+        triples = [top_svd(D, rank, exact=True) for D in deltas]
+        left, right = (polar(torch.cat(side, dim=1)) for side in ([t.U for t in triples], [t.V for t in triples]))
     sigma = torch.cat([triple.sigma for triple in triples])
     owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)])
     mix = None
-    if not (U_full and V_full):
-        values, vectors = torch.linalg.eigh(((U_mp.T @ U_mp) * (V_np.T @ V_np)).double())
-        kept = values > NULL * values[-1]
+    if not (left.full_rank and right.full_rank):
+        U, V = left.factor.double(), right.factor.double()
+        values, vectors = torch.linalg.eigh((U.T @ U) * (V.T @ V))
+        kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
-    return Tagged(U_mp, V_np, sigma, owner.to(sigma.device), mix)
+    return Tagged(left.factor, right.factor, sigma, owner.to(sigma.device), mix)
 
 
 def pairs(atoms: Tagged) -> Pairs:
     """Return the whole product space of a tagged basis's factors."""
     if atoms.mix is None:
-        return Pairs(atoms.U, atoms.V)
-    return Pairs(column_basis(atoms.U), column_basis(atoms.V))
+        return Pairs(atoms.U, atoms.V, atoms)
+    return Pairs(column_basis(atoms.U), column_basis(atoms.V), atoms)
 
 
 def joint(deltas: Sequence[Tensor], rank: int) -> Span:

@@ -54,7 +54,7 @@ def check_layers(inputs: Inputs, method: Method, p: Any, curvatures: Curvatures 
     checked = {}
     for name, W0, tensors in inputs.merged():
         rule = inputs.rules[name]
-        if name in inputs.ties or rule == "average":
+        if rule == "average":
             continue
         matrix = rule == "matrix"
         metrics: tuple[Metric, ...] = ()

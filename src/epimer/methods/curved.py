@@ -13,7 +13,7 @@ from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.frechet import Problem, mean_size, pose
 from epimer.geometry.linalg import working
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
-from epimer.geometry.subspace import Full, Subspace, Tagged, clamp_rank, pairs, tagged
+from epimer.geometry.subspace import Full, Pairs, Subspace, Tagged, clamp_rank, pairs, tagged
 from epimer.methods.registry import COMMON, Layer, Method, Outcome, Parameter, scale
 from epimer.methods.spectral import clamped, iso_c_delta, rank_note, tsv_delta
 
@@ -23,7 +23,8 @@ def frechet(layer: Layer, p: Any) -> Outcome:
     tasks, shape = len(layer.deltas), layer.deltas[0].shape
     rank = clamp_rank(shape, tasks, p.rank) if len(shape) == 2 else 0
     anchored = p.aggregator == "anchored"
-    atoms: Tagged | None = layer.basis if isinstance(layer.basis, Tagged) else None
+    atoms = layer.basis.atoms if isinstance(layer.basis, Pairs) else layer.basis
+    assert atoms is None or isinstance(atoms, Tagged)
     if (layer.basis is None and p.basis != "full") or (anchored and p.anchor == "tsv" and atoms is None):
         if rank == 0:
             return clamped(layer)
@@ -55,9 +56,10 @@ def frechet(layer: Layer, p: Any) -> Outcome:
 
 def rank_of(basis: Subspace) -> int | None:
     """Return how many directions a given basis has for a task, where it says so."""
-    if not isinstance(basis, Tagged):
+    atoms = basis.atoms if isinstance(basis, Pairs) else basis
+    if not isinstance(atoms, Tagged):
         return None
-    return int(basis.owner.bincount().max()) if basis.owner.numel() else 0
+    return int(atoms.owner.bincount().max()) if atoms.owner.numel() else 0
 
 
 def _subspace(basis: str, atoms: Tagged | None, layer: Layer) -> Subspace:

@@ -54,9 +54,7 @@ def diagnose_state_dicts(
     jobs = [
         (name, W0, tensors, *_check(name, W0, tensors, curvatures, basis))
         for name, W0, tensors in inputs.merged()
-        if inputs.rules[name] == "matrix"
-        and name not in inputs.ties
-        and clamp_rank(matrix_shape(tensors[0]), len(models), p.rank)
+        if inputs.rules[name] == "matrix" and clamp_rank(matrix_shape(tensors[0]), len(models), p.rank)
     ]
     if not jobs:
         raise TensorError("there is no matrix to diagnose: every tensor is averaged, copied or too small.")

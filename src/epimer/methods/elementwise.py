@@ -222,7 +222,7 @@ METHODS = (
         citation="Daheim et al., Model Merging by Uncertainty-Based Gradient Matching, ICLR 2024",
         merge=gradient_matching,
         parameters=(
-            scale(),
+            scale(low=0),
             Parameter("base_curvature", "mapping", None, "the base model's curvature F_0", optional=True),
             Parameter("samples", "numbers", None, "training samples N_t of each model (default 1)", optional=True),
             Parameter("base_samples", "number", 1.0, "samples N_0 behind the base's curvature", low=0),

@@ -34,9 +34,9 @@ class Inputs:
         return self.models[0] if self.base is None else self.base
 
     def merged(self) -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
-        """Iterate over the tensors that take part in arithmetic: name, base, models."""
+        """Iterate over the tensors that take part in arithmetic, tied ones once: name, base, models."""
         for name, rule in self.rules.items():
-            if rule not in ("copy", "skip"):
+            if rule not in ("copy", "skip") and name not in self.ties:
                 base = None if self.base is None else self.base[name]
                 yield name, base, [model[name] for model in self.models]
 

@@ -262,9 +262,9 @@ def describe_method(name: str) -> Method:
     return table[name]
 
 
-def scale(default: float = 1.0) -> Parameter:
+def scale(low: float | None = None) -> Parameter:
     """Return the parameter every method has: the paper's α."""
-    return Parameter("scale", "number", default, "multiplies the merged delta, the paper's α; 0 returns the base")
+    return Parameter("scale", "number", 1.0, "multiplies the merged delta, the paper's α; 0 returns the base", low=low)
 
 
 COMMON = (

@@ -60,7 +60,7 @@ def iso_c(layer: Layer, p: Any) -> Outcome:
 def iso_cts(layer: Layer, p: Any) -> Outcome:
     """Keep the top directions of the sum, fill up with each task's own, whiten both sides, equalise."""
     tasks, side = len(layer.deltas), min(layer.deltas[0].shape)
-    own = round((side - int(side * p.common)) / tasks)  # directions of each task
+    own = min(round((side - int(side * p.common)) / tasks), side // tasks)  # directions of each task
     summed = [tasks * w * D for w, D in zip(layer.weights, layer.deltas, strict=True)]
     common = top_svd(weighted_sum(summed, [1.0] * tasks), side - own * tasks)
     triples = [common]

@@ -212,7 +212,7 @@ def tie(state, *names):
     return state | dict.fromkeys(names, state[names[0]])
 
 
-@pytest.mark.parametrize("method", ["average", "tsv", "ties"])
+@pytest.mark.parametrize("method", ["average", "tsv", "iso_c"])
 def test_tensors_tied_in_base_and_models_stay_tied(method):
     base = {"embed_tokens.weight": randn(8, 4), "lm_head.weight": None, "w": randn(4, 4, seed=1)}
     base = tie(base, "embed_tokens.weight", "lm_head.weight")
@@ -227,6 +227,18 @@ def test_tensors_tied_in_base_and_models_stay_tied(method):
     )
     assert all(close(merged[k], untied[k]) for k in untied)
     assert untied["lm_head.weight"] is not untied["embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("method", ["nan", "ties"])
+def test_what_looks_at_whole_models_counts_a_tied_tensor_once(method):
+    base, models = draw((8, 4))
+    rest = [{"v": randn(3, 3, seed=seed)} for seed in (5, 6, 7)]
+    single = [state | other for state, other in zip((base, *models), rest, strict=True)]
+    double = [tie(state, "w", "tied") for state in single]
+    once = epimer.merge_state_dicts(single[0], single[1:], method)
+    both = epimer.merge_state_dicts(double[0], double[1:], method)
+    assert all(close(both[k], once[k]) for k in once)
+    assert both["tied"] is both["w"]
 
 
 def test_tied_tensors_that_one_model_holds_as_equal_copies_stay_tied():

@@ -74,3 +74,97 @@ def test_float32_merges_agree_with_float64(monkeypatch, states, name, given):
         assert close(fast[k].double() - base[k], exact[k] - base[k], 2e-3)
         assert fast.record.tensors[k].status in ("exact", "converged")
         assert exact.record.tensors[k].status in ("exact", "converged")
+
+
+def drawn(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def adapters(noise):
+    """Eight strong directions per task over weak noise: what is weak must still be found."""
+    draw = drawn()
+    return [draw(400, 8) @ draw(8, 300) / 8**0.5 + noise * draw(400, 300) for _ in range(4)]
+
+
+def dominated(factor):
+    draw = drawn(1)
+    return [draw(400, 300) + factor * torch.outer(draw(400) / 20, draw(300) / 17) for _ in range(4)]
+
+
+def near_duplicates(noise):
+    draw = drawn(2)
+    D = draw(400, 300) * torch.logspace(0, -2, 300)
+    return [D + noise * D.std() * draw(400, 300) for _ in range(4)]
+
+
+def opposed():
+    draw = drawn(3)
+    D = draw(400, 4) @ draw(4, 300)
+    return [D, -D, 2 * D, draw(400, 300)]
+
+
+@pytest.mark.parametrize(
+    "models",
+    [adapters(0.01), adapters(0.1), dominated(1e3), dominated(1e4), near_duplicates(1e-2), near_duplicates(1e-3)],
+    ids=["adapters .01", "adapters .1", "dominated 1e3", "dominated 1e4", "duplicates 1e-2", "duplicates 1e-3"],
+)
+@pytest.mark.parametrize("name", ["tsv", "epimer_free"])
+def test_hard_spectra_in_float32_agree_with_float64(models, name):
+    base = torch.zeros(400, 300)
+    fast = epimer.merge_state_dicts({"w": base}, [{"w": D} for D in models], name, rank=16)["w"]
+    exact = epimer.merge_state_dicts({"w": base.double()}, [{"w": D.double()} for D in models], name, rank=16)["w"]
+    assert close(fast.double(), exact, 2e-3)
+
+
+@pytest.mark.parametrize("unit", [1e-15, 2e5, 1e12])
+def test_the_unit_of_the_weights_does_not_matter(unit):
+    models = [D * unit for D in adapters(0.1)]
+    base = {"w": torch.zeros(400, 300)}
+    merged = epimer.merge_state_dicts(base, [{"w": D} for D in models], "tsv", rank=8)["w"]
+    expected = epimer.merge_state_dicts(base, [{"w": D} for D in adapters(0.1)], "tsv", rank=8)["w"]
+    assert close(merged / unit, expected, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_opposed_models_have_an_orthonormal_basis(dtype):
+    models = [{"w": D.to(dtype)} for D in opposed()]
+    basis = epimer.build_basis({"w": torch.zeros(400, 300, dtype=dtype)}, models, rank=4)["w"]
+    size = basis.project(models[0]["w"]).numel()
+    gram = torch.stack([basis.project(basis.lift(unit)) for unit in torch.eye(size, dtype=torch.float64)])
+    assert close(gram, torch.eye(size, dtype=torch.float64), 1e-4 if dtype == torch.float32 else 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_kronecker_curvature_without_damping_keeps_the_average_elsewhere(dtype):
+    draw = drawn(4)
+    base = {"w": draw(20, 15).to(dtype)}
+    models = [{"w": base["w"] + draw(20, 15).to(dtype)} for _ in range(2)]
+    sides = [(draw(20).to(dtype), draw(15).to(dtype)) for _ in models]
+    curvature = [{"w": epimer.Kronecker(G=torch.outer(g, g), A=torch.outer(x, x))} for g, x in sides]
+    merged = epimer.merge_state_dicts(base, models, "mats", curvature=curvature, damping=0, normalize="none")
+    assert merged.record.tensors["w"].status == "damped"
+    for model, (g, x) in zip(models, sides, strict=True):  # each task's one sensitive direction is its own
+        assert float(g @ merged["w"] @ x) == pytest.approx(float(g @ model["w"] @ x), rel=1e-3)
+    average = (models[0]["w"] + models[1]["w"]) / 2
+    span = torch.stack([torch.outer(g, x).flatten() for g, x in sides], dim=1)
+    step = (merged["w"] - average).flatten()
+    outside = step - span @ torch.linalg.lstsq(span, step[:, None]).solution[:, 0]
+    assert float(outside.norm()) < (5e-2 if dtype == torch.float32 else 1e-5) * float(step.norm())
+
+
+def test_a_given_tensor_basis_keeps_its_own_anchor():
+    base = {"w": torch.zeros(40, 30, dtype=torch.float64)}
+    models = [{"w": drawn(seed)(40, 30).double()} for seed in range(3)]
+    factors = [{"w": epimer.Kronecker(A=torch.eye(30), G=torch.diag(torch.rand(40)))} for _ in models]
+    bases = epimer.build_basis(base, models, rank=2, basis="tensor")
+    given = epimer.merge_state_dicts(base, models, "epimer_kron", curvature=factors, basis=bases)
+    assert close(given["w"], epimer.merge_state_dicts(base, models, "epimer_kron", curvature=factors, rank=2)["w"])
+    assert given.record.tensors["w"].rank == 2
+
+
+def test_iso_cts_cannot_take_more_task_directions_than_there_are():
+    base = {"w": torch.zeros(11, 12)}
+    models = [{"w": drawn(seed)(11, 12)} for seed in range(3)]
+    spectrum = torch.linalg.svdvals(epimer.merge_state_dicts(base, models, "iso_cts", common=0)["w"])
+    assert close(spectrum, spectrum.mean().expand(11), 1e-5)
