@@ -84,6 +84,11 @@ class Tagged(Subspace):
         """Return U diag(c) Vᵀ for one coefficient per atom, before `mix`."""
         return (self.U * c.to(self.U.dtype)) @ self.V.T
 
+    def to(self, like: Tensor) -> Tagged:
+        """Return the basis on the device and in the precision of `like`."""
+        mix = None if self.mix is None else self.mix.to(like.device)
+        return Tagged(self.U.to(like), self.V.to(like), self.sigma.to(like), self.owner.to(like.device), mix)
+
     def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
         return metric.on_atoms(self.U, self.V, self.mix, tolerance)
 
@@ -102,6 +107,10 @@ class Pairs(Subspace):
 
     def lift(self, x: Tensor) -> Tensor:
         return self.U @ x.to(self.U.dtype) @ self.V.T
+
+    def to(self, like: Tensor) -> Pairs:
+        """Return the basis on the device and in the precision of `like`."""
+        return Pairs(self.U.to(like), self.V.to(like), self.atoms.to(like))
 
     def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
         return metric.on_pairs(self.U, self.V)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.metric import Diagonal, Metric, Projected
-from epimer.geometry.subspace import Pairs, Subspace, Tagged, clamp_rank
+from epimer.geometry.subspace import Pairs, Tagged, clamp_rank
 from epimer.methods.inputs import Inputs, matrix_shape
 from epimer.methods.registry import Method
 from epimer.methods.rules import is_matrix
@@ -27,7 +27,7 @@ class Checked:
 
     metrics: tuple[Metric, ...] = ()
     base_metric: Metric | None = None
-    basis: Subspace | None = None
+    basis: Tagged | Pairs | None = None
 
 
 def check_curvatures(curvature: Any, tasks: int, method: Method) -> Curvatures | None:
@@ -143,9 +143,9 @@ def check_metric(
     return Diagonal(metric.F.reshape(shape)) if isinstance(metric, Diagonal) else metric
 
 
-def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, tensors: Sequence[Tensor]) -> Subspace | None:
+def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, tensors: Sequence[Tensor]) -> Tagged | Pairs | None:
     """Return the basis the caller fixed for a matrix, from `basis=` or from its projected curvature, if any."""
-    chosen: Subspace | None = None
+    chosen: Tagged | Pairs | None = None
     if isinstance(bases, Mapping):
         chosen = bases.get(name)
         if chosen is not None:
@@ -191,9 +191,8 @@ def _same_basis(one: Any, other: Any) -> bool:
     )
 
 
-def _check_projected(metric: Projected, where: str, basis: Subspace) -> None:
+def _check_projected(metric: Projected, where: str, basis: Tagged | Pairs) -> None:
     """Refuse projected curvature whose sizes do not fit the basis."""
-    assert isinstance(basis, Tagged | Pairs)
     if metric.H is not None and isinstance(basis, Pairs):
         raise CurvatureError(f"{where} has a matrix H, which only a tagged basis takes; give A and G.")
     p, q = basis.U.shape[1], basis.V.shape[1]

@@ -64,7 +64,7 @@ def diagnose_state_dicts(
         deltas = task_vectors(W0, tensors, matrix=True)
         used = [metric.to(deltas[0].device, deltas[0].dtype) for metric in metrics] or [TaskGram(D) for D in deltas]
         k = clamp_rank(deltas[0].shape, len(models), p.rank) if fixed is None else rank_of(fixed)
-        atoms = tagged(deltas, k or 0) if fixed is None else fixed
+        atoms = tagged(deltas, k or 0) if fixed is None else fixed.to(deltas[0])
         layers[name] = diagnose_layer(atoms, used, deltas, lam, damping=p.damping, rank=k)
         energies.append([float(D.double().square().sum()) for D in deltas])
     return Diagnosis(layers, total(list(layers.values()), energies, lam))

@@ -163,7 +163,7 @@ class _Job:
             layer,
             metrics=[metric.to(like.device, like.dtype) for metric in checked.metrics],
             base_metric=None if base_metric is None else base_metric.to(like.device, like.dtype),
-            basis=checked.basis,
+            basis=None if checked.basis is None else checked.basis.to(like),
         )
         return entrywise(layer, FISHER) if rule == "fisher" else self.method.merge(layer, self.p)
 

@@ -168,3 +168,16 @@ def test_iso_cts_cannot_take_more_task_directions_than_there_are():
     models = [{"w": drawn(seed)(11, 12)} for seed in range(3)]
     spectrum = torch.linalg.svdvals(epimer.merge_state_dicts(base, models, "iso_cts", common=0)["w"])
     assert close(spectrum, spectrum.mean().expand(11), 1e-5)
+
+
+def test_a_basis_may_be_of_another_precision_than_the_models():
+    base = {"w": torch.zeros(40, 30)}
+    models = [{"w": drawn(seed)(40, 30)} for seed in range(3)]
+    wide = [{"w": state["w"].double()} for state in (base, *models)]
+    for kind in ("tagged", "tensor"):
+        bases = epimer.build_basis(base, models, rank=2, basis=kind)
+        merged = epimer.merge_state_dicts(wide[0], wide[1:], "epimer_free", basis=bases)["w"]
+        expected = epimer.merge_state_dicts(base, models, "epimer_free", basis=bases)["w"]
+        assert close(merged, expected.double(), 1e-5)
+    found = epimer.diagnose_state_dicts(wide[0], wide[1:], basis=epimer.build_basis(base, models, rank=2)).total
+    assert found.eta == pytest.approx(epimer.diagnose_state_dicts(wide[0], wide[1:], rank=2).total.eta, rel=1e-4)
