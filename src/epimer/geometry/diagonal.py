@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from epimer.geometry.form import CONVERGED, Dense, Form, Solved
-from epimer.geometry.linalg import conjugate_gradients, rounding
+from epimer.geometry.linalg import along_atoms, conjugate_gradients, rounding, sum_of_atoms
 
 CHUNK = 1 << 24  # elements of the largest temporary of an exact projection
 CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut
@@ -27,11 +28,10 @@ class AtomDiagonal(Form):
     """0 projects exactly; otherwise a low-rank projection with this relative error preconditions the solve"""
 
     def _lift(self, x: Tensor) -> Tensor:
-        raw = x if self.mix is None else self.mix @ x
-        return (self.U * raw.to(self.U.dtype)) @ self.V.T
+        return sum_of_atoms(x if self.mix is None else self.mix @ x, self.U, self.V)
 
     def _project(self, D_mn: Tensor) -> Tensor:
-        raw = ((D_mn @ self.V) * self.U).sum(dim=0).double()
+        raw = along_atoms(D_mn, self.U, self.V).double()
         return raw if self.mix is None else self.mix.T @ raw
 
     def apply(self, x: Tensor) -> Tensor:
@@ -53,6 +53,10 @@ class AtomDiagonal(Form):
 
     def dense(self) -> Tensor:
         """Return H̃[i,j] = Σ_ab F_ab U_ai U_aj V_bi V_bj exactly, in float64."""
+        return self._dense
+
+    @cached_property
+    def _dense(self) -> Tensor:
         return self._mixed(project_diagonal(self.F.to(self.U.dtype), self.U, self.V))
 
     def _mixed(self, H_pp: Tensor) -> Tensor:
@@ -60,12 +64,16 @@ class AtomDiagonal(Form):
 
     def solve(self, b: Tensor, shift: float) -> Solved:
         m, n, p = *self.F.shape, self.U.shape[1]
-        if self.tolerance == 0 or m * n * p * p <= CHEAP:
-            return Dense(self.dense(), rounding(self.U.dtype)).solve(b, shift)
-        F = self.F.to(self.U.dtype)
-        approximate = project_diagonal_lowrank(F, self.U, self.V, self.tolerance)
+        solved = None
+        if self.tolerance > 0 and m * n * p * p > CHEAP:
+            solved = replace(self, F=self.F.to(self.U.dtype))._solve_lowrank(b, shift)
+        return solved or Dense(self.dense(), rounding(self.U.dtype)).solve(b, shift)
+
+    def _solve_lowrank(self, b: Tensor, shift: float) -> Solved | None:
+        """Iterate on exact products from a low-rank start; None where no low rank serves."""
+        approximate = project_diagonal_lowrank(self.F, self.U, self.V, self.tolerance)
         if approximate is None:
-            return Dense(self.dense(), rounding(self.U.dtype)).solve(b, shift)
+            return None
         values, vectors = torch.linalg.eigh(self._mixed(approximate))
         inverse = 1 / (values.clamp_min(0) + max(shift, self.tolerance * float(values[-1]) / len(values)))
 
@@ -76,9 +84,7 @@ class AtomDiagonal(Form):
         y, residual = conjugate_gradients(
             lambda x: self.apply(x) + shift * x, b, precondition, tolerance=tolerance, most=200
         )
-        if residual > CONVERGED:
-            return Dense(self.dense(), rounding(self.U.dtype)).solve(b, shift)
-        return Solved(y, residual, iterative=True)
+        return Solved(y, residual, iterative=True) if residual <= CONVERGED else None
 
 
 def project_diagonal(F_mn: Tensor, U_mp: Tensor, V_np: Tensor) -> Tensor:
@@ -106,10 +112,10 @@ def project_diagonal_lowrank(F_mn: Tensor, U_mp: Tensor, V_np: Tensor, tolerance
     (m, n), p = F_mn.shape, U_mp.shape[1]
     generator = torch.Generator().manual_seed(0)
     probe_p2 = torch.randint(0, 2, (p, 2), generator=generator).to(U_mp) * 2 - 1
-    lifts = [(U_mp * probe) @ V_np.T for probe in probe_p2.T]
+    lifts = [sum_of_atoms(probe, U_mp, V_np) for probe in probe_p2.T]
 
     def probed(D_mn: Tensor) -> Tensor:
-        return torch.stack([((D_mn * lift @ V_np) * U_mp).sum(0) for lift in lifts])
+        return torch.stack([along_atoms(D_mn * lift, U_mp, V_np) for lift in lifts])
 
     size = float(torch.linalg.vector_norm(probed(F_mn)))
     H_pp = torch.zeros(p, p, dtype=torch.float64, device=F_mn.device)
@@ -160,7 +166,8 @@ class PairDiagonal(Form):
         damping = noise if shift < noise else 0.0  # a preconditioner would carry a singular solve out of its range
         diagonal, shift = diagonal + shift + damping, shift + damping
         tolerance = 1e-11 if self.U.dtype == torch.float64 else 1e-6
+        cast = replace(self, F=self.F.to(self.U.dtype))  # once, instead of in every product
         y, residual = conjugate_gradients(
-            lambda x: self.apply(x) + shift * x, b, lambda r: r / diagonal, tolerance=tolerance
+            lambda x: cast.apply(x) + shift * x, b, lambda r: r / diagonal, tolerance=tolerance
         )
         return Solved(y, residual, damping, iterative=True)

@@ -12,7 +12,8 @@ The mean has r = x̄ = Σ λ_t x_t and ε = 0; anchored has its anchor and its d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,6 +72,10 @@ class Problem:
 
     def mean_form(self) -> Form:
         """Return Σ λ_t scale_t form_t, the mean curvature without its shift."""
+        return self._mean_form
+
+    @cached_property
+    def _mean_form(self) -> Form:
         return combine(self.forms, [w * scale for w, scale in zip(self.weights, self.scales, strict=True)])
 
     def mean_shift(self) -> float:
@@ -79,7 +84,9 @@ class Problem:
 
     def solve(self, reference: Tensor, epsilon: float = 0.0) -> Solution:
         """Return r + (H̄ + εI)⁻¹ Σ λ_t H̃_t (x_t - r)."""
-        pull = self.pull(reference)
+        return self._step(reference, self.pull(reference), epsilon)
+
+    def _step(self, reference: Tensor, pull: Tensor, epsilon: float = 0.0) -> Solution:
         if not pull.any():
             return Solution(reference, 0.0, "exact")
         solved = self.mean_form().solve(pull, self.mean_shift() + epsilon)
@@ -88,9 +95,10 @@ class Problem:
     def mean(self) -> Solution:
         """Return the Fréchet mean x*, with η = F(x̄) - F(x*) = ⟨Σ λ_t H̃_t (x_t - x̄), x* - x̄⟩."""
         flat = self.flat_mean()
-        solution = self.solve(flat)
-        eta = float((self.pull(flat) * (solution.coordinates - flat)).sum())
-        return Solution(solution.coordinates, solution.residual, solution.status, max(0.0, eta))
+        pull = self.pull(flat)
+        solution = self._step(flat, pull)
+        eta = float((pull * (solution.coordinates - flat)).sum())
+        return replace(solution, eta=max(0.0, eta))
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

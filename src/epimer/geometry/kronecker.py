@@ -40,7 +40,7 @@ class KroneckerSum(Form):
         return KroneckerSum(tuple((weight * c, G, A) for c, G, A in self.terms), self.null)
 
     def solve(self, b: Tensor, shift: float) -> Solved:
-        """Solve in closed form where one side is the identity, else by CG in the mean factors' eigenbases."""
+        """Solve in closed form where one side is the identity, else by CG where the factors are nearly diagonal."""
         if all(G is None for _, G, _ in self.terms):
             return self._one_sided(b, [(c, A) for c, _, A in self.terms], shift, right=True)
         if all(A is None for _, _, A in self.terms):

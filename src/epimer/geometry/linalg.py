@@ -61,6 +61,17 @@ def top_svd(A_mn: Tensor, k: int, *, exact: bool = False) -> Svd:
     return _nonzero((None if exact else _krylov_svd(A_mn, k)) or _gram_svd(A_mn, k), A_mn)
 
 
+def iterates(A_mn: Tensor, k: int) -> bool:
+    """Whether `top_svd` would look for `k` triples in a Krylov space, and so find them approximately."""
+    side = min(A_mn.shape)
+    return A_mn.dtype != torch.float64 and side > SMALL and side >= 2 * FIRST_LOOK * _width(k)
+
+
+def _width(k: int) -> int:
+    """Return the columns of a Krylov block that is to find `k` triples."""
+    return -(-k // BLOCK) * BLOCK
+
+
 def _nonzero(svd: Svd, A_mn: Tensor) -> Svd:
     """Drop the triples that are zero up to the rounding of `A_mn`'s precision."""
     if not svd.sigma.numel():
@@ -90,12 +101,13 @@ def _start(m: int, width: int) -> Tensor:
 
 
 def _krylov_svd(A_mn: Tensor, k: int) -> Svd | None:
-    """Find the leading triples in span{Q, AᵀAQ, (AᵀA)²Q, …}; None when half the space was not enough.
+    """Find the leading triples in span{Q, AᵀAQ, (AᵀA)²Q, …}; None when half the space is not enough.
 
     The start is the same for every matrix of one shape, so that equal matrices have equal triples.
     """
-    m, n = A_mn.shape
-    width = -(-k // BLOCK) * BLOCK
+    if not iterates(A_mn, k):
+        return None
+    (m, n), width = A_mn.shape, _width(k)
     most = n // (2 * width) * width
     B_nb, W_mb = A_mn.new_empty(n, most), A_mn.new_empty(m, most)  # the space and its image AB
     start = _start(m, width).to(A_mn)
@@ -172,10 +184,11 @@ def polar(X_mp: Tensor) -> Polar:
     """
     if not X_mp.shape[1]:
         return Polar(X_mp, True, 1.0)
-    for X in (X_mp, X_mp.double()):
+    for dtype in dict.fromkeys((X_mp.dtype, torch.float64)):
+        X = X_mp.to(dtype)
         values, vectors = torch.linalg.eigh(X.T @ X)
         weakest = float(values[0] / values[-1])
-        if weakest > (1e-9 if X.dtype == torch.float64 else 1e-3):
+        if weakest > (1e-9 if dtype == torch.float64 else 1e-3):
             factor = X @ ((vectors * values.rsqrt()) @ vectors.T)
             factor = 1.5 * factor - 0.5 * (factor @ (factor.T @ factor))
             return Polar(factor.to(X_mp.dtype), True, weakest)
@@ -188,6 +201,16 @@ def column_basis(X_mp: Tensor) -> Tensor:
     """Return an orthonormal basis of the columns of a partial isometry."""
     U, sigma, _ = torch.linalg.svd(X_mp, full_matrices=False)
     return U[:, sigma > 0.5]
+
+
+def along_atoms(D_mn: Tensor, U_mp: Tensor, V_np: Tensor) -> Tensor:
+    """Return u_iᵀ D v_i for every i."""
+    return ((D_mn @ V_np) * U_mp).sum(dim=0)
+
+
+def sum_of_atoms(c_p: Tensor, U_mp: Tensor, V_np: Tensor) -> Tensor:
+    """Return Σ_i c_i u_i v_iᵀ."""
+    return (U_mp * c_p.to(U_mp.dtype)) @ V_np.T
 
 
 class SpdSolution(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.form import Dense, Form
-from epimer.geometry.linalg import NULL, column_basis, polar, top_svd
+from epimer.geometry.linalg import NULL, Polar, Svd, along_atoms, column_basis, iterates, polar, sum_of_atoms, top_svd
 from epimer.geometry.metric import Metric
 
 NEAR_DUPLICATE = 0.02  # a stack's weakest direction below this calls for exact SVDs
@@ -74,7 +74,7 @@ class Tagged(Subspace):
     mix: Tensor | None = None
 
     def project(self, D: Tensor) -> Tensor:
-        raw = ((D @ self.V) * self.U).sum(dim=0).double()
+        raw = along_atoms(D, self.U, self.V).double()
         return raw if self.mix is None else self.mix.T @ raw
 
     def lift(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Tagged(Subspace):
 
     def lift_atoms(self, c: Tensor) -> Tensor:
         """Return U diag(c) Vᵀ for one coefficient per atom, before `mix`."""
-        return (self.U * c.to(self.U.dtype)) @ self.V.T
+        return sum_of_atoms(c, self.U, self.V)
 
     def to(self, like: Tensor) -> Tagged:
         """Return the basis on the device and in the precision of `like`."""
@@ -139,11 +139,9 @@ def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
 
     Near-duplicate models make the stack near-singular, which magnifies errors; then the SVDs are taken exactly.
     """
-    triples = [top_svd(D, rank) for D in deltas]
-    left, right = (polar(torch.cat(side, dim=1)) for side in ([t.U for t in triples], [t.V for t in triples]))
-    if min(left.weakest, right.weakest) < NEAR_DUPLICATE:
-        triples = [top_svd(D, rank, exact=True) for D in deltas]
-        left, right = (polar(torch.cat(side, dim=1)) for side in ([t.U for t in triples], [t.V for t in triples]))
+    triples, left, right = _whitened(deltas, rank, exact=False)
+    if min(left.weakest, right.weakest) < NEAR_DUPLICATE and any(iterates(D, rank) for D in deltas):
+        triples, left, right = _whitened(deltas, rank, exact=True)
     sigma = torch.cat([triple.sigma for triple in triples])
     owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)])
     mix = None
@@ -153,6 +151,13 @@ def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
         kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
     return Tagged(left.factor, right.factor, sigma, owner.to(sigma.device), mix)
+
+
+def _whitened(deltas: Sequence[Tensor], rank: int, *, exact: bool) -> tuple[list[Svd], Polar, Polar]:
+    """Return every task's leading triples and the polar factors of their stacked left and right vectors."""
+    triples = [top_svd(D, rank, exact=exact) for D in deltas]
+    left = polar(torch.cat([triple.U for triple in triples], dim=1))
+    return triples, left, polar(torch.cat([triple.V for triple in triples], dim=1))
 
 
 def pairs(atoms: Tagged) -> Pairs:

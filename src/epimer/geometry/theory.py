@@ -24,10 +24,9 @@ def diagnose_layer(
     *,
     damping: float,
     rank: int | None,
-    tolerance: float = 0.0,
 ) -> LayerDiagnosis:
     """Compute the theory of one layer on a tagged basis, at the damped, trace-normalised Fréchet mean x*."""
-    problem = pose(subspace, metrics, deltas, weights, damping=damping, tolerance=tolerance)
+    problem = pose(subspace, metrics, deltas, weights, damping=damping)
     raw = Problem(problem.points, problem.forms, problem.weights, [1.0] * len(deltas), [0.0] * len(deltas))
     solution = problem.mean()
     x = solution.coordinates

@@ -129,8 +129,10 @@ def check_metric(
             raise CurvatureError(f"{where}: {field.name} must be a tensor, got {type(value).__name__}.")
         if value.is_complex() or value.layout != torch.strided or value.is_meta:
             raise CurvatureError(f"{where}: {field.name} must be a dense, real tensor, got {value.dtype}.")
-        largest = float(value.abs().max()) if value.numel() else 0.0
-        if narrow and value.dtype == torch.float64 and (0 < largest < 1e-35 or 1e38 < largest < float("inf")):
+        if not narrow or value.dtype != torch.float64 or not value.numel():
+            continue
+        largest = float(value.abs().max())
+        if 0 < largest < 1e-35 or 1e38 < largest < float("inf"):
             raise CurvatureError(
                 f"{where}: {field.name} reaches {largest:.1e}, which float32 cannot hold; "
                 "multiply every model's curvature by one constant, or pass models in float64."

@@ -42,7 +42,7 @@ def thresholds(prepass: Prepass, p: Any) -> Prepared:
             for _, base, models in prepass.tensors():
                 yield working(models[t]) - working(base)  # type: ignore[arg-type]
 
-        size = sum(D.numel() for D in deltas())
+        size = sum(models[t].numel() for _, _, models in prepass.tensors())
         cut = size - int(size * p.density)  # the authors keep every entry from the cut-th smallest up
         found.append(kth_magnitude(deltas, cut) if cut > 0 else 0.0)
     return Prepared(prepass.weights, found)

@@ -138,17 +138,17 @@ class _Job:
                     raise TensorError(f"The rule 'copy' takes {name!r} from base, but there is none; pass base.")
                 merged[name] = W.detach().clone()
             elif rule != "skip":
-                outcome = self._merge(name, rule)
-                merged[name] = self._finish(name, outcome.delta)
+                W0 = None if self.inputs.base is None else self._here(self.inputs.base[name])
+                outcome = self._merge(name, rule, W0)
+                merged[name] = self._finish(name, outcome.delta, W0)
             records[name] = TensorRecord(
                 rule, tuple(W.shape), outcome.status, outcome.rank, outcome.residual, outcome.eta, outcome.note
             )
         return merged, records
 
-    def _merge(self, name: str, rule: str) -> Outcome:
-        base, models = self.inputs.base, self.inputs.models
-        W0 = None if base is None else self._here(base[name])
-        deltas = task_vectors(W0, [self._here(model[name]) for model in models], matrix=rule == "matrix")
+    def _merge(self, name: str, rule: str, W0: Tensor | None) -> Outcome:
+        tensors = [self._here(model[name]) for model in self.inputs.models]
+        deltas = task_vectors(W0, tensors, matrix=rule == "matrix")
         for t, D in enumerate(deltas):
             if nonfinite(D):
                 raise TensorError(f"models[{t}][{name!r}] is too far from base for {D.dtype}; pass both in float64.")
@@ -167,12 +167,12 @@ class _Job:
         )
         return entrywise(layer, FISHER) if rule == "fisher" else self.method.merge(layer, self.p)
 
-    def _finish(self, name: str, delta: Tensor) -> Tensor:
+    def _finish(self, name: str, delta: Tensor, W0: Tensor | None) -> Tensor:
         """Add the scaled delta to the base, in the template's shape, dtype and device."""
         template = self.inputs.template[name]
         total = self.p.scale * delta.reshape(template.shape)
-        if self.inputs.base is not None:
-            total = working(self._here(self.inputs.base[name])) + total
+        if W0 is not None:
+            total = working(W0) + total
         result = total.to(device=template.device, dtype=template.dtype)
         if nonfinite(result):
             raise TensorError(f"the merged {name!r} does not fit in {template.dtype}; lower scale, or widen base.")
