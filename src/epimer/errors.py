@@ -22,6 +22,18 @@ class CurvatureError(EpimerError):
     """Curvature that is missing, of the wrong kind or not positive semi-definite."""
 
 
+class CheckpointError(EpimerError):
+    """A checkpoint that is missing, damaged, hostile or of a kind that cannot be read."""
+
+
+class OutputError(EpimerError):
+    """An output that cannot be written, or that would replace something else."""
+
+
+class RecipeError(EpimerError):
+    """A recipe that cannot be read: an unknown key, a wrong value."""
+
+
 class EpimerWarning(UserWarning):
     """The merge went on, but not exactly as asked: a rank was lowered, a system was damped."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,14 @@ FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no ro
 FIRST_LOOK = 4  # blocks before the first look at the error
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
 SVD_TOLERANCE = 6e-3  # bound on the mean angle of float32 triples; their product's error is some 30x lower
+CHUNK = 1 << 24  # entries counted at a time
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 
 
 def nonfinite(x: Tensor) -> int:
     """Return how many entries of `x` are NaN or Inf; one fast pass where there are none."""
+    if x.element_size() == 1:
+        x = x.float()  # float8 has no sum
     if math.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)):
         return 0
     return x.numel() - int(torch.isfinite(working(x)).sum())
@@ -30,6 +34,70 @@ def working(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """A matrix kept as its factors: B_mr A_rn. It has what the geometry asks of a task vector, and no more."""
+
+    B: Tensor
+    A: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.B.shape[0], self.A.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.B.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.B.device
+
+    @property
+    def T(self) -> LowRank:
+        return LowRank(self.A.T, self.B.T)
+
+    def to(self, *args: Any) -> LowRank:
+        return LowRank(self.B.to(*args), self.A.to(*args))
+
+    def dense(self) -> Tensor:
+        """Return the product."""
+        return self.B @ self.A
+
+    def __matmul__(self, X: Tensor) -> Tensor:
+        return self.B @ (self.A @ X)
+
+    def __mul__(self, factor: float) -> LowRank:
+        return LowRank(factor * self.B, self.A)
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: LowRank | Tensor) -> LowRank | Tensor:
+        if isinstance(other, LowRank):
+            return LowRank(torch.cat([self.B, other.B], dim=1), torch.cat([self.A, other.A]))
+        return self.dense() + other
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let torch's own tensors stand on the left: X @ D and X + D."""
+        if function is Tensor.__matmul__ or function is Tensor.matmul or function is torch.matmul:
+            return (args[0] @ args[1].B) @ args[1].A
+        if function is Tensor.__add__ or function is Tensor.add:
+            return args[1] + args[0]
+        return NotImplemented
+
+
+Delta = Tensor | LowRank
+"""A task vector: any tensor, or a matrix of low rank"""
+
+
+def dense(D: Delta) -> Tensor:
+    """Return a task vector as a tensor."""
+    return D.dense() if isinstance(D, LowRank) else D
+
+
 class Svd(NamedTuple):
     """The leading triples: A ≈ U_mk diag(sigma_k) V_nkᵀ; triples with σ = 0 are left out."""
 
@@ -38,14 +106,18 @@ class Svd(NamedTuple):
     V: Tensor
 
 
-def top_svd(A_mn: Tensor, k: int, *, exact: bool = False) -> Svd:
+def top_svd(A_mn: Delta, k: int, *, exact: bool = False) -> Svd:
     """Return the `k` leading singular triples of `A_mn`, fewer where its rank is lower.
 
-    Float64 and small matrices take a full SVD. Large float32 ones take a block Krylov space, grown until the
-    triples have converged, and an eigendecomposition of the Gram matrix where that would need half the space or
-    where `exact` asks for it.
+    A product of factors takes the SVD of what lies between their orthonormal bases, r x r. Float64 and small
+    matrices take a full SVD. Large float32 ones take a block Krylov space, grown until the triples have converged,
+    and an eigendecomposition of the Gram matrix where that would need half the space or where `exact` asks for it.
     """
     m, n = A_mn.shape
+    if isinstance(A_mn, LowRank):
+        left, right = torch.linalg.qr(A_mn.B.double()), torch.linalg.qr(A_mn.A.T.double())
+        U, sigma, Vh = torch.linalg.svd(left.R @ right.R.T)
+        return _nonzero(Svd(left.Q @ U[:, :k], sigma[:k], right.Q @ Vh[:k].T), A_mn)
     if m < n:
         flipped = top_svd(A_mn.T, k, exact=exact)
         return Svd(flipped.V, flipped.sigma, flipped.U)
@@ -61,10 +133,12 @@ def top_svd(A_mn: Tensor, k: int, *, exact: bool = False) -> Svd:
     return _nonzero((None if exact else _krylov_svd(A_mn, k)) or _gram_svd(A_mn, k), A_mn)
 
 
-def iterates(A_mn: Tensor, k: int) -> bool:
+def iterates(A_mn: Delta, k: int) -> bool:
     """Whether `top_svd` would look for `k` triples in a Krylov space, and so find them approximately."""
     side = min(A_mn.shape)
-    return A_mn.dtype != torch.float64 and side > SMALL and side >= 2 * FIRST_LOOK * _width(k)
+    return (
+        isinstance(A_mn, Tensor) and A_mn.dtype != torch.float64 and side > SMALL and side >= 2 * FIRST_LOOK * _width(k)
+    )
 
 
 def _width(k: int) -> int:
@@ -72,7 +146,7 @@ def _width(k: int) -> int:
     return -(-k // BLOCK) * BLOCK
 
 
-def _nonzero(svd: Svd, A_mn: Tensor) -> Svd:
+def _nonzero(svd: Svd, A_mn: Delta) -> Svd:
     """Drop the triples that are zero up to the rounding of `A_mn`'s precision."""
     if not svd.sigma.numel():
         return Svd(*(part.to(A_mn.dtype) for part in svd))
@@ -81,7 +155,7 @@ def _nonzero(svd: Svd, A_mn: Tensor) -> Svd:
     return Svd(U[:, :rank], sigma[:rank], V[:, :rank])
 
 
-def _floor(A_mn: Tensor) -> float:
+def _floor(A_mn: Delta) -> float:
     """Return the share of the largest singular value below which there is only the rounding of `A_mn`."""
     return 8 * torch.finfo(A_mn.dtype).eps * math.sqrt(max(A_mn.shape))
 
@@ -203,7 +277,7 @@ def column_basis(X_mp: Tensor) -> Tensor:
     return U[:, sigma > 0.5]
 
 
-def along_atoms(D_mn: Tensor, U_mp: Tensor, V_np: Tensor) -> Tensor:
+def along_atoms(D_mn: Delta, U_mp: Tensor, V_np: Tensor) -> Tensor:
     """Return u_iᵀ D v_i for every i."""
     return ((D_mn @ V_np) * U_mp).sum(dim=0)
 
@@ -288,22 +362,27 @@ def conjugate_gradients(
     return CgSolution(y, float(torch.linalg.vector_norm(b - apply(y))) / norm)
 
 
-def kth_magnitude(chunks: Callable[[], Iterable[Tensor]], k: int) -> float:
-    """Return the k-th smallest |value| (from 1) over all chunks, exactly, in memory that does not grow with them.
+def kth_magnitudes(
+    rows: Callable[[], Iterable[Iterable[Tensor]]], ranks: Sequence[int], dtype: torch.dtype
+) -> list[float]:
+    """Return, for every column t of `rows`, its ranks[t]-th smallest |value| (from 1), exactly, in little memory.
 
     Non-negative floats sort like their bit patterns, so counting 16 bits at a time finds the answer digit by
-    digit; `chunks` is iterated once per digit.
+    digit: `rows` is iterated twice in float32, four times in float64.
     """
-    wide = any(chunk.dtype == torch.float64 for chunk in chunks())
-    real, whole, digits = (torch.float64, torch.int64, 4) if wide else (torch.float32, torch.int32, 2)
-    prefix, remaining = 0, k
+    whole, digits = (torch.int64, 4) if dtype == torch.float64 else (torch.int32, 2)
+    prefixes, remaining = [0] * len(ranks), list(ranks)
     for digit in reversed(range(digits)):
-        counts = torch.zeros(1 << 16, dtype=torch.int64)
-        for chunk in chunks():
-            bits = chunk.to(real).abs().flatten().view(whole)
-            inside = bits if digit == digits - 1 else bits[(bits >> (16 * (digit + 1))) == prefix]
-            counts += torch.bincount((inside >> (16 * digit)) & 0xFFFF, minlength=1 << 16).cpu()
-        found = int(torch.searchsorted(counts.cumsum(0), remaining))
-        remaining -= int(counts[:found].sum())
-        prefix = (prefix << 16) | found
-    return float(torch.tensor(prefix, dtype=whole).view(real))
+        counts = torch.zeros(len(ranks), 1 << 16, dtype=torch.int64)
+        for row in rows():
+            for t, chunk in (
+                (t, chunk) for t, column in enumerate(row) for chunk in torch.split(column.flatten(), CHUNK)
+            ):
+                bits = chunk.to(dtype).abs().view(whole)
+                inside = bits if digit == digits - 1 else bits[(bits >> (16 * (digit + 1))) == prefixes[t]]
+                counts[t] += torch.bincount((inside >> (16 * digit)) & 0xFFFF, minlength=1 << 16).cpu()
+        for t, count in enumerate(counts):
+            found = int(torch.searchsorted(count.cumsum(0), remaining[t]))
+            remaining[t] -= int(count[:found].sum())
+            prefixes[t] = (prefixes[t] << 16) | found
+    return [float(torch.tensor(prefix, dtype=whole).view(dtype)) for prefix in prefixes]

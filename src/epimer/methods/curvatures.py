@@ -12,7 +12,7 @@ from torch import Tensor
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.metric import Diagonal, Metric, Projected
 from epimer.geometry.subspace import Pairs, Tagged, clamp_rank
-from epimer.methods.inputs import Inputs, matrix_shape
+from epimer.methods.inputs import matrix_shape
 from epimer.methods.registry import Method
 from epimer.methods.rules import is_matrix
 
@@ -28,6 +28,9 @@ class Checked:
     metrics: tuple[Metric, ...] = ()
     base_metric: Metric | None = None
     basis: Tagged | Pairs | None = None
+
+
+NOTHING = Checked()
 
 
 def check_curvatures(curvature: Any, tasks: int, method: Method) -> Curvatures | None:
@@ -49,38 +52,51 @@ def check_curvatures(curvature: Any, tasks: int, method: Method) -> Curvatures |
     return curvature
 
 
-def check_layers(inputs: Inputs, method: Method, p: Any, curvatures: Curvatures | None) -> dict[str, Checked]:
-    """Check everything about curvature and bases that the merge of each tensor will use."""
-    checked = {}
-    for name, W0, tensors in inputs.merged():
-        rule = inputs.rules[name]
-        if rule == "average":
-            continue
-        matrix = rule == "matrix"
-        metrics: tuple[Metric, ...] = ()
-        if rule == "fisher" or method.needs_curvature:
-            kind = "diagonal" if rule == "fisher" else method.curvature or ""
-            kinds = (kind, "projected") if matrix else (kind,)
-            found = layer_metrics(curvatures or (), name, [W0, *tensors], matrix=matrix, kinds=kinds, user=method.name)
-            if not found and (rule in ("matrix", "fisher") or is_matrix(name, tensors[0].shape)):
-                raise CurvatureError(
-                    f"no model has curvature for {name!r}, which {method.name} needs; "
-                    f"measure it, or give {name!r} the rule 'average'."
-                )
-            metrics = found
-        base_metric = (getattr(p, "base_curvature", None) or {}).get(name)
-        if base_metric is not None:
-            where = f"base_curvature[{name!r}]"
-            base_metric = check_metric(
-                base_metric, where, [W0, *tensors], matrix=False, kinds=("diagonal",), user=method.name
-            )
-        basis = None
-        if matrix and hasattr(p, "basis"):
-            basis = layer_basis(p.basis, metrics, name, tensors)
-            if basis is not None and inputs.base is None:
-                raise CurvatureError(f"{method.name} without a base model cannot use a basis for {name!r}; pass base.")
-        checked[name] = Checked(metrics, base_metric, basis)
-    return checked
+def check_layer(
+    name: str,
+    rule: str,
+    W0: Tensor | None,
+    tensors: Sequence[Tensor],
+    method: Method,
+    p: Any,
+    curvatures: Curvatures | None,
+) -> Checked:
+    """Check everything about curvature and bases that the merge of one tensor will use."""
+    if rule == "average":
+        return NOTHING
+    matrix = rule == "matrix"
+    metrics: tuple[Metric, ...] = ()
+    if rule == "fisher" or method.needs_curvature:
+        kind = "diagonal" if rule == "fisher" else method.curvature or ""
+        kinds = (kind, "projected") if matrix else (kind,)
+        metrics = layer_metrics(curvatures or (), name, [W0, *tensors], matrix=matrix, kinds=kinds, user=method.name)
+        if not metrics and needs_metric(name, rule, tensors[0]):
+            raise missing_metric(name, method)
+    base_metric = (getattr(p, "base_curvature", None) or {}).get(name)
+    if base_metric is not None:
+        where = f"base_curvature[{name!r}]"
+        base_metric = check_metric(
+            base_metric, where, [W0, *tensors], matrix=False, kinds=("diagonal",), user=method.name
+        )
+    basis = None
+    if matrix and hasattr(p, "basis"):
+        basis = layer_basis(p.basis, metrics, name, tensors)
+        if basis is not None and W0 is None:
+            raise CurvatureError(f"{method.name} without a base model cannot use a basis for {name!r}; pass base.")
+    return Checked(metrics, base_metric, basis)
+
+
+def needs_metric(name: str, rule: str, W: Tensor) -> bool:
+    """Whether a tensor of a curved method cannot do without curvature; a vector is averaged where it has none."""
+    return rule in ("matrix", "fisher") or is_matrix(name, W.shape)
+
+
+def missing_metric(name: str, method: Method) -> CurvatureError:
+    """Say that a tensor has no curvature."""
+    return CurvatureError(
+        f"no model has curvature for {name!r}, which {method.name} needs; "
+        f"measure it, or give {name!r} the rule 'average'."
+    )
 
 
 def layer_metrics(

@@ -250,6 +250,7 @@ METHODS = (
         parameters=_parameters(basis="tagged", aggregator="sum"),
         needs_base=True,
         curvature="diagonal",
+        factored=True,
         laws=SUM_LAWS,
     ),
     Method(
@@ -261,6 +262,7 @@ METHODS = (
         parameters=_parameters(basis="tensor", aggregator="anchored", damping=0.3),
         needs_base=True,
         curvature="kronecker",
+        factored=True,
         laws=MEAN_LAWS | {"curvature_scale"},
     ),
     Method(
@@ -272,6 +274,7 @@ METHODS = (
         parameters=_parameters(basis="tagged", aggregator="sum"),
         needs_base=True,
         curvature="samples",
+        factored=True,
         laws=SUM_LAWS,
     ),
     Method(
@@ -283,6 +286,7 @@ METHODS = (
         parameters=_parameters(basis="tensor", aggregator="anchored", damping=0.3),
         needs_base=True,
         curvature="task-gram",
+        factored=True,
         laws=MEAN_LAWS,
     ),
 )

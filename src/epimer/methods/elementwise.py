@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,9 +12,20 @@ from torch import Tensor
 
 from epimer.errors import ParameterError
 from epimer.geometry.frechet import weighted_sum
-from epimer.geometry.linalg import kth_magnitude, working
+from epimer.geometry.linalg import kth_magnitudes, working
 from epimer.geometry.metric import Diagonal
-from epimer.methods.registry import COMMON, Layer, Method, Outcome, Parameter, Prepared, Prepass, scale, short
+from epimer.methods.registry import (
+    COMMON,
+    Layer,
+    Method,
+    Outcome,
+    Parameter,
+    Prepared,
+    Prepass,
+    each,
+    scale,
+    short,
+)
 
 
 def average(layer: Layer, p: Any) -> Outcome:
@@ -35,17 +47,15 @@ def norms(prepass: Prepass, p: Any) -> Prepared:
 
 def thresholds(prepass: Prepass, p: Any) -> Prepared:
     """Find, per model, the magnitude that separates the top `density` of all its entries."""
-    found = []
-    for t in range(len(prepass.weights)):
 
-        def deltas(t: int = t) -> Any:
-            for _, base, models in prepass.tensors():
-                yield working(models[t]) - working(base)  # type: ignore[arg-type]
+    def deltas() -> Iterator[Iterator[Tensor]]:
+        for _, base, models in prepass.tensors():
+            yield (working(W) - working(base) for W in models)  # type: ignore[arg-type]
 
-        size = sum(models[t].numel() for _, _, models in prepass.tensors())
-        cut = size - int(size * p.density)  # the authors keep every entry from the cut-th smallest up
-        found.append(kth_magnitude(deltas, cut) if cut > 0 else 0.0)
-    return Prepared(prepass.weights, found)
+    # The authors keep every entry from the cut-th smallest up.
+    cuts = [prepass.entries - int(prepass.entries * kept) for kept in each(p.density, len(prepass.weights))]
+    found = kth_magnitudes(deltas, [max(cut, 1) for cut in cuts], prepass.dtype)
+    return Prepared(prepass.weights, [value if cut > 0 else 0.0 for value, cut in zip(found, cuts, strict=True)])
 
 
 def ties(layer: Layer, p: Any) -> Outcome:
@@ -66,10 +76,10 @@ def ties(layer: Layer, p: Any) -> Outcome:
 def dare(layer: Layer, p: Any) -> Outcome:
     """Drop entries at random, rescale the survivors, then add up as task arithmetic does."""
     kept = []
-    for t, D in enumerate(layer.deltas):
+    for t, (D, density) in enumerate(zip(layer.deltas, each(p.density, len(layer.deltas)), strict=True)):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{p.seed}/{t}/{layer.name}".encode()))
-        mask = torch.rand(D.shape, generator=generator) < p.density
-        kept.append(D * mask.to(D) / p.density)
+        mask = torch.rand(D.shape, generator=generator) < density
+        kept.append(D * mask.to(D) / density)
     return Outcome(weighted_sum(kept, layer.weights))
 
 
@@ -121,7 +131,11 @@ def greedy(prepass: Prepass, p: Any) -> Prepared:
     return Prepared(weights(soup))
 
 
-DENSITY = Parameter("density", "number", 0.2, "share of entries kept", low=0, high=1, open_low=True)
+def density(default: float, meaning: str) -> Parameter:
+    """Return the parameter of ties and dare: one share for all models, or one per model."""
+    return Parameter("density", "number", default, meaning, low=0, high=1, open_low=True, per_model=True)
+
+
 LINEAR_LAWS = frozenset({"permutation", "copies", "scale_zero"})
 
 METHODS = (
@@ -158,6 +172,7 @@ METHODS = (
         needs_base=False,
         elementwise=True,
         prepare=norms,
+        whole_model=frozenset({"weight"}),
         laws=LINEAR_LAWS,
     ),
     Method(
@@ -174,6 +189,7 @@ METHODS = (
         needs_base=False,
         elementwise=True,
         prepare=greedy,
+        whole_model=frozenset({"weight"}),
         laws=LINEAR_LAWS,
     ),
     Method(
@@ -184,7 +200,7 @@ METHODS = (
         merge=ties,
         parameters=(
             scale(),
-            DENSITY,
+            density(0.2, "share of entries kept"),
             Parameter(
                 "elect",
                 "choice",
@@ -197,6 +213,7 @@ METHODS = (
         needs_base=True,
         elementwise=True,
         prepare=thresholds,
+        whole_model=frozenset({"density"}),
         laws=frozenset({"permutation", "scale_zero"}),
     ),
     Method(
@@ -207,7 +224,7 @@ METHODS = (
         merge=dare,
         parameters=(
             scale(),
-            Parameter("density", "number", 0.5, "chance that an entry is kept", low=0, high=1, open_low=True),
+            density(0.5, "chance that an entry is kept"),
             *COMMON,
         ),
         needs_base=True,

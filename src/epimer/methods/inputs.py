@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from epimer.errors import ParameterError, TensorError, listed
+from epimer.errors import EpimerError, ParameterError, TensorError, listed
 from epimer.geometry.linalg import nonfinite
 from epimer.methods.registry import Method, is_number
 from epimer.methods.rules import is_matrix, matching
@@ -42,12 +42,33 @@ class Inputs:
 
 
 def check_inputs(
-    base: StateDict | None, models: Sequence[StateDict], method: Method, rules: Sequence[tuple[str, str]]
+    base: StateDict | None,
+    models: Sequence[StateDict],
+    method: Method,
+    rules: Sequence[tuple[str, str]],
+    *,
+    labels: Sequence[str] | None = None,
+    headers: bool = False,
+    ties: Mapping[str, str] | None = None,
+    report: Callable[[EpimerError], None] | None = None,
 ) -> Inputs:
-    """Refuse state dicts that do not fit together or hold what no merge can use."""
+    """Refuse state dicts that do not fit together or hold what no merge can use.
+
+    Args:
+        base: the ancestor, if there is one.
+        models: the fine-tuned models.
+        method: what is to be done with them.
+        rules: the user's (pattern, rule) pairs.
+        labels: what errors call the models; by default models[0], models[1], …
+        headers: the tensors are meta tensors, whose data is checked when it is read.
+        ties: which names share a tensor; by default found by where the tensors lie in memory.
+        report: takes every problem; by default the first one is raised.
+    """
+    report = report or _refuse
     if isinstance(models, Mapping) or not isinstance(models, Sequence) or not models:
         raise TensorError("models must be a non-empty list of state dicts, one per fine-tuned model.")
-    for who, state in _everyone(base, models):
+    everyone = _everyone(base, models, labels)
+    for who, state in everyone:
         if not isinstance(state, Mapping):
             raise TensorError(f"{who} must be a mapping from names to tensors, got {type(state).__name__}.")
         for name, value in state.items():
@@ -57,47 +78,64 @@ def check_inputs(
                 raise TensorError(f"{who}[{name!r}] must be a tensor, got {type(value).__name__}.")
     if base is None and method.needs_base:
         raise TensorError(f"{method.name} needs the base model that the others were fine-tuned from; pass base.")
-    asked = _asked_rules(base, models, rules)
-    resolved = _resolve_rules(models[0] if base is None else base, method, asked)
-    _check_names(base, models, resolved, asked)
+    asked = _asked_rules(everyone, rules, report)
+    template = models[0] if base is None else base
+    resolved = _resolve_rules(template, method, asked, report)
+    _check_names(everyone[-len(models) :], everyone[0][0], resolved, asked, report)
     for name, rule in resolved.items():
         if rule == "skip" or (rule == "copy" and name in asked):
             continue
-        template = (models[0] if base is None else base)[name]
-        for who, state in _everyone(base, models):
-            if name in state:
-                _check_tensor(who, name, state[name], template, merged=rule != "copy")
-    ties = _find_ties(base, models, resolved, asked)
-    return Inputs(base, models, resolved | {name: resolved[twin] for name, twin in ties.items()}, ties)
+        for who, state in everyone:
+            if name in state and (problem := _problem(who, name, state[name], template[name], headers=headers)):
+                report(problem)
+            elif name in state and rule != "copy" and not headers and state[name].is_floating_point():
+                check_finite(who, name, state[name])
+    found = _find_ties(base, models, resolved, asked) if ties is None else _fitting(ties, resolved, asked)
+    return Inputs(base, models, resolved | {name: resolved[twin] for name, twin in found.items()}, found)
 
 
-def _everyone(base: StateDict | None, models: Sequence[StateDict]) -> list[tuple[str, StateDict]]:
+def _refuse(problem: EpimerError) -> None:
+    raise problem
+
+
+def _everyone(
+    base: StateDict | None, models: Sequence[StateDict], labels: Sequence[str] | None
+) -> list[tuple[str, StateDict]]:
     """Return all state dicts with the words an error calls them by."""
     everyone = [] if base is None else [("base", base)]
-    return everyone + [(f"models[{t}]", model) for t, model in enumerate(models)]
+    return everyone + list(zip(labels or [f"models[{t}]" for t in range(len(models))], models, strict=True))
+
+
+def _fitting(ties: Mapping[str, str], rules: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, str]:
+    """Return the ties whose two names are to be treated alike."""
+    return {n: twin for n, twin in ties.items() if rules[n] != "skip" and asked.get(n, rules[twin]) == rules[twin]}
 
 
 def _asked_rules(
-    base: StateDict | None, models: Sequence[StateDict], rules: Sequence[tuple[str, str]]
+    everyone: Sequence[tuple[str, StateDict]], rules: Sequence[tuple[str, str]], report: Callable[[EpimerError], None]
 ) -> dict[str, str]:
     """Return the rule the user gave to each name of any state dict; refuse patterns that match none."""
-    names = dict.fromkeys(name for _, state in _everyone(base, models) for name in state)
+    names = dict.fromkeys(name for _, state in everyone for name in state)
     for pattern, rule in rules:
         if not any(matching(name, [(pattern, rule)]) for name in names):
-            raise ParameterError(
-                f"The rule pattern {pattern!r} matches no tensor; patterns are globs over whole names: '*.bias'."
+            report(
+                ParameterError(
+                    f"The rule pattern {pattern!r} matches no tensor; patterns are globs over whole names: '*.bias'."
+                )
             )
     return {name: found for name in names if (found := matching(name, rules))}
 
 
-def _resolve_rules(template: StateDict, method: Method, asked: Mapping[str, str]) -> dict[str, str]:
+def _resolve_rules(
+    template: StateDict, method: Method, asked: Mapping[str, str], report: Callable[[EpimerError], None]
+) -> dict[str, str]:
     resolved = {}
     for name, W in template.items():
         rule = asked.get(name, "")
         if rule in ("matrix", "average", "fisher") and not W.is_floating_point():
-            raise TensorError(f"The rule {rule!r} cannot be applied to {name!r}, which is {W.dtype}; use 'copy'.")
+            report(TensorError(f"The rule {rule!r} cannot be applied to {name!r}, which is {W.dtype}; use 'copy'."))
         if rule == "matrix" and W.dim() < 2:
-            raise TensorError(f"The rule 'matrix' cannot be applied to {name!r} of shape {tuple(W.shape)}.")
+            report(TensorError(f"The rule 'matrix' cannot be applied to {name!r} of shape {tuple(W.shape)}."))
         if rule not in ("copy", "skip"):
             if not W.is_floating_point() or not W.numel():
                 rule = "copy"
@@ -108,49 +146,64 @@ def _resolve_rules(template: StateDict, method: Method, asked: Mapping[str, str]
 
 
 def _check_names(
-    base: StateDict | None, models: Sequence[StateDict], rules: Mapping[str, str], asked: Mapping[str, str]
+    models: Sequence[tuple[str, StateDict]],
+    template: str,
+    rules: Mapping[str, str],
+    asked: Mapping[str, str],
+    report: Callable[[EpimerError], None],
 ) -> None:
-    template = "models[0]" if base is None else "base"
     needed = [name for name, rule in rules.items() if rule not in ("copy", "skip")]
-    for t, model in enumerate(models):
+    for who, model in models:
         missing = [name for name in needed if name not in model]
         extra = [name for name in model if name not in rules and asked.get(name) not in ("copy", "skip")]
         if needed and not model:
-            raise TensorError(f"models[{t}] is empty, expected {template}'s tensors: {listed(needed)}.")
-        if missing and len(missing) == len(needed):
-            raise TensorError(
-                f"models[{t}] has none of {template}'s tensors: it has {listed(model)}, not {listed(needed)}; "
-                "is it a model of this ancestor, or are its names prefixed?"
+            report(TensorError(f"{who} is empty, expected {template}'s tensors: {listed(needed)}."))
+        elif missing and len(missing) == len(needed):
+            report(
+                TensorError(
+                    f"{who} has none of {template}'s tensors: it has {listed(model)}, not {listed(needed)}; "
+                    "is it a model of this ancestor, or are its names prefixed?"
+                )
             )
-        if missing:
-            raise TensorError(
-                f"models[{t}] lacks {len(missing)} tensors that {template} has: {listed(missing)}; "
-                "add them, or give them the rule 'copy' or 'skip'."
+        elif missing:
+            report(
+                TensorError(
+                    f"{who} lacks {len(missing)} tensors that {template} has: {listed(missing)}; "
+                    "add them, or give them the rule 'copy' or 'skip'."
+                )
             )
-        if extra:
-            raise TensorError(
-                f"models[{t}] has {len(extra)} tensors that {template} lacks: {listed(extra)}; "
-                "remove them, or give them the rule 'skip'."
+        elif extra:
+            report(
+                TensorError(
+                    f"{who} has {len(extra)} tensors that {template} lacks: {listed(extra)}; "
+                    "remove them, or give them the rule 'skip'."
+                )
             )
 
 
-def _check_tensor(who: str, name: str, W: Tensor, template: Tensor, *, merged: bool) -> None:
+def _problem(who: str, name: str, W: Tensor, template: Tensor, *, headers: bool) -> TensorError | None:
+    """Say what is wrong with a tensor's dtype, shape or storage, or None."""
     if W.is_floating_point() != template.is_floating_point() or W.is_complex():
-        raise TensorError(
+        return TensorError(
             f"{who}[{name!r}] is {W.dtype} where the output takes {template.dtype}: one is not a floating-point "
             "tensor; convert it, or give it the rule 'copy' or 'skip'."
         )
     if not W.is_floating_point():
-        return
+        return None
     if W.shape != template.shape:
-        raise TensorError(
+        return TensorError(
             f"{who}[{name!r}] has shape {tuple(W.shape)}, expected {tuple(template.shape)}; "
             "give it the rule 'copy' or 'skip', or use models of one architecture."
         )
-    if W.layout != torch.strided or W.is_meta:
+    if W.layout != torch.strided or (W.is_meta and not headers):
         kind = "has no data (it is on the meta device)" if W.is_meta else f"is stored as {W.layout}"
-        raise TensorError(f"{who}[{name!r}] {kind}, expected a dense tensor.")
-    if merged and (bad := nonfinite(W)):
+        return TensorError(f"{who}[{name!r}] {kind}, expected a dense tensor.")
+    return None
+
+
+def check_finite(who: str, name: str, W: Tensor) -> None:
+    """Refuse a tensor with NaN or Inf in it."""
+    if bad := nonfinite(W):
         raise TensorError(
             f"{who}[{name!r}] holds NaN or Inf in {bad} of {W.numel()} entries; repair or leave out that model."
         )
@@ -196,11 +249,20 @@ def matrix_shape(W: Tensor) -> tuple[int, int]:
     return len(W), W.numel() // len(W)
 
 
-def task_vectors(W0: Tensor | None, tensors: Sequence[Tensor], *, matrix: bool) -> list[Tensor]:
-    """Return D_t = W_t - W0 in working precision: float64 if any input is, float32 otherwise."""
-    wide = torch.float64 in {W.dtype for W in (*tensors, W0) if W is not None}
-    dtype = torch.float64 if wide else torch.float32
-    deltas = [W.to(dtype) if W0 is None else W.to(dtype) - W0.to(dtype) for W in tensors]
+def precision(tensors: Iterable[Tensor | None]) -> torch.dtype:
+    """Return the precision to compute in: float64 if any input is, float32 otherwise."""
+    return torch.float64 if any(W is not None and W.dtype == torch.float64 for W in tensors) else torch.float32
+
+
+def task_vectors(
+    W0: Tensor | None, tensors: Iterable[Tensor], *, matrix: bool, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Return D_t = W_t - W0 in working precision, one after the other."""
+    if dtype is None:
+        tensors = list(tensors)
+        dtype = precision((W0, *tensors))
+    start = None if W0 is None else W0.to(dtype)
+    deltas = [W.to(dtype) if start is None else W.to(dtype) - start for W in tensors]
     return [D.reshape(matrix_shape(D)) for D in deltas] if matrix else deltas
 
 

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epimer.errors import EpimerWarning, ParameterError, TensorError, listed
-from epimer.geometry.linalg import nonfinite, working
+from epimer.geometry.linalg import dense, nonfinite, working
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, clamp_rank, pairs, tagged
-from epimer.methods.curvatures import Checked, check_curvatures, check_layers
+from epimer.methods.curvatures import NOTHING, Checked, check_curvatures, check_layer
 from epimer.methods.curved import FISHER, check_without_base, entrywise
 from epimer.methods.elementwise import average
-from epimer.methods.inputs import Inputs, StateDict, check_inputs, check_weights, matrix_shape, task_vectors
+from epimer.methods.inputs import (
+    Inputs,
+    StateDict,
+    check_inputs,
+    check_weights,
+    matrix_shape,
+    precision,
+    task_vectors,
+)
 from epimer.methods.registry import Layer, Method, Outcome, Prepared, Prepass, describe_method
 from epimer.records import MergeRecord, TensorRecord
 
@@ -57,24 +66,38 @@ def merge_state_dicts(
     with torch.no_grad():
         row = describe_method(method)
         p = row.resolve(parameters)
-        where = _device(device)
+        where = check_device(device)
         inputs = check_inputs(base, models, row, p.rules)
         if base is None:
             check_without_base(row, p)
         lam = check_weights(weights, len(models), row)
         curvatures = check_curvatures(curvature, len(models), row)
-        if getattr(p, "samples", None) is not None and len(p.samples) != len(models):
-            raise ParameterError(f"samples has {len(p.samples)} entries for {len(models)} models; give one per model.")
-        checked = check_layers(inputs, row, p, curvatures)
+        check_per_model(p, row, len(models))
+        settings = {
+            name: Setting(
+                name,
+                inputs.rules[name],
+                row,
+                p,
+                lam,
+                None,
+                check_layer(name, inputs.rules[name], W0, tensors, row, p, curvatures),
+            )
+            for name, W0, tensors in inputs.merged()
+        }
         if curvatures is not None and not row.needs_curvature and "fisher" not in inputs.rules.values():
             warnings.warn(f"{method} uses no curvature; what was given is ignored.", EpimerWarning, stacklevel=2)
-        job = _Job(inputs, row, p, Prepared(lam), checked, where)
+        prepared = Prepared(lam)
         if row.prepare is not None:
-            job.prepared = row.prepare(Prepass(inputs.merged, lam, job.average), p)
-        merged, records = job.run()
-    _warn(row.name, records)
-    shown = {key: _plain(value) for key, value in vars(p).items()}
-    return MergedState(merged, MergeRecord(row.name, shown, tuple(job.prepared.weights), records))
+            merged_tensors = [W for _, W0, tensors in inputs.merged() for W in (W0, *tensors)]
+            entries = sum(tensors[0].numel() for _, _, tensors in inputs.merged())
+            mean = partial(_averaged, inputs, settings, where)
+            prepared = row.prepare(Prepass(inputs.merged, lam, mean, entries, precision(merged_tensors)), p)
+        settings = {name: s.prepared(prepared) for name, s in settings.items()}
+        merged, records = _run(inputs, settings, where)
+    warn_of(row.name, records)
+    shown = {key: plain(value) for key, value in vars(p).items()}
+    return MergedState(merged, MergeRecord(row.name, shown, tuple(prepared.weights), records))
 
 
 @torch.no_grad()
@@ -103,86 +126,133 @@ def build_basis(
     return bases
 
 
-class _Job:
-    """One merge: the parts every tensor needs."""
+@dataclass(frozen=True)
+class Setting:
+    """How one tensor is to be merged."""
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        method: Method,
-        p: Any,
-        prepared: Prepared,
-        checked: Mapping[str, Checked],
-        device: torch.device | None,
-    ) -> None:
-        self.inputs, self.method, self.p = inputs, method, p
-        self.prepared, self.checked, self.device = prepared, checked, device
+    name: str
+    rule: str
+    method: Method
+    p: Any
+    weights: list[float]
+    context: Any = None
+    """what the method's pre-pass found"""
+    curvature: Checked = NOTHING
 
-    def average(self, weights: list[float]) -> dict[str, Tensor]:
-        """Return the models' plain average under these weights, with this merge's rules."""
-        row = describe_method("average")
-        return _Job(self.inputs, row, row.resolve({}), Prepared(weights), self.checked, self.device).run()[0]
+    def prepared(self, found: Prepared) -> Setting:
+        """Return the setting with what the pre-pass found."""
+        return replace(self, weights=found.weights, context=found.context)
 
-    def run(self) -> tuple[dict[str, Tensor], dict[str, TensorRecord]]:
-        merged: dict[str, Tensor] = {}
-        records: dict[str, TensorRecord] = {}
-        for name, rule in self.inputs.rules.items():
-            W = self.inputs.template[name]
-            if twin := self.inputs.ties.get(name):
-                merged[name] = merged[twin]
-                records[name] = replace(records[twin], status="tied", note=f"tied to {twin}")
-                continue
-            outcome = Outcome(W)
-            if rule == "copy":
-                if self.inputs.base is None and W.is_floating_point() and W.numel():
-                    raise TensorError(f"The rule 'copy' takes {name!r} from base, but there is none; pass base.")
-                merged[name] = W.detach().clone()
-            elif rule != "skip":
-                W0 = None if self.inputs.base is None else self._here(self.inputs.base[name])
-                outcome = self._merge(name, rule, W0)
-                merged[name] = self._finish(name, outcome.delta, W0)
-            records[name] = TensorRecord(
-                rule, tuple(W.shape), outcome.status, outcome.rank, outcome.residual, outcome.eta, outcome.note
+    @property
+    def factored(self) -> bool:
+        """Whether task vectors of low rank are taken as they are."""
+        return self.rule == "matrix" and self.method.factored and getattr(self.p, "basis", "") != "full"
+
+
+def merge_tensor(
+    setting: Setting, W0: Tensor | None, deltas: list[Any], template: Tensor
+) -> tuple[Tensor, TensorRecord]:
+    """Merge one tensor's task vectors onto the base; the result has the template's shape, dtype and device."""
+    name = setting.name
+    outcome = _outcome(setting, deltas)
+    total = setting.p.scale * dense(outcome.delta).reshape(template.shape)
+    if W0 is not None:
+        total = working(W0) + total
+    result = total.to(device="cpu" if template.is_meta else template.device, dtype=template.dtype)
+    if nonfinite(result):
+        raise TensorError(f"the merged {name!r} does not fit in {template.dtype}; lower scale, or widen its dtype.")
+    record = TensorRecord(
+        setting.rule, tuple(template.shape), outcome.status, outcome.rank, outcome.residual, outcome.eta, outcome.note
+    )
+    return result, record
+
+
+def _outcome(setting: Setting, deltas: list[Any]) -> Outcome:
+    layer = Layer(setting.name, deltas, setting.weights, context=setting.context)
+    if setting.rule == "average":
+        return average(layer, setting.p)
+    checked, like = setting.curvature, deltas[0]
+    if setting.method.needs_curvature and not checked.metrics:
+        return replace(average(layer, setting.p), note="no curvature: averaged")
+    base_metric = checked.base_metric
+    layer = replace(
+        layer,
+        metrics=[metric.to(like.device, like.dtype) for metric in checked.metrics],
+        base_metric=None if base_metric is None else base_metric.to(like.device, like.dtype),
+        basis=None if checked.basis is None else checked.basis.to(like),
+    )
+    return entrywise(layer, FISHER) if setting.rule == "fisher" else setting.method.merge(layer, setting.p)
+
+
+def check_delta(who: str, name: str, D: Tensor) -> None:
+    """Refuse a task vector that overflowed."""
+    if nonfinite(D):
+        raise TensorError(f"{who}[{name!r}] is too far from base for {D.dtype}; pass both in float64.")
+
+
+def check_per_model(p: Any, method: Method, tasks: int) -> None:
+    """Refuse parameters that come as a list of another length than there are models."""
+    for parameter in method.parameters:
+        value = getattr(p, parameter.name)
+        if (parameter.per_model or parameter.kind == "numbers") and isinstance(value, list) and len(value) != tasks:
+            raise ParameterError(
+                f"The {parameter.name!r} parameter of {method.name} must be {parameter.expected}. "
+                f"Got {len(value)} entries for {tasks} models instead."
             )
-        return merged, records
-
-    def _merge(self, name: str, rule: str, W0: Tensor | None) -> Outcome:
-        tensors = [self._here(model[name]) for model in self.inputs.models]
-        deltas = task_vectors(W0, tensors, matrix=rule == "matrix")
-        for t, D in enumerate(deltas):
-            if nonfinite(D):
-                raise TensorError(f"models[{t}][{name!r}] is too far from base for {D.dtype}; pass both in float64.")
-        layer = Layer(name, deltas, self.prepared.weights, context=self.prepared.context)
-        if rule == "average":
-            return average(layer, self.p)
-        checked, like = self.checked[name], deltas[0]
-        if self.method.needs_curvature and not checked.metrics:
-            return replace(average(layer, self.p), note="no curvature: averaged")
-        base_metric = checked.base_metric
-        layer = replace(
-            layer,
-            metrics=[metric.to(like.device, like.dtype) for metric in checked.metrics],
-            base_metric=None if base_metric is None else base_metric.to(like.device, like.dtype),
-            basis=None if checked.basis is None else checked.basis.to(like),
-        )
-        return entrywise(layer, FISHER) if rule == "fisher" else self.method.merge(layer, self.p)
-
-    def _finish(self, name: str, delta: Tensor, W0: Tensor | None) -> Tensor:
-        """Add the scaled delta to the base, in the template's shape, dtype and device."""
-        template = self.inputs.template[name]
-        total = self.p.scale * delta.reshape(template.shape)
-        if W0 is not None:
-            total = working(W0) + total
-        result = total.to(device=template.device, dtype=template.dtype)
-        if nonfinite(result):
-            raise TensorError(f"the merged {name!r} does not fit in {template.dtype}; lower scale, or widen base.")
-        return result
-
-    def _here(self, W: Tensor) -> Tensor:
-        return W.detach() if self.device is None else W.detach().to(self.device)
 
 
-def _device(device: str | torch.device | None) -> torch.device | None:
+def _run(
+    inputs: Inputs, settings: Mapping[str, Setting], device: torch.device | None
+) -> tuple[dict[str, Tensor], dict[str, TensorRecord]]:
+    """Merge state dicts in memory, tensor by tensor."""
+    merged: dict[str, Tensor] = {}
+    records: dict[str, TensorRecord] = {}
+    for name, rule in inputs.rules.items():
+        W = inputs.template[name]
+        if twin := inputs.ties.get(name):
+            merged[name] = merged[twin]
+            records[name] = tied(records[twin], twin)
+        elif rule in ("copy", "skip"):
+            if rule == "copy":
+                check_copy(name, W, inputs.base)
+                merged[name] = W.detach().clone()
+            records[name] = TensorRecord(rule, tuple(W.shape))
+        else:
+            W0 = None if inputs.base is None else _here(inputs.base[name], device)
+            tensors = [_here(model[name], device) for model in inputs.models]
+            deltas = task_vectors(W0, tensors, matrix=rule == "matrix")
+            for t, D in enumerate(deltas):
+                check_delta(f"models[{t}]", name, D)
+            merged[name], records[name] = merge_tensor(settings[name], W0, deltas, W)
+    return merged, records
+
+
+def tied(record: TensorRecord, twin: str) -> TensorRecord:
+    """Return the record of a tensor that shares another's."""
+    return replace(record, status="tied", note=f"tied to {twin}")
+
+
+def check_copy(name: str, W: Tensor, base: object) -> None:
+    """Refuse to copy weights from a base that is not there."""
+    if base is None and W.is_floating_point() and W.numel():
+        raise TensorError(f"The rule 'copy' takes {name!r} from base, but there is none; pass base.")
+
+
+def _averaged(
+    inputs: Inputs, settings: Mapping[str, Setting], device: torch.device | None, weights: list[float]
+) -> dict[str, Tensor]:
+    """Return the models' plain average under these weights, with this merge's rules."""
+    row = describe_method("average")
+    p = row.resolve({})
+    return _run(inputs, {n: replace(s, method=row, p=p, weights=weights) for n, s in settings.items()}, device)[0]
+
+
+def _here(W: Tensor, device: torch.device | None) -> Tensor:
+    return W.detach() if device is None else W.detach().to(device)
+
+
+def check_device(device: str | torch.device | None) -> torch.device | None:
+    """Return a device that can be used here."""
     if device is None:
         return None
     try:
@@ -195,16 +265,16 @@ def _device(device: str | torch.device | None) -> torch.device | None:
     return found
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a parameter as it can be written down: what is not plain data is named by its type."""
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return type(value).__name__
 
 
-def _warn(method: str, records: Mapping[str, TensorRecord]) -> None:
+def warn_of(method: str, records: Mapping[str, TensorRecord]) -> None:
     """Say once per kind what did not go exactly as asked."""
     lowered = [name for name, r in records.items() if r.note.startswith("rank") and r.status != "tied"]
     if lowered:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from epimer.errors import ParameterError, nearest
+from epimer.geometry.linalg import Delta
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace
 from epimer.methods.rules import RULES
@@ -36,6 +38,8 @@ class Parameter:
     choices: tuple[str, ...] = ()
     optional: bool = False
     """None is a valid value"""
+    per_model: bool = False
+    """a list with one value per model is valid too"""
 
     @property
     def expected(self) -> str:
@@ -55,7 +59,11 @@ class Parameter:
                 "basis": "'tagged', 'tensor', 'full' or a mapping from tensor names to bases (epimer.build_basis)",
                 "rules": "a list of (name pattern, rule) pairs with rules " + ", ".join(RULES),
             }[self.kind]
-        return text + (" or None" if self.optional else "")
+        return (
+            text
+            + (", or a list of them, one per model" if self.per_model else "")
+            + (" or None" if self.optional else "")
+        )
 
     def check(self, method: str, value: Any) -> Any:
         """Return `value` as a plain number, list or object if it is valid, else say what is expected."""
@@ -67,6 +75,8 @@ class Parameter:
                     known = isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[1], str)
                     raise self._refusal(method, pair, nearest(pair[1], RULES) if known else "")
             return [tuple(pair) for pair in value]
+        if self.per_model and isinstance(value, list | tuple):
+            return [replace(self, per_model=False).check(method, item) for item in value]
         if not self._fits(value):
             choices = self.choices or (BASES if self.kind == "basis" else ())
             raise self._refusal(method, value, nearest(value, choices) if isinstance(value, str) else "")
@@ -135,7 +145,7 @@ class Layer:
 
     name: str
     deltas: list[Tensor]
-    """task vectors, float32 or float64; m x n where the rule is matrix"""
+    """task vectors, float32 or float64; m x n where the rule is matrix; LowRank in a method that is `factored`"""
     weights: list[float]
     """λ_t, summing to 1; as given for methods with absolute weights"""
     metrics: list[Metric] = field(default_factory=list)
@@ -150,7 +160,7 @@ class Layer:
 class Outcome:
     """A merged task vector and how it came about."""
 
-    delta: Tensor
+    delta: Delta
     status: str = "exact"
     residual: float = 0.0
     eta: float | None = None
@@ -167,6 +177,10 @@ class Prepass:
     weights: list[float]
     average: Callable[[list[float]], dict[str, Tensor]]
     """the models' average under given λ, as a state dict"""
+    entries: int
+    """how many entries `tensors` has in all, per model"""
+    dtype: torch.dtype
+    """the precision to compute in: float64 if any tensor is, else float32"""
 
 
 @dataclass(frozen=True)
@@ -195,6 +209,10 @@ class Method:
     absolute_weights: bool = False
     """uses the weights as given, instead of scaled to sum 1"""
     prepare: Callable[[Prepass, Any], Prepared] | None = None
+    whole_model: frozenset[str] = frozenset()
+    """parameters that the pre-pass reads, so that they cannot differ between tensors"""
+    factored: bool = False
+    """takes task vectors of low rank as they are, where its basis is not the full space"""
     laws: frozenset[str] = frozenset()
     """which of the laws in tests/laws it obeys at its defaults"""
 
@@ -260,6 +278,11 @@ def describe_method(name: str) -> Method:
         hint = nearest(name, table) if isinstance(name, str) else ""
         raise ParameterError(f"There is no method {short(name)}.{hint} Methods: {', '.join(table)}.")
     return table[name]
+
+
+def each(value: Any, tasks: int) -> list[Any]:
+    """Return a parameter's value for every model."""
+    return list(value) if isinstance(value, list | tuple) else [value] * tasks
 
 
 def scale(low: float | None = None) -> Parameter:

@@ -99,6 +99,7 @@ METHODS = (
             *COMMON,
         ),
         needs_base=True,
+        factored=True,
         laws=frozenset({"permutation", "copies", "scale_zero"}),
     ),
     Method(
@@ -109,6 +110,7 @@ METHODS = (
         merge=iso_c,
         parameters=(scale(), *COMMON),
         needs_base=True,
+        factored=True,
         laws=frozenset({"permutation", "scale_zero"}),
     ),
     Method(

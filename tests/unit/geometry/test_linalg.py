@@ -11,7 +11,7 @@ from epimer.geometry.linalg import (
     _gram_svd,
     _krylov_svd,
     conjugate_gradients,
-    kth_magnitude,
+    kth_magnitudes,
     polar,
     solve_spd,
     top_svd,
@@ -148,7 +148,8 @@ def test_kth_magnitude_is_exact_over_chunks(size, share, seed, wide):
     torch.manual_seed(seed)
     x = torch.randn(size, dtype=torch.float64 if wide else torch.float32).round(decimals=1)
     k = max(1, int(share * size))
-    assert kth_magnitude(lambda: x.split(7), k) == float(x.abs().kthvalue(k).values)
+    found = kth_magnitudes(lambda: ((part, -2 * part) for part in x.split(7)), [k, size + 1 - k], x.dtype)
+    assert found == [float(x.abs().kthvalue(k).values), 2 * float(x.abs().kthvalue(size + 1 - k).values)]
 
 
 def test_working_precision_is_float32_at_least():

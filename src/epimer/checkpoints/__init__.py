@@ -1,0 +1,44 @@
+"""Checkpoints on disk: read lazily, tensor by tensor, without executing anything; written whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from epimer.checkpoints.checkpoint import Checkpoint
+from epimer.checkpoints.folder import open_file, open_folder
+from epimer.checkpoints.hub import fetch, is_hub_id
+from epimer.checkpoints.lora import Adapted
+from epimer.errors import CheckpointError
+
+
+def open_checkpoint(text: str, *, progress: bool = False) -> Checkpoint:
+    """Open a file, a folder, a hub id (`org/name@revision`), or `base+adapter` of any of them."""
+    if not text.strip():
+        raise CheckpointError("the name of a model is empty; give a path or a hub id.")
+    if Path(text).exists() or "+" not in text:
+        return _open_one(text, progress=progress)
+    base, adapter = text.rsplit("+", 1)
+    folder, name = _locate(adapter.strip(), progress=progress)
+    if not folder.is_dir() or not (folder / "adapter_config.json").exists():
+        raise CheckpointError(f"{adapter} is not a LoRA adapter: expected a folder with adapter_config.json.")
+    under = open_checkpoint(base.strip(), progress=progress)
+    return Adapted(under, folder, adapter.strip(), f"{under.name}+{name}")
+
+
+def _open_one(text: str, *, progress: bool) -> Checkpoint:
+    path, name = _locate(text, progress=progress)
+    if path.is_dir():
+        return open_folder(path, text, name)
+    opened = open_file(path, text)
+    opened.name = name
+    return opened
+
+
+def _locate(text: str, *, progress: bool) -> tuple[Path, str]:
+    """Return where a model lies and what to call it without its path."""
+    path = Path(text).expanduser()
+    if path.exists():
+        return path, path.resolve().name if path.is_dir() else path.stem
+    if is_hub_id(text):
+        return fetch(text, progress=progress)
+    raise CheckpointError(f"{text} does not exist; give a file, a model folder or a hub id (org/name@revision).")

@@ -1,0 +1,123 @@
+"""A checkpoint as a merge sees it: names, shapes and dtypes first, then one tensor at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from epimer.errors import CheckpointError
+
+SAMPLE = 4096  # bytes at the start, in the middle and at the end of a tensor that enter its fingerprint
+
+
+class Checkpoint(ABC):
+    """Tensors on disk. Nothing is read but headers until `read` is called; reading is safe from several threads."""
+
+    name: str
+    """what to call it where paths must not be shown: a folder's name or a hub id with its commit"""
+    where: str
+    """what to call it in an error: the path or id the user gave"""
+    folder: Path | None = None
+    """where its config and tokenizer lie, if it is a folder"""
+    headers: dict[str, Tensor]
+    """meta tensors: shapes and dtypes without data, in the order of the file"""
+    ties: Mapping[str, str] = {}
+    """name -> the name it shares its tensor with; both are in `headers`"""
+
+    @property
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """The files the tensors lie in."""
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """Return one tensor in memory of its own."""
+
+    @abstractmethod
+    def sample(self, name: str) -> bytes:
+        """Return some bytes of a tensor, from its start, middle and end."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of every name, dtype and shape and of a sample of every tensor, whatever files they lie in."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name in sorted(self.headers):
+            if name not in self.ties:
+                W = self.headers[name]
+                digest.update(f"{name}\0{W.dtype}\0{tuple(W.shape)}\0".encode())
+                digest.update(self.sample(name))
+        return digest.hexdigest()
+
+    @property
+    def state(self) -> list[tuple[str, int, int]]:
+        """Each file's name, size and time of change: if one differs, the file was written to."""
+        found = []
+        for file in self.files:
+            try:
+                status = file.stat()
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
+            found.append((file.name, status.st_size, status.st_mtime_ns))
+        return found
+
+    def size(self, name: str) -> int:
+        """Return the bytes of one tensor."""
+        return nbytes(self.headers[name])
+
+
+def nbytes(W: Tensor) -> int:
+    """Return the bytes a tensor of this shape and dtype has."""
+    return W.numel() * W.element_size()
+
+
+def header(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor without data."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def sampled(size: int) -> list[tuple[int, int]]:
+    """Return the (start, stop) byte ranges of a tensor of `size` bytes that enter its fingerprint."""
+    if size <= 3 * SAMPLE:
+        return [(0, size)]
+    middle = size // 2
+    return [(0, SAMPLE), (middle, middle + SAMPLE), (size - SAMPLE, size)]
+
+
+@dataclass
+class Joined(Checkpoint):
+    """Several files that together hold one model."""
+
+    name: str
+    where: str
+    parts: list[Checkpoint]
+    folder: Path | None = None
+    owner: dict[str, Checkpoint] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.owner, self.headers, self.ties = {}, {}, {}
+        for part in self.parts:
+            for name, W in part.headers.items():
+                if name in self.owner:
+                    raise CheckpointError(
+                        f"{self.where}: {name!r} is in both {self.owner[name].where} and {part.where}; "
+                        "remove the shard that is left over from another save."
+                    )
+                self.owner[name], self.headers[name] = part, W
+            self.ties = {**self.ties, **part.ties}
+
+    @property
+    def files(self) -> list[Path]:
+        return [file for part in self.parts for file in part.files]
+
+    def read(self, name: str) -> Tensor:
+        return self.owner[name].read(name)
+
+    def sample(self, name: str) -> bytes:
+        return self.owner[name].sample(name)

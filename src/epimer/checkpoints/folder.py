@@ -1,0 +1,102 @@
+"""Find the weights in a Hugging Face folder, and never leave it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from epimer.checkpoints.checkpoint import Checkpoint, Joined
+from epimer.checkpoints.safetensors import SafetensorsFile
+from epimer.checkpoints.torchfile import TorchFile
+from epimer.errors import CheckpointError, listed
+
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
+
+
+def open_file(path: Path, where: str = "") -> Checkpoint:
+    """Open one file of weights by its suffix."""
+    if path.suffix == ".safetensors":
+        return SafetensorsFile(path, where)
+    if path.suffix in TORCH_SUFFIXES:
+        return TorchFile(path, where)
+    raise CheckpointError(
+        f"{where or path} is not a checkpoint: expected .safetensors, {', '.join(TORCH_SUFFIXES)} or a model folder."
+    )
+
+
+def open_folder(folder: Path, where: str = "", name: str = "") -> Checkpoint:
+    """Open the one model in a folder: a single file, or shards with an index."""
+    where = where or str(folder)
+    indexes = [index for index in INDEXES if (folder / index).exists()]
+    singles = [file for file in ("model.safetensors", "pytorch_model.bin") if (folder / file).exists()]
+    if indexes and indexes[0].startswith("model.") and "model.safetensors" in singles:
+        raise CheckpointError(
+            f"{where} has both model.safetensors and {indexes[0]}, and only one can be the model; remove the other."
+        )
+    if "model.safetensors" in singles or (singles and not indexes):
+        paths = [inside(folder, singles[0])]
+    elif indexes:
+        return _open_sharded(folder, indexes[0], where, name)
+    else:
+        paths = _only_weights(folder, where)
+    return Joined(
+        name or folder.resolve().name, where, [open_file(path, f"{where}/{path.name}") for path in paths], folder
+    )
+
+
+def _only_weights(folder: Path, where: str) -> list[Path]:
+    """Return the folder's single weights file where none has a usual name."""
+    suffixes = (".safetensors", *TORCH_SUFFIXES)
+    found = sorted(p.name for p in folder.iterdir() if p.suffix in suffixes and p.name not in NOT_WEIGHTS)
+    if "adapter_model.safetensors" in found or "adapter_model.bin" in found:
+        raise CheckpointError(f"{where} is a LoRA adapter, not a whole model; write it as BASE+{where}.")
+    found = [name for name in found if name.endswith(".safetensors")] or found
+    if len(found) != 1:
+        held = f"{len(found)} weight files and no index: {listed(found)}" if found else "no weights"
+        raise CheckpointError(f"{where} holds {held}; expected model.safetensors or shards with an index.")
+    return [inside(folder, found[0])]
+
+
+def _open_sharded(folder: Path, index: str, where: str, name: str) -> Checkpoint:
+    at = f"{where}/{index}"
+    table = read_json(inside(folder, index), at)
+    weight_map = table.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{at} has no weight_map from tensor names to file names; save the model again.")
+    shards = {file: open_file(inside(folder, file), f"{where}/{file}") for file in dict.fromkeys(weight_map.values())}
+    model = Joined(name or folder.resolve().name, where, list(shards.values()), folder)
+    lost = [tensor for tensor, file in weight_map.items() if tensor not in shards[file].headers]
+    if lost:
+        raise CheckpointError(f"{at} names {len(lost)} tensors that their shards lack: {listed(lost)}.")
+    extra = [tensor for tensor in model.headers if tensor not in weight_map and tensor not in model.ties]
+    if extra:
+        raise CheckpointError(f"{at} lacks {len(extra)} tensors that the shards have: {listed(extra)}; is it stale?")
+    return model
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return a file of a folder; refuse a name or a link that leads out of it (the hub cache's own blobs apart)."""
+    root = folder.resolve()
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        root = root.parent.parent
+    path = folder / name
+    if Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(root):
+        raise CheckpointError(f"{name!r} leads out of the folder {folder}; put the file itself there.")
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist, but its folder needs it; copy or download it again.")
+    return path
+
+
+def read_json(path: Path, where: str) -> dict[str, object]:
+    """Return the object in a JSON file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} holds a {type(value).__name__}, expected an object.")
+    return value

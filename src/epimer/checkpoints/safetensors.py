@@ -1,0 +1,214 @@
+"""Read safetensors files: a strict look at the header, then positioned reads of single tensors.
+
+Files are read, not mapped: the pages of a mapped file count as this process's memory until it is unmapped, and a
+merge of many files would seem to need all of them at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epimer.checkpoints.checkpoint import Checkpoint, header, nbytes, sampled
+from epimer.errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LONGEST_HEADER = 100_000_000  # the format's own limit
+PART = 1 << 30  # bytes per read call; Linux takes at most 2 GiB
+
+
+class Entry(NamedTuple):
+    """One tensor of a file: what it is and the bytes it occupies."""
+
+    W: Tensor
+    start: int
+    stop: int
+
+
+class SafetensorsFile(Checkpoint):
+    """One `.safetensors` file."""
+
+    def __init__(self, path: Path, where: str = "") -> None:
+        self.path, self.where, self.name = path, where or str(path), path.stem
+        self.entries, self.metadata = read_header(path, self.where)
+        self.headers = {name: entry.W for name, entry in self.entries.items()}
+        self._restore_ties()
+
+    def _restore_ties(self) -> None:
+        """Take up tensors that were left out of the file because another name holds them."""
+        self.ties = {}
+        for name, twin in self.metadata.items():
+            if twin in self.entries and name not in self.entries and name != "format":
+                self.ties[name], self.headers[name] = twin, self.entries[twin].W
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
+    def read(self, name: str) -> Tensor:
+        entry = self.entries[self.ties.get(name, name)]
+        W = torch.empty(entry.W.shape, dtype=entry.W.dtype)
+        self._fill(memoryview(as_bytes(W)), entry.start)
+        return W
+
+    def sample(self, name: str) -> bytes:
+        entry = self.entries[self.ties.get(name, name)]
+        parts = []
+        for start, stop in sampled(entry.stop - entry.start):
+            buffer = bytearray(stop - start)
+            self._fill(memoryview(buffer), entry.start + start)
+            parts.append(bytes(buffer))
+        return b"".join(parts)
+
+    def _fill(self, buffer: memoryview, offset: int) -> None:
+        try:
+            fd = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{self.where} cannot be opened: {error.strerror}.") from error
+        try:
+            done = 0
+            while done < len(buffer):
+                count = os.preadv(fd, [buffer[done : done + PART]], offset + done)
+                if not count:
+                    raise CheckpointError(f"{self.where} ends too early: it was cut while being read; copy it again.")
+                done += count
+        except OSError as error:
+            raise CheckpointError(f"{self.where} cannot be read: {error.strerror}.") from error
+        finally:
+            os.close(fd)
+
+
+def as_bytes(W: Tensor) -> Any:
+    """Return the memory of a contiguous CPU tensor as a writable array of bytes."""
+    return W.reshape(-1).view(torch.uint8).numpy() if W.numel() else bytearray()
+
+
+def read_header(path: Path, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return a file's tensors in the order of their data, and its metadata; refuse what the format does not allow."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            first = file.read(8)
+            if first.startswith(b"version "):
+                raise CheckpointError(f"{where} is a Git LFS pointer, not the weights; run `git lfs pull` there.")
+            length = int.from_bytes(first, "little")
+            if len(first) < 8 or length > LONGEST_HEADER or 8 + length > size:
+                raise CheckpointError(
+                    f"{where} is not a whole safetensors file: it says its header has {length} bytes, "
+                    f"the file has {size}; copy or download it again."
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from error
+    parsed = _parse(text, where)
+    metadata = parsed.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{where}: __metadata__ must map strings to strings; save the file again.")
+    entries = {name: _entry(name, given, where) for name, given in parsed.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: item[1][1:]))
+    _check_layout(entries, size - 8 - length, where)
+    start = 8 + length
+    return {n: Entry(e.W, start + e.start, start + e.stop) for n, e in entries.items()}, metadata
+
+
+def _parse(text: bytes, where: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise CheckpointError(f"{where} has {key!r} twice in its header; save the file again.")
+            found[key] = value
+        return found
+
+    try:
+        parsed = json.loads(text.decode(), object_pairs_hook=unique)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not a safetensors file: its header is not JSON ({error}).") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{where} is not a safetensors file: its header is a {type(parsed).__name__}.")
+    return parsed
+
+
+def _entry(name: str, given: Any, where: str) -> Entry:
+    """Return one tensor of a header, its offsets relative to the end of the header."""
+    if not isinstance(given, dict) or not {"dtype", "shape", "data_offsets"} <= given.keys():
+        raise CheckpointError(f"{where}: {name!r} lacks dtype, shape or data_offsets; save the file again.")
+    dtype, shape, offsets = DTYPES.get(str(given["dtype"])), given["shape"], given["data_offsets"]
+    if dtype is None:
+        raise CheckpointError(f"{where}: {name!r} has dtype {given['dtype']!r}; known are {', '.join(DTYPES)}.")
+    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{where}: {name!r} has shape {shape!r} and offsets {offsets!r}; save the file again.")
+    start, stop = offsets
+    expected = dtype.itemsize
+    for side in shape:
+        expected *= side
+    if stop - start != expected:
+        raise CheckpointError(
+            f"{where}: {name!r} of shape {tuple(shape)} in {given['dtype']} takes {expected} bytes, "
+            f"but its offsets span {stop - start}; save the file again."
+        )
+    return Entry(header(tuple(shape), dtype), start, stop)
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**62 for value in values)
+
+
+def _check_layout(entries: dict[str, Entry], room: int, where: str) -> None:
+    """Refuse tensors that overlap, gaps between them, and a file that is longer or shorter than they are."""
+    end, previous = 0, ""
+    for name, entry in entries.items():
+        if entry.start < end:
+            raise CheckpointError(f"{where}: the data of {name!r} and {previous!r} overlap; save the file again.")
+        if entry.start > end:
+            raise CheckpointError(f"{where} has {entry.start - end} unused bytes before {name!r}; save it again.")
+        end, previous = entry.stop, name
+    if end > room:
+        raise CheckpointError(
+            f"{where} is truncated: its tensors take {end} bytes, the file has {room}; copy or download it again."
+        )
+    if end < room:
+        raise CheckpointError(f"{where} has {room - end} bytes that no tensor owns at its end; save it again.")
+
+
+def encode_header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a file with these tensors in this order, and where in the file each begins."""
+    table: dict[str, Any] = {"__metadata__": metadata}
+    end, starts = 0, {}
+    for name, W in tensors.items():
+        starts[name] = end
+        end += nbytes(W)
+        table[name] = {
+            "dtype": DTYPE_NAMES[W.dtype],
+            "shape": list(W.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    offset = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: offset + start for name, start in starts.items()}

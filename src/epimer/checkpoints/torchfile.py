@@ -1,0 +1,99 @@
+"""Read PyTorch files that hold plain tensors; whatever would have to be executed is refused."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epimer.checkpoints.checkpoint import Checkpoint, header, nbytes, sampled
+from epimer.errors import CheckpointError, listed
+
+REMAP = 1 << 28  # bytes read through a mapping before it is made anew, which gives its pages back
+
+
+class TorchFile(Checkpoint):
+    """A state dict saved with `torch.save`, mapped rather than loaded."""
+
+    def __init__(self, path: Path, where: str = "") -> None:
+        self.path, self.where, self.name = path, where or str(path), path.stem
+        self._lock, self._touched = Lock(), 0
+        self._tensors = load_tensors(path, self.where)
+        self.headers = {name: header(W.shape, W.dtype) for name, W in self._tensors.items()}
+        first: dict[tuple[object, ...], str] = {}
+        self.ties = {}
+        for name, W in self._tensors.items():
+            twin = first.setdefault((W.data_ptr(), W.dtype, W.shape, W.stride()), name)
+            if twin != name and W.numel():
+                self.ties[name] = twin
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
+    def read(self, name: str) -> Tensor:
+        with self._lock:
+            if self._touched > REMAP:
+                self._tensors, self._touched = load_tensors(self.path, self.where), 0
+            self._touched += self.size(name)
+            mapped = self._tensors[name]
+        return mapped.clone(memory_format=torch.contiguous_format)
+
+    def sample(self, name: str) -> bytes:
+        flat = self._tensors[name].reshape(-1).view(torch.uint8)
+        return b"".join(flat[start:stop].numpy().tobytes() for start, stop in sampled(nbytes(self.headers[name])))
+
+
+def load_tensors(path: Path, where: str, *, key: str | None = None, mapped: bool = True) -> dict[str, Tensor]:
+    """Return the state dict in a torch file, under `key` if it is nested."""
+    loaded = _load(path, where, mapped=mapped)
+    if key is not None:
+        if not isinstance(loaded, Mapping) or key not in loaded:
+            inside = listed(map(str, loaded)) if isinstance(loaded, Mapping) else type(loaded).__name__
+            raise CheckpointError(f"{where} has no entry {key!r}; it holds {inside}.")
+        loaded = loaded[key]
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(f"{where} holds a {type(loaded).__name__}, expected a state dict: names to tensors.")
+    for name, value in loaded.items():
+        if isinstance(value, Mapping) and value and all(isinstance(item, Tensor) for item in value.values()):
+            raise CheckpointError(
+                f"{where} keeps its state dict under {name!r}; take it out: "
+                f"epimer convert {path.name} {path.stem}.safetensors --key {name}"
+            )
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise CheckpointError(f"{where}: {name!r} is a {type(value).__name__}, expected only tensors; save those.")
+        if value.layout != torch.strided:
+            raise CheckpointError(f"{where}: {name!r} is stored as {value.layout}, expected a dense tensor.")
+    return {name: value.detach() for name, value in loaded.items()}
+
+
+def _load(path: Path, where: str, *, mapped: bool) -> Any:
+    try:
+        if mapped and not zipfile.is_zipfile(path):
+            with path.open("rb"):
+                pass
+            raise CheckpointError(
+                f"{where} is not in torch's zip format (old, or cut short), so it cannot be read tensor by tensor; "
+                f"convert it: epimer convert {path.name} {path.stem}.safetensors"
+            )
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}.") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{where} holds Python objects that would have to be executed to be read, which epimer never does; "
+            "where you trust the file, load it and save the tensors alone: torch.save(model.state_dict(), path)."
+        ) from error
+    except (RuntimeError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{where} is damaged or not a torch file ({reason}); copy or download it again."
+        ) from error
