@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from epimer.engine.merge import merge as merge
+    from epimer.errors import CheckpointError as CheckpointError
     from epimer.errors import CurvatureError as CurvatureError
     from epimer.errors import EpimerError as EpimerError
     from epimer.errors import EpimerWarning as EpimerWarning
+    from epimer.errors import OutputError as OutputError
     from epimer.errors import ParameterError as ParameterError
+    from epimer.errors import RecipeError as RecipeError
     from epimer.errors import TensorError as TensorError
     from epimer.geometry.metric import Diagonal as Diagonal
     from epimer.geometry.metric import Kronecker as Kronecker
@@ -32,7 +36,17 @@ if TYPE_CHECKING:
 # Where each public name lives; a module is imported when one of its names is first used (PEP 562),
 # so `import epimer` costs nothing and does not import torch.
 _HOMES = {
-    "epimer.errors": ("CurvatureError", "EpimerError", "EpimerWarning", "ParameterError", "TensorError"),
+    "epimer.engine.merge": ("merge",),
+    "epimer.errors": (
+        "CheckpointError",
+        "CurvatureError",
+        "EpimerError",
+        "EpimerWarning",
+        "OutputError",
+        "ParameterError",
+        "RecipeError",
+        "TensorError",
+    ),
     "epimer.geometry.metric": ("Diagonal", "Kronecker", "Projected", "Samples"),
     "epimer.methods.diagnose": ("diagnose_state_dicts",),
     "epimer.methods.merge": ("build_basis", "merge_state_dicts"),

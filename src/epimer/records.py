@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,6 +23,8 @@ class TensorRecord:
     eta: float | None = None
     """F(x̄) - F(x*), where the aggregator is a mean or a sum"""
     note: str = ""
+    seconds: float | None = None
+    """how long it took, where it was timed"""
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,41 @@ class MergeRecord:
 
     method: str
     parameters: dict[str, Any]
+    """where a value differs between tensors, the first tensor's"""
     weights: tuple[float, ...]
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    models: tuple[tuple[str, str], ...] = ()
+    """name and fingerprint of the base, if any, and of every model"""
+    request: str = ""
+    """hash of what was asked for: if it is the same, so is the result"""
+    files: dict[str, int] = field(default_factory=dict)
+    """the output's files and their sizes"""
+    version: str = ""
+    timings: dict[str, float] = field(default_factory=dict)
+    """seconds of the pre-pass, of the merge and in all; of this run only"""
+    peak_memory: int | None = None
+    """most bytes the process had in memory so far"""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON-ready values."""
         return asdict(self)
+
+    def lasting(self) -> dict[str, Any]:
+        """Return what is true of the result whoever made it: no timings, no memory."""
+        kept = {k: v for k, v in self.to_dict().items() if k not in ("timings", "peak_memory")}
+        for tensor in kept["tensors"].values():
+            del tensor["seconds"]
+        return kept
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> MergeRecord:
+        """Return the record that `to_dict` or `lasting` wrote down."""
+        tensors = {
+            name: TensorRecord(**{**tensor, "shape": tuple(tensor["shape"])})
+            for name, tensor in given["tensors"].items()
+        }
+        models = tuple((name, fingerprint) for name, fingerprint in given["models"])
+        return cls(**{**given, "weights": tuple(given["weights"]), "tensors": tensors, "models": models})
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,7 @@ class TorchFile(Checkpoint):
         self._lock, self._touched = Lock(), 0
         self._tensors = load_tensors(path, self.where)
         self.headers = {name: header(W.shape, W.dtype) for name, W in self._tensors.items()}
-        first: dict[tuple[object, ...], str] = {}
-        self.ties = {}
-        for name, W in self._tensors.items():
-            twin = first.setdefault((W.data_ptr(), W.dtype, W.shape, W.stride()), name)
-            if twin != name and W.numel():
-                self.ties[name] = twin
+        self.ties = find_ties(self._tensors)
 
     @property
     def files(self) -> list[Path]:
@@ -48,6 +43,17 @@ class TorchFile(Checkpoint):
     def sample(self, name: str) -> bytes:
         flat = self._tensors[name].reshape(-1).view(torch.uint8)
         return b"".join(flat[start:stop].numpy().tobytes() for start, stop in sampled(nbytes(self.headers[name])))
+
+
+def find_ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the names that share the tensor of an earlier one."""
+    first: dict[tuple[object, ...], str] = {}
+    ties = {}
+    for name, W in tensors.items():
+        twin = first.setdefault((W.data_ptr(), W.dtype, W.shape, W.stride()), name)
+        if twin != name and W.numel():
+            ties[name] = twin
+    return ties
 
 
 def load_tensors(path: Path, where: str, *, key: str | None = None, mapped: bool = True) -> dict[str, Tensor]:

@@ -157,7 +157,7 @@ def merge_tensor(
     outcome = _outcome(setting, deltas)
     total = setting.p.scale * dense(outcome.delta).reshape(template.shape)
     if W0 is not None:
-        total = working(W0) + total
+        total += working(W0)
     result = total.to(device="cpu" if template.is_meta else template.device, dtype=template.dtype)
     if nonfinite(result):
         raise TensorError(f"the merged {name!r} does not fit in {template.dtype}; lower scale, or widen its dtype.")

@@ -211,6 +211,8 @@ class Method:
     prepare: Callable[[Prepass, Any], Prepared] | None = None
     whole_model: frozenset[str] = frozenset()
     """parameters that the pre-pass reads, so that they cannot differ between tensors"""
+    workspace: tuple[float, float] = (0.0, 3.0)
+    """memory a merge takes beside its task vectors: tensors per model, and tensors whatever the number of models"""
     factored: bool = False
     """takes task vectors of low rank as they are, where its basis is not the full space"""
     laws: frozenset[str] = frozenset()

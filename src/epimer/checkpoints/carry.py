@@ -1,0 +1,79 @@
+"""What goes into a model folder beside the weights: config, generation config, tokenizer and processor files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from epimer.checkpoints.folder import inside, read_json
+from epimer.checkpoints.writer import as_json
+from epimer.errors import CheckpointError
+
+CONFIG = ("config.json", "generation_config.json")
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "target.spm",
+    "tekken.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+PROCESSOR = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "feature_extractor_config.json",
+)
+LARGEST = 1 << 28  # bytes; a tokenizer is a few megabytes
+
+
+def carried(donor: Path | None, tokenizer: Path | None, dtype: str | None) -> dict[str, bytes]:
+    """Return the files to put beside the weights; `dtype` is what the config is to say, None to leave it."""
+    files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := _read(donor, name)) is not None}
+    files |= {name: data for name in TOKENIZER if (data := _read(tokenizer, name)) is not None}
+    if "config.json" in files:
+        assert donor is not None
+        config = read_json(donor / "config.json", str(donor / "config.json"))
+        files["config.json"] = as_json(_config(config, dtype))
+    return files
+
+
+def code_files(donor: Path | None) -> list[str]:
+    """Return the Python files of a folder, which are neither run nor copied."""
+    return [] if donor is None else sorted(path.name for path in donor.glob("*.py"))
+
+
+def _read(folder: Path | None, name: str) -> bytes | None:
+    if folder is None or not (folder / name).is_file():
+        return None
+    path = inside(folder, name)
+    try:
+        if path.stat().st_size > LARGEST:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, too large for a {name}; remove it.")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _config(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    """Return a config that names the dtype of the weights and no path of the machine it came from."""
+    changed: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            changed[key] = _config(value, dtype)
+        elif key in ("torch_dtype", "dtype") and isinstance(value, str) and dtype is not None:
+            changed[key] = dtype
+        elif key != "_name_or_path":
+            changed[key] = value
+    return changed

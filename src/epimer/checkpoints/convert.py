@@ -1,0 +1,45 @@
+"""Turn a torch file into a safetensors file, without executing anything in it."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+from epimer.checkpoints.checkpoint import header
+from epimer.checkpoints.folder import TORCH_SUFFIXES
+from epimer.checkpoints.safetensors import DTYPE_NAMES, as_bytes
+from epimer.checkpoints.torchfile import find_ties, load_tensors
+from epimer.checkpoints.writer import explained, lay_out
+from epimer.errors import CheckpointError, OutputError
+
+
+def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bool = False) -> dict[str, str]:
+    """Write the tensors of a torch file to a safetensors file; return the names that shared another's tensor."""
+    if source.suffix not in TORCH_SUFFIXES:
+        raise CheckpointError(f"{source} is not a torch file: expected {', '.join(TORCH_SUFFIXES)}.")
+    if target.suffix != ".safetensors":
+        raise OutputError(f"{target} should end in .safetensors; give the file to make.")
+    if target.exists() and not overwrite:
+        raise OutputError(f"{target} exists; choose another name, or pass --overwrite.")
+    tensors = load_tensors(source, str(source), key=key, mapped=source.exists() and zipfile.is_zipfile(source))
+    if not tensors:
+        raise CheckpointError(f"{source} holds no tensor.")
+    for name, W in tensors.items():
+        if W.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{source}: {name!r} is {W.dtype}, which safetensors cannot hold; convert it first.")
+    ties = find_ties(tensors)
+    (shard,) = lay_out({name: header(W.shape, W.dtype) for name, W in tensors.items()}, ties, 1 << 62)
+    draft = target.parent / f".{target.name}.epimer"
+    with explained(target, "written"):
+        try:
+            with draft.open("wb") as file:
+                file.write(shard.header)
+                for name in shard.starts:
+                    file.write(as_bytes(tensors[name].contiguous()))
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
+    return ties

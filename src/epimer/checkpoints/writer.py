@@ -1,0 +1,279 @@
+"""Write a model folder whole or not at all, and go on where a killed run stopped.
+
+While it is made, a folder `out` lives in `.out.epimer/model` beside it, with a journal of the tensors that are safely
+on disk. Every tensor's place is known from the start, so they may come in any order and none is held in memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from epimer.checkpoints.checkpoint import nbytes
+from epimer.checkpoints.safetensors import PART, as_bytes, encode_header
+from epimer.errors import OutputError
+
+FLUSH_BYTES = 1 << 28
+FLUSH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of the output: its header and where each of its tensors begins."""
+
+    file: str
+    header: bytes
+    starts: dict[str, int]
+    size: int
+
+
+def lay_out(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int) -> list[Shard]:
+    """Divide tensors over files of at most `most` bytes (one tensor may exceed it), in their order.
+
+    A name that shares another's tensor is not stored: the metadata of its file says so, as safetensors' own
+    `save_model` does it.
+    """
+    groups: list[dict[str, Tensor]] = [{}]
+    room = most
+    for name, W in tensors.items():
+        if name in ties:
+            continue
+        if groups[-1] and nbytes(W) > room:
+            groups.append({})
+            room = most
+        groups[-1][name] = W
+        room -= nbytes(W)
+    shards = []
+    for i, group in enumerate(groups, 1):
+        file = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        # Wide dtypes first: then every tensor begins at a multiple of its own element size.
+        ordered = dict(sorted(group.items(), key=lambda item: -item[1].element_size()))
+        shared = {name: twin for name, twin in ties.items() if twin in group}
+        header, starts = encode_header(ordered, {"format": "pt", **shared})
+        shards.append(Shard(file, header, starts, len(header) + sum(map(nbytes, group.values()))))
+    return shards
+
+
+def index_of(shards: list[Shard], tensors: Mapping[str, Tensor]) -> bytes | None:
+    """Return the index of a sharded model; None where one file holds it."""
+    if len(shards) == 1:
+        return None
+    owner = {name: shard.file for shard in shards for name in shard.starts}
+    table = {
+        "metadata": {"total_size": sum(nbytes(tensors[name]) for name in owner)},
+        "weight_map": {name: owner[name] for name in tensors if name in owner},
+    }
+    return as_json(table)
+
+
+def as_json(value: Any) -> bytes:
+    """Return a value as the text of a JSON file."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+class Draft:
+    """A model folder in the making. `done` tells what an earlier, killed run has already written."""
+
+    def __init__(self, out: Path, shards: list[Shard], key: str) -> None:
+        self.out, self.shards, self.key = out, shards, key
+        self.root = out.parent / f".{out.name}.epimer"
+        self.folder, self.old, self.journal = self.root / "model", self.root / "old", self.root / "journal.jsonl"
+        self.place = {name: (shard, start) for shard in shards for name, start in shard.starts.items()}
+        self.done: dict[str, dict[str, Any]] = {}
+        self.notes: dict[str, Any] = {}
+        self._files: dict[str, int] = {}
+        self._pending: list[dict[str, Any]] = []
+        self._bytes, self._flushed = 0, time.monotonic()
+
+    @contextmanager
+    def opened(self) -> Iterator[Draft]:
+        """Hold the draft alone; what was written stays for the next run unless `discard` is called."""
+        with explained(self.root, "made"):
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(exist_ok=True)
+            lock = os.open(self.root, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise OutputError(
+                    f"another merge is writing {self.out}; wait for it, or choose another name."
+                ) from error
+            with explained(self.out, "written"):
+                self._begin()
+                yield self
+        finally:
+            for file in self._files.values():
+                os.close(file)
+            self._files.clear()
+            os.close(lock)
+
+    def _begin(self) -> None:
+        if self.old.exists() and not self.out.exists():
+            self.old.rename(self.out)  # a run was killed while it replaced the output
+        if not self._restore():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
+            with self.journal.open("wb") as journal:
+                journal.write(_line({"key": self.key}))
+        for shard in self.shards:
+            file = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT, 0o666)
+            self._files[shard.file] = file
+            if os.fstat(file).st_size != shard.size:
+                _reserve(file, shard.size)
+            _write(file, shard.header, 0)
+
+    def _restore(self) -> bool:
+        """Take up what the journal says is on disk and what is indeed there; False if it is another merge's."""
+        try:
+            entries, whole = _readable(self.journal.read_bytes())
+            os.truncate(self.journal, whole)
+        except OSError:
+            return False
+        if not entries or entries[0] != {"key": self.key} or not self.folder.is_dir():
+            return False
+        for entry in entries[1:]:
+            if "note" in entry:
+                self.notes[entry["note"]] = entry["value"]
+            elif entry["name"] in self.place and self._checksum(entry["name"], entry["bytes"]) == entry["crc"]:
+                self.done[entry["name"]] = entry["record"]
+        return True
+
+    def _checksum(self, name: str, size: int) -> int | None:
+        shard, start = self.place[name]
+        crc = 0
+        try:
+            with (self.folder / shard.file).open("rb") as file:
+                file.seek(start)
+                while size and (part := file.read(min(size, 1 << 24))):
+                    crc = zlib.crc32(part, crc)
+                    size -= len(part)
+        except OSError:
+            return None
+        return None if size else crc
+
+    def note(self, key: str, value: Any) -> None:
+        """Keep a plain value for the next run."""
+        self.notes[key] = value
+        self._pending.append({"note": key, "value": value})
+        self.flush()
+
+    def put(self, name: str, W: Tensor, record: dict[str, Any]) -> None:
+        """Write one tensor to its place; it counts as done after the next flush."""
+        shard, start = self.place[name]
+        data = memoryview(as_bytes(W.contiguous()))
+        _write(self._files[shard.file], data, start)
+        self._pending.append({"name": name, "bytes": len(data), "crc": zlib.crc32(data), "record": record})
+        self._bytes += len(data)
+        if self._bytes >= FLUSH_BYTES or time.monotonic() - self._flushed >= FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make sure that what was written is on disk, then say so in the journal."""
+        if not self._pending:
+            return
+        for file in self._files.values():
+            os.fdatasync(file)
+        with self.journal.open("ab") as journal:
+            journal.write(b"".join(map(_line, self._pending)))
+            journal.flush()
+            os.fsync(journal.fileno())
+        self._pending, self._bytes, self._flushed = [], 0, time.monotonic()
+
+    def add(self, file: str, data: bytes) -> None:
+        """Write a small file beside the weights."""
+        target = self.folder / file
+        with target.open("wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+
+    def publish(self) -> None:
+        """Let the folder appear under its name."""
+        self.flush()
+        with explained(self.out, "written"):
+            for file in self._files.values():
+                os.fsync(file)
+            _sync(self.folder)
+            if self.out.exists() and any(self.out.iterdir()):
+                self.out.rename(self.old)
+            self.folder.rename(self.out)
+            _sync(self.out.parent)
+            shutil.rmtree(self.root)
+
+    def discard(self) -> None:
+        """Remove what was written so far."""
+        if self.old.exists() and not self.out.exists():
+            self.old.rename(self.out)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+@contextmanager
+def explained(path: Path, verb: str) -> Iterator[None]:
+    """Say in one line why the system did not let a file be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+            reason = f"the disk is full ({free / 1e9:.2f} GB free); make room, or choose another place"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            reason = f"its folder may not be written to ({error.strerror}); choose another place"
+        else:
+            reason = f"{error.strerror or error}; choose another place"
+        raise OutputError(f"{path} cannot be {verb}: {reason}.") from error
+
+
+def _reserve(file: int, size: int) -> None:
+    """Take the disk space now, so that a full disk is found before any work is done."""
+    os.ftruncate(file, size)
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+def _write(file: int, data: bytes | memoryview, offset: int) -> None:
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(file, view[done : done + PART], offset + done)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _line(entry: Any) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
+
+
+def _readable(journal: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Return the journal's entries up to the first that was not written whole, and the bytes they take."""
+    entries, whole = [], 0
+    for line in journal.splitlines(keepends=True):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n"):
+            break
+        entries.append(entry)
+        whole += len(line)
+    return entries, whole

@@ -1,0 +1,160 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from epimer.cli import show
+from epimer.errors import EpimerError
+
+app = typer.Typer(
+    help="Merge fine-tuned models of one ancestor into one model that keeps their skills.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+def main() -> None:
+    """Run the command line: exit 0 done, 2 the input is at fault, 1 epimer is."""
+    try:
+        app()
+    except EpimerError as error:
+        _fail(str(error), 2)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the reader of our output has gone)
+    except MemoryError:
+        _fail("this machine has too little memory; set --max-memory to what it can spare.", 2)
+    except Exception as error:
+        if os.environ.get("EPIMER_DEBUG"):
+            traceback.print_exc()
+        _fail(
+            f"epimer failed, and not through your input: {type(error).__name__}: {error} (EPIMER_DEBUG=1 shows where)",
+            1,
+        )
+
+
+def _fail(message: str, code: int) -> None:
+    line = " ".join(message.split())
+    if "--json" in sys.argv:
+        print(json.dumps({"error": line}))  # noqa: T201
+    print(f"error: {line}", file=sys.stderr)  # noqa: T201
+    sys.exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import epimer
+
+        typer.echo(f"epimer {epimer.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def merge(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)],
+    out: Annotated[Path | None, typer.Argument(help="The model folder to make.", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its problems, do nothing.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto.")] = "auto",
+    max_memory: Annotated[
+        str | None, typer.Option(help="Most memory to use, as 3GB.", show_default="most of what is free")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+    workers: Annotated[int | None, typer.Option(help="Tensors merged at a time.", show_default="one per core")] = None,
+    threads: Annotated[int, typer.Option(help="Threads for each of them.")] = 1,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that epimer made.")] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="Also write the record with timings to this file.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Merge the models that a recipe names into a new model folder.
+
+    The folder appears when it is complete. After a kill the same command goes on where it stopped.
+    """
+    from epimer.engine.merge import Options, plan_recipe, run
+
+    options = Options(device, workers, threads, max_memory, max_shard_size, overwrite, not (quiet or as_json))
+    if out is None and not dry_run:
+        raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
+    plan = plan_recipe(recipe, progress=options.progress)
+    if dry_run:
+        show.plan(plan, options, as_json=as_json)
+        if plan.problems:
+            raise typer.Exit(2)
+        return
+    assert out is not None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            done = run(plan, out, options)
+        except KeyboardInterrupt:
+            typer.echo("stopped; the same command goes on from here.", err=True)
+            raise typer.Exit(130) from None
+    if record is not None:
+        show.write(record, done.to_dict())
+    if as_json:
+        show.dump(done.to_dict())
+    elif not quiet:
+        show.done(done, out, [*plan.notes, *(str(warning.message) for warning in caught)])
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A file, a model folder, a hub id, or base+adapter.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """List a checkpoint's tensors: names, shapes, dtypes, sizes, ties, fingerprint."""
+    from epimer.checkpoints import open_checkpoint
+
+    show.checkpoint(open_checkpoint(path, progress=not as_json), as_json=as_json)
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method, to see all about it.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """List the merging methods, or explain one."""
+    from epimer.methods.registry import describe_method, list_methods
+
+    rows = [describe_method(one) for one in ([name] if name else list_methods())]
+    show.methods(rows, as_json=as_json, full=name is not None)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A torch file: .bin, .pt or .pth.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="The .safetensors file to make.", show_default=False)],
+    key: Annotated[str | None, typer.Option(help="Where in the file the state dict is.", show_default=False)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert a torch file to safetensors; nothing in it is executed."""
+    from epimer.checkpoints.convert import convert as run
+
+    ties = run(source, target, key=key, overwrite=overwrite)
+    if not quiet:
+        shared = f" ({len(ties)} tied names share a tensor)" if ties else ""
+        typer.echo(f"wrote {target}{shared}")

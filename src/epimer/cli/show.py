@@ -1,0 +1,181 @@
+"""What the command line prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from epimer.checkpoints.checkpoint import Checkpoint
+    from epimer.engine.merge import Options
+    from epimer.methods.registry import Method
+    from epimer.plan import Plan
+    from epimer.records import MergeRecord
+
+
+def dump(value: Any) -> None:
+    """Print a value as JSON."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+def write(path: Path, value: Any) -> None:
+    """Write a value to a JSON file."""
+    from epimer.checkpoints.writer import as_json, explained
+
+    with explained(path, "written"):
+        path.write_bytes(as_json(value))
+
+
+def size(count: float) -> str:
+    """Return a number of bytes as people write it."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def done(record: MergeRecord, out: Path, notes: Sequence[str]) -> None:
+    """Say what a merge made."""
+    console = _console()
+    if not record.timings:
+        console.print(f"{out} is already there, made from the same recipe and models; nothing to do.")
+        return
+    rules = Counter(tensor.rule for tensor in record.tensors.values())
+    counted = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
+    total = sum(record.files.values())
+    peak = size(record.peak_memory or 0)
+    console.print(f"[bold]{out}[/bold]  {record.method}, {len(record.tensors)} tensors ({counted})", highlight=False)
+    console.print(f"{size(total)} in {record.timings['total']:.1f} s, peak memory {peak}", highlight=False)
+    for note in notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def plan(plan: Plan, options: Options, *, as_json: bool) -> None:
+    """Show a plan: every tensor's rule, what it costs, and all problems."""
+    from epimer.engine.merge import check_memory
+    from epimer.errors import EpimerError
+
+    problems = [str(problem) for problem in plan.problems]
+    if not problems:
+        try:
+            check_memory(plan, options)
+        except EpimerError as error:
+            plan.problems.append(error)
+            problems = [str(error)]
+    rows = [
+        {
+            "name": job.name,
+            "rule": "tied" if job.name in plan.ties else job.rule,
+            "shape": list(job.template.shape),
+            "dtype": _dtype(job.template),
+            "reads": job.reads,
+            "writes": 0 if job.name in plan.ties else job.writes,
+            "memory": job.memory,
+        }
+        for job in plan.jobs
+    ]
+    if as_json:
+        totals = {"reads": plan.reads, "writes": plan.writes, "memory": plan.memory}
+        return dump(
+            {"method": plan.method.name, "tensors": rows, "totals": totals, "notes": plan.notes, "problems": problems}
+        )
+    console = _console()
+    table = Table("tensor", "rule", "shape", "dtype", "read", "write", "memory", box=None, pad_edge=False)
+    for row in rows:
+        costs = [size(row[key]) for key in ("reads", "writes", "memory")]  # type: ignore[arg-type]
+        table.add_row(str(row["name"]), str(row["rule"]), _shape(row["shape"]), str(row["dtype"]), *costs)
+    console.print(table)
+    console.print(
+        f"{plan.method.name} of {len(plan.models)} models: read {size(plan.reads)}, write {size(plan.writes)}, "
+        f"widest tensor needs {size(plan.memory)}"
+        + (", after a pre-pass over the whole model" if plan.method.prepare else ""),
+        highlight=False,
+    )
+    for note in plan.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+    for problem in problems:
+        console.print(f"problem: {problem}", highlight=False, markup=False)
+
+
+def checkpoint(model: Checkpoint, *, as_json: bool) -> None:
+    """Show a checkpoint's tensors."""
+    rows = [
+        {
+            "name": name,
+            "shape": list(W.shape),
+            "dtype": _dtype(W),
+            "bytes": model.size(name),
+            "tied_to": model.ties.get(name),
+        }
+        for name, W in model.headers.items()
+    ]
+    total = sum(model.size(name) for name in model.headers if name not in model.ties)
+    entries = sum(W.numel() for name, W in model.headers.items() if name not in model.ties)
+    if as_json:
+        return dump(
+            {"name": model.name, "fingerprint": model.fingerprint, "bytes": total, "entries": entries, "tensors": rows}
+        )
+    console = _console()
+    table = Table("tensor", "shape", "dtype", "size", "tied to", box=None, pad_edge=False)
+    for row in rows:
+        cells = [_shape(row["shape"]), str(row["dtype"]), size(row["bytes"]), str(row["tied_to"] or "")]  # type: ignore[arg-type]
+        table.add_row(str(row["name"]), *cells)
+    console.print(table)
+    console.print(
+        f"{len(rows)} tensors, {entries:,} entries, {size(total)}, fingerprint {model.fingerprint}", highlight=False
+    )
+
+
+def methods(rows: Sequence[Method], *, as_json: bool, full: bool) -> None:
+    """Show the registry."""
+    if as_json:
+        return dump([_method(row) for row in rows])
+    if full:
+        sys.stdout.write(f"{rows[0]}\n")
+        return
+    table = Table("method", "needs", "what it does", box=None, pad_edge=False)
+    for row in rows:
+        needs = ["base"] if row.needs_base else []
+        needs += [row.curvature or ""] if row.needs_curvature else []
+        table.add_row(row.name, " + ".join(needs) or "models only", row.summary)
+    console = _console()
+    console.print(table)
+    console.print("epimer methods NAME tells a method's parameters, equation and citation.", highlight=False)
+
+
+def _method(row: Method) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "summary": row.summary,
+        "equation": row.equation,
+        "citation": row.citation,
+        "needs_base": row.needs_base,
+        "curvature": row.curvature,
+        "parameters": [
+            {"name": p.name, "default": p.default, "meaning": p.meaning, "expected": p.expected} for p in row.parameters
+        ],
+    }
+
+
+def _dtype(W: Tensor) -> str:
+    return str(W.dtype).removeprefix("torch.")
+
+
+def _shape(shape: Any) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _console() -> Console:
+    """Return a console that cuts no line where nobody watches."""
+    return Console() if sys.stdout.isatty() else Console(width=10_000)

@@ -1,0 +1,1 @@
+"""Curvature of each task's loss: measured once, stored, used for every merge."""

@@ -1,0 +1,1 @@
+"""Run the jobs of a plan; every engine writes the same bytes."""

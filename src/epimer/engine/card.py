@@ -1,0 +1,73 @@
+"""The model card: what was merged, how, by which method, and how it went."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import yaml
+
+import epimer
+from epimer.plan import Plan
+from epimer.records import MergeRecord
+
+HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@[0-9a-f]{40}")
+
+
+def model_card(plan: Plan, record: MergeRecord) -> str:
+    """Return README.md with the tags that the hub understands, and no local path."""
+    head: dict[str, object] = {"library_name": "transformers", "tags": ["merge", "epimer", plan.method.name]}
+    hub = [match[1] for name in _names(plan) if (match := HUB_NAME.fullmatch(name))]
+    if hub:
+        head |= {"base_model": list(dict.fromkeys(hub)), "base_model_relation": "merge"}
+    title = plan.donor.name.split("@")[0].split("/")[-1]
+    models = "\n".join(f"- {role.checkpoint.name} (`{role.checkpoint.fingerprint}`)" for role in plan.models)
+    base = "" if plan.base is None else f"\nBase: {plan.base.checkpoint.name} (`{plan.base.checkpoint.fingerprint}`)\n"
+    return f"""---
+{yaml.safe_dump(head, sort_keys=False).strip()}
+---
+
+# {title}, {len(plan.models)} models merged
+
+Made with epimer {epimer.__version__} by **{plan.method.name}**: {plan.method.summary}.
+
+    {plan.method.equation}
+{base}
+Models (the code is a fingerprint of the weights):
+
+{models}
+
+## Recipe
+
+```yaml
+{plan.public_recipe().strip()}
+```
+
+## How it went
+
+{_findings(record)}
+
+## Citation
+
+{plan.method.citation}
+"""
+
+
+def _names(plan: Plan) -> list[str]:
+    roles = [*([plan.base] if plan.base else []), *plan.models]
+    return [part for role in roles for part in role.checkpoint.name.split("+")]
+
+
+def _findings(record: MergeRecord) -> str:
+    """Say in a table what happened to the tensors."""
+    rules = Counter(tensor.rule for tensor in record.tensors.values())
+    lines = ["| | |", "|---|---|"]
+    lines += [f"| tensors by rule: {rule} | {count} |" for rule, count in sorted(rules.items())]
+    for status in ("damped", "stalled", "clamped", "tied"):
+        if count := sum(tensor.status == status for tensor in record.tensors.values()):
+            lines.append(f"| {status} | {count} |")
+    gains = [tensor.eta for tensor in record.tensors.values() if tensor.eta is not None]
+    if gains:
+        lines.append(f"| η, what curvature gained over the flat mean, summed over layers | {sum(gains):.4g} |")
+    lines.append(f"| largest relative residual | {max((t.residual for t in record.tensors.values()), default=0):.2g} |")
+    return "\n".join(lines)

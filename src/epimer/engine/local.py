@@ -1,0 +1,279 @@
+"""Run a plan on this machine: a reader ahead, workers, and a writer behind, so that disk and cores overlap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from queue import Empty, Full, Queue
+from threading import Condition, Event, Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epimer.checkpoints.lora import Adapted
+from epimer.errors import EpimerError, OutputError
+from epimer.geometry.linalg import LowRank
+from epimer.methods.curvatures import check_layer
+from epimer.methods.inputs import check_finite, matrix_shape, precision
+from epimer.methods.merge import check_delta, merge_tensor
+from epimer.methods.registry import Prepared, Prepass
+from epimer.plan import Job, Plan, Role
+from epimer.progress import Stage
+from epimer.records import TensorRecord
+
+SMALL = 1 << 20  # jobs below this many bytes are handed over together
+TOGETHER = 1 << 23
+
+Loaded = tuple[Tensor | None, list[Tensor | LowRank | None]]
+"""the base's tensor, and per model its tensor, what an adapter adds to the base's, or None where it adds nothing"""
+
+
+class Budget:
+    """Bytes that may be in use at once; whoever asks for more waits, but one always goes ahead."""
+
+    def __init__(self, most: int | None) -> None:
+        self.most, self.used = most, 0
+        self._changed = Condition()
+
+    def take(self, amount: int, stop: Event) -> None:
+        """Wait until there is room."""
+        with self._changed:
+            while not stop.is_set() and self.used and self.most is not None and self.used + amount > self.most:
+                self._changed.wait(0.1)
+            self.used += amount
+
+    def give(self, amount: int) -> None:
+        """Make room."""
+        with self._changed:
+            self.used -= amount
+            self._changed.notify_all()
+
+
+class Runner:
+    """One merge in progress."""
+
+    def __init__(
+        self, plan: Plan, devices: Sequence[torch.device], *, threads: int, memory: int | None, ahead: int = 2
+    ) -> None:
+        self.plan, self.devices, self.threads = plan, devices, threads
+        self.budget = Budget(memory)
+        self.stop = Event()
+        self.todo: Queue[tuple[list[Job], list[Any]] | None] = Queue(maxsize=ahead * len(devices))
+        self.made: Queue[Any] = Queue()
+        self.prepared: Prepared | None = None
+        wide = plan.recipe.dtype == "float64"
+        self.forced = torch.float64 if wide else None
+        base = plan.base
+        self.adapted = {
+            role.label
+            for role in plan.models
+            if isinstance(role.checkpoint, Adapted)
+            and base is not None
+            and role.checkpoint.base.fingerprint == base.checkpoint.fingerprint
+        }
+
+    def prepare(self, stage: Stage) -> Prepared | None:
+        """Let the method look at the whole model first, if it must."""
+        method, jobs = self.plan.method, self.plan.merged
+        if method.prepare is None or not jobs:
+            return None
+        setting = jobs[0].setting
+        assert setting is not None
+        entries = sum(job.template.numel() for job in jobs)
+
+        def tensors() -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
+            for job in jobs:
+                base = None if self.plan.base is None else self._read(self.plan.base, job.name)
+                yield job.name, base, [self._read(role, job.name) for role in self.plan.models]
+                stage.advance(job.reads, job.name)
+
+        def average(weights: list[float]) -> dict[str, Tensor]:
+            raise AssertionError("a method that scores averages cannot come from a recipe")
+
+        dtypes = [header for role in self._roles() for header in role.headers.values()]
+        with threaded(self.threads):
+            return method.prepare(Prepass(tensors, setting.weights, average, entries, precision(dtypes)), setting.p)
+
+    def results(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Tensor, TensorRecord]]:
+        """Run jobs and yield what they made, in no particular order."""
+        workers = [Thread(target=self._work, args=(device,), daemon=True) for device in self.devices]
+        reader = Thread(target=self._load_all, args=(jobs,), daemon=True)
+        for thread in (reader, *workers):
+            thread.start()
+        running = len(workers)
+        try:
+            while running:
+                made = self.made.get()
+                if made is None:
+                    running -= 1
+                elif isinstance(made, BaseException):
+                    raise made
+                else:
+                    job, result, record = made
+                    yield job, result, record
+                    self.budget.give(job.memory)
+                    del made, job, result
+        finally:
+            self.stop.set()
+            while any(thread.is_alive() for thread in (reader, *workers)):
+                _drain(self.todo)
+                _drain(self.made)
+                for thread in (reader, *workers):
+                    thread.join(0.01)
+
+    def _load_all(self, jobs: Sequence[Job]) -> None:
+        torch.set_num_threads(self.threads)
+        try:
+            for batch in batches(jobs):
+                for job in batch:
+                    self.budget.take(job.memory, self.stop)
+                if self.stop.is_set():
+                    break
+                self._offer((batch, [self._load(job) for job in batch]))
+        except BaseException as error:
+            self.made.put(error)
+        for _ in self.devices:
+            self._offer(None)
+
+    def _offer(self, item: Any) -> None:
+        while not self.stop.is_set():
+            try:
+                self.todo.put(item, timeout=0.1)
+                return
+            except Full:
+                continue
+
+    def _load(self, job: Job) -> Loaded:
+        base = self.plan.base
+        if job.setting is None:
+            source = base if base is not None else self.plan.models[0]
+            return source.read(job.name), []
+        W0 = None if base is None else self._read(base, job.name)
+        return W0, [self._load_one(role, job) for role in self.plan.models]
+
+    def _load_one(self, role: Role, job: Job) -> Tensor | LowRank | None:
+        model = role.checkpoint
+        if role.label in self.adapted and isinstance(model, Adapted) and not model.replaces(job.name):
+            delta = model.delta(job.name)
+            if delta is not None:
+                for factor in (delta.A, delta.B):
+                    check_finite(role.label, job.name, factor)
+            return delta
+        return self._read(role, job.name)
+
+    def _read(self, role: Role, name: str) -> Tensor:
+        W = role.read(name)
+        check_finite(role.label, name, W)
+        return W
+
+    def _roles(self) -> list[Role]:
+        return [*([self.plan.base] if self.plan.base else []), *self.plan.models]
+
+    def _work(self, device: torch.device) -> None:
+        torch.set_num_threads(self.threads)
+        try:
+            with torch.no_grad():
+                while not self.stop.is_set():
+                    item = self.todo.get()
+                    if item is None:
+                        break
+                    batch, loaded = item
+                    del item
+                    for job in batch:
+                        self.made.put((job, *self._make(job, loaded.pop(0), device)))
+                    del batch, loaded
+            self.made.put(None)
+        except torch.OutOfMemoryError as error:
+            message = f"{device} has too little memory for {job.name!r}; use --device cpu, or a larger device."
+            self.made.put(_chained(OutputError(message), error))
+        except BaseException as error:
+            self.made.put(error)
+
+    def _make(self, job: Job, loaded: Loaded, device: torch.device) -> tuple[Tensor, TensorRecord]:
+        started = time.perf_counter()
+        W0, models = loaded
+        del loaded
+        if job.setting is None:
+            assert W0 is not None
+            record = TensorRecord(job.rule, tuple(W0.shape))
+            return W0.to(job.template.dtype), replace(record, seconds=time.perf_counter() - started)
+        setting = job.setting if self.prepared is None else job.setting.prepared(self.prepared)
+        tensors = [W for W in models if isinstance(W, Tensor)] or [job.template]
+        dtype = self.forced or precision([W0, *tensors])
+        checked = check_layer(
+            job.name, job.rule, W0, [job.template] * len(models), setting.method, setting.p, self.plan.curvatures
+        )
+        setting = replace(setting, curvature=checked)
+        start = None if W0 is None else W0.to(device, dtype)
+        del W0
+        deltas = self._deltas(job, start, models, device, dtype, factored=setting.factored)
+        result, record = merge_tensor(setting, start, deltas, job.template)
+        return result, replace(record, seconds=time.perf_counter() - started)
+
+    def _deltas(
+        self,
+        job: Job,
+        start: Tensor | None,
+        models: list[Tensor | LowRank | None],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        factored: bool,
+    ) -> list[Tensor | LowRank]:
+        """Take the task vectors one by one, letting go of each model's tensor on the way."""
+        shape = matrix_shape(job.template) if job.rule == "matrix" else job.template.shape
+        deltas: list[Tensor | LowRank] = []
+        for t, role in enumerate(self.plan.models):
+            W, models[t] = models[t], None
+            if W is None:
+                deltas.append(torch.zeros(shape, dtype=dtype, device=device))
+            elif isinstance(W, LowRank):
+                delta = W.to(device, dtype)
+                deltas.append(delta if factored else delta.dense().reshape(shape))
+            else:
+                D = W.to(device, dtype)
+                if start is not None:
+                    D -= start  # what was read is nobody else's
+                check_delta(role.label, job.name, D)
+                deltas.append(D.reshape(shape))
+        return deltas
+
+
+@contextmanager
+def threaded(count: int) -> Iterator[None]:
+    """Set torch's threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
+    """Hand small tensors over together, so that a norm or a bias does not cost a turn of its own."""
+    batch: list[Job] = []
+    for job in jobs:
+        if batch and (job.memory > SMALL or sum(other.memory for other in batch) > TOGETHER):
+            yield batch
+            batch = []
+        batch.append(job)
+        if job.memory > SMALL:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _drain(queue: Queue[Any]) -> None:
+    with suppress(Empty):
+        while True:
+            queue.get_nowait()
+
+
+def _chained(error: EpimerError, cause: BaseException) -> EpimerError:
+    error.__cause__ = cause
+    return error

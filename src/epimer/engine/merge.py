@@ -1,0 +1,315 @@
+"""Merge checkpoints: recipe in, model folder out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import resource
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import epimer
+from epimer.checkpoints.carry import carried, code_files
+from epimer.checkpoints.writer import Draft, Shard, as_json, explained, index_of, lay_out
+from epimer.engine.card import model_card
+from epimer.engine.local import Runner
+from epimer.errors import EpimerError, OutputError, ParameterError
+from epimer.methods.merge import check_device, plain, tied, warn_of
+from epimer.methods.registry import Prepared
+from epimer.plan import Plan, make_plan
+from epimer.progress import Progress
+from epimer.recipe import Recipe, load_recipe
+from epimer.records import MergeRecord, TensorRecord
+
+RECORD = "epimer.json"
+ENGINES = ("local",)
+SLACK = 1 << 26  # bytes kept free for what is not counted: Python, headers, the journal
+UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a merge; none of it changes what is computed but for the device's rounding."""
+
+    device: str = "auto"
+    workers: int | None = None
+    threads: int = 1
+    max_memory: str | int | None = None
+    max_shard_size: str | int = "5GB"
+    overwrite: bool = False
+    progress: bool = True
+
+
+def merge(
+    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    out: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    engine: str = "local",
+    progress: bool = True,
+    overwrite: bool = False,
+    max_shard_size: str | int = "5GB",
+    max_memory: str | int | None = None,
+    workers: int | None = None,
+    threads: int = 1,
+) -> MergeRecord:
+    """Merge the checkpoints that a recipe names into a new model folder.
+
+    Args:
+        recipe: a YAML file, or its content as a mapping.
+        out: the folder to make; it appears when it is complete, and not before.
+        device: cpu, cuda, cuda:N, or auto for every GPU there is, else the CPU.
+        engine: local.
+        progress: show a bar on a terminal.
+        overwrite: replace a model folder that epimer made before.
+        max_shard_size: largest file of weights, as "5GB".
+        max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
+        workers: tensors merged at the same time; by default one per core.
+        threads: threads within each of them. Results do not depend on `workers`; they may, in their last digit, on
+            `threads` and `device`.
+    """
+    if engine not in ENGINES:
+        raise ParameterError(f"There is no engine {engine!r}; engines: {', '.join(ENGINES)}.")
+    options = Options(device, workers, threads, max_memory, max_shard_size, overwrite, progress)
+    return run(plan_recipe(recipe, progress=progress), Path(out), options)
+
+
+def plan_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, *, progress: bool = False) -> Plan:
+    """Read a recipe and plan its merge."""
+    if isinstance(recipe, Recipe):
+        return make_plan(recipe, progress=progress)
+    folder = None if isinstance(recipe, Mapping) else Path(recipe).parent
+    return make_plan(load_recipe(recipe), folder=folder, progress=progress)
+
+
+def run(plan: Plan, out: Path, options: Options) -> MergeRecord:
+    """Carry out a plan, or find that it has been carried out."""
+    started = time.perf_counter()
+    check_plan(plan)
+    devices = _devices(options)
+    memory = check_memory(plan, options)
+    shards = lay_out(plan.outputs, plan.ties, parse_size(options.max_shard_size, "max_shard_size"))
+    beside = _beside(plan)
+    out = Path(os.path.abspath(out.expanduser()))
+    if (found := finished(out, plan, shards)) is not None:
+        return found
+    _check_output(out, plan, options)
+    runner = Runner(plan, devices, threads=options.threads, memory=memory)
+    draft = Draft(out, shards, _key(plan, shards, devices[0].type, options.threads))
+    with draft.opened(), Progress(options.progress) as progress:
+        try:
+            prepared = _prepare(plan, runner, draft, progress)
+            before = time.perf_counter()
+            records = _merge_all(plan, runner, draft, progress)
+            now = time.perf_counter()
+            timings = {"prepass": before - started, "merge": now - before, "total": now - started}
+            record = _record(plan, prepared, records, shards, beside, timings)
+            _publish(plan, draft, record, shards, beside)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            draft.discard()
+            raise
+    warn_of(plan.method.name, record.tensors)
+    return record
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse a plan with problems."""
+    if plan.problems:
+        first, more = plan.problems[0], len(plan.problems) - 1
+        raise first if not more else type(first)(f"{first} ({more} more: see epimer merge --dry-run)")
+    if not plan.jobs:
+        raise EpimerError("there is nothing to write: the rules skip every tensor.")
+
+
+def check_memory(plan: Plan, options: Options) -> int:
+    """Return the bytes that jobs may take in all; refuse a limit that the widest tensor exceeds."""
+    if options.max_memory is None:
+        most = int(0.8 * _available())
+        return max(most, plan.memory)
+    most, used = parse_size(options.max_memory, "max_memory"), _resident() + SLACK
+    if used + plan.memory > most:
+        widest = max(plan.jobs, key=lambda job: job.memory)
+        raise ParameterError(
+            f"max_memory of {most / 1e9:.2f} GB is too little: {widest.name!r} needs {widest.memory / 1e9:.2f} GB "
+            f"beside {used / 1e9:.2f} GB for Python and torch; give {(used + widest.memory) / 1e9 + 0.01:.2f}GB."
+        )
+    return most - used
+
+
+def parse_size(text: str | int, name: str) -> int:
+    """Return a size like 5GB or 512MiB in bytes."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?I?)B?\s*", str(text).upper())
+    if not match or not float(match[1]) > 0 or match[2] not in UNITS:
+        raise ParameterError(f"The {name!r} parameter must be a size like 5GB or 512MiB. Got {text!r} instead.")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def finished(out: Path, plan: Plan, shards: list[Shard]) -> MergeRecord | None:
+    """Return the record of an output that is already what the plan would make."""
+    try:
+        record = MergeRecord.from_dict(json.loads((out / RECORD).read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    sizes = {shard.file: shard.size for shard in shards}
+    if record.request != plan.request or not sizes.items() <= record.files.items():
+        return None
+    try:
+        there = all((out / file).stat().st_size == size for file, size in record.files.items())
+    except OSError:
+        return None
+    return record if there else None
+
+
+def _check_output(out: Path, plan: Plan, options: Options) -> None:
+    """Refuse to write over what is there, unless it was asked for and is ours."""
+    real = out.resolve()
+    for one in plan.checkpoints:
+        for file in one.files:
+            if file.resolve().is_relative_to(real):
+                raise OutputError(f"{out} holds {one.where}, which the merge reads; choose another output.")
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir():
+        raise OutputError(f"{out} is a file; the output is a folder: choose another name.")
+    with explained(out, "read"):
+        content = list(out.iterdir())
+    if not content:
+        return
+    if not options.overwrite:
+        raise OutputError(f"{out} exists and holds something else; choose another name, or pass --overwrite.")
+    if out.is_symlink() or not (out / RECORD).is_file():
+        raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.")
+
+
+def _devices(options: Options) -> list[torch.device]:
+    """Return the device of every worker."""
+    for name, value in (("threads", options.threads), ("workers", options.workers)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ParameterError(f"The {name!r} parameter must be an integer at least 1. Got {value!r} instead.")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if options.device == "auto":
+        names = [f"cuda:{i}" for i in range(gpus)] or ["cpu"]
+    elif options.device == "cuda" and gpus > 1:
+        names = [f"cuda:{i}" for i in range(gpus)]
+    else:
+        names = [options.device]
+    found = [device for name in names if (device := check_device(name)) is not None]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    each = max(1, cores // options.threads) if found[0].type == "cpu" else 2
+    count = options.workers or each * len(found)
+    return [found[i % len(found)] for i in range(count)]
+
+
+def _prepare(plan: Plan, runner: Runner, draft: Draft, progress: Progress) -> Prepared | None:
+    """Do the method's pre-pass, or take it from an earlier run's journal."""
+    if plan.method.prepare is None:
+        return None
+    if "prepared" in draft.notes:
+        runner.prepared = Prepared(**draft.notes["prepared"])
+    else:
+        passes = sum(job.reads for job in plan.merged)
+        runner.prepared = runner.prepare(progress.begin("looking at the whole model", passes))
+        if runner.prepared is not None:
+            draft.note("prepared", asdict(runner.prepared))
+    return runner.prepared
+
+
+def _merge_all(plan: Plan, runner: Runner, draft: Draft, progress: Progress) -> dict[str, TensorRecord]:
+    records = {name: _tensor_record(given) for name, given in draft.done.items()}
+    todo = [job for job in plan.jobs if job.name not in records and job.name not in plan.ties]
+    stage = progress.begin("merging", sum(job.reads for job in plan.jobs))
+    stage.advance(sum(job.reads for job in plan.jobs if job.name in records), "")
+    for job, result, record in runner.results(todo):
+        draft.put(job.name, result, asdict(record))
+        records[job.name] = record
+        stage.advance(job.reads, job.name)
+    draft.flush()
+    for name, W in plan.skipped.items():
+        records[name] = TensorRecord("skip", tuple(W.shape))
+    for name, twin in plan.ties.items():
+        records[name] = tied(records[twin], twin)
+    order = {**plan.outputs, **plan.skipped}
+    return {name: records[name] for name in order}
+
+
+def _tensor_record(given: dict[str, Any]) -> TensorRecord:
+    return TensorRecord(**{**given, "shape": tuple(given["shape"])})
+
+
+def _record(
+    plan: Plan,
+    prepared: Prepared | None,
+    tensors: dict[str, TensorRecord],
+    shards: list[Shard],
+    beside: dict[str, bytes],
+    timings: dict[str, float],
+) -> MergeRecord:
+    settings = [job.setting for job in plan.jobs if job.setting is not None]
+    shown = {key: plain(value) for key, value in vars(settings[0].p).items()} if settings else {}
+    weights = prepared.weights if prepared else settings[0].weights if settings else ()
+    roles = [*([plan.base] if plan.base else []), *plan.models]
+    return MergeRecord(
+        method=plan.method.name,
+        parameters=shown,
+        weights=tuple(weights),
+        tensors=tensors,
+        models=tuple((role.checkpoint.name, role.checkpoint.fingerprint) for role in roles),
+        request=plan.request,
+        files={shard.file: shard.size for shard in shards} | {file: len(data) for file, data in beside.items()},
+        version=epimer.__version__,
+        timings=timings,
+        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _beside(plan: Plan) -> dict[str, bytes]:
+    """Return the files that are carried over, and the note on those that are not."""
+    dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
+    files = carried(plan.donor.folder, plan.tokenizer.folder, dtypes.pop() if len(dtypes) == 1 else None)
+    left = code_files(plan.donor.folder)
+    if left:
+        plan.notes.append(f"Python files are not copied: {', '.join(left)}; add them yourself if you trust them.")
+    return files
+
+
+def _publish(plan: Plan, draft: Draft, record: MergeRecord, shards: list[Shard], beside: dict[str, bytes]) -> None:
+    for file, data in beside.items():
+        draft.add(file, data)
+    if (index := index_of(shards, plan.outputs)) is not None:
+        draft.add("model.safetensors.index.json", index)
+    draft.add("README.md", model_card(plan, record).encode())
+    draft.add(RECORD, as_json(record.lasting()))
+    draft.publish()
+
+
+def _key(plan: Plan, shards: list[Shard], device: str, threads: int) -> str:
+    """Return a hash of all that the bytes of a half-made output depend on."""
+    state = [one.state for one in plan.checkpoints]
+    how = [plan.request, state, [shard.size for shard in shards], device, threads, torch.__version__]
+    return hashlib.blake2b(json.dumps(how).encode(), digest_size=16).hexdigest()
+
+
+def _resident() -> int:
+    """Return the bytes this process has in memory now."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _available() -> int:
+    """Return the bytes of memory that are free on this machine."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

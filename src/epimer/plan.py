@@ -1,0 +1,380 @@
+"""From a recipe and the headers of its files to a list of independent jobs; all that can be checked is checked here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import epimer
+from epimer.checkpoints import open_checkpoint
+from epimer.checkpoints.checkpoint import Checkpoint, header, nbytes
+from epimer.curvature.store import StoredCurvature
+from epimer.errors import CurvatureError, EpimerError, ParameterError, RecipeError
+from epimer.methods.curvatures import missing_metric, needs_metric
+from epimer.methods.curved import check_without_base
+from epimer.methods.inputs import Inputs, check_inputs, check_weights, precision
+from epimer.methods.merge import Setting, check_copy, check_per_model
+from epimer.methods.registry import Method, describe_method
+from epimer.recipe import Recipe, Settings, depths
+
+
+@dataclass(frozen=True)
+class Job:
+    """One tensor of the output, and all that is needed to make it."""
+
+    name: str
+    rule: str
+    template: Tensor
+    """shape and dtype of the result, without data"""
+    setting: Setting | None
+    """None where the tensor is copied"""
+    reads: int
+    """bytes to read"""
+    memory: int
+    """bytes in use at once while it is made"""
+
+    @property
+    def writes(self) -> int:
+        """Bytes to write."""
+        return nbytes(self.template)
+
+
+@dataclass(frozen=True)
+class Role:
+    """A checkpoint's part in the merge: what errors call it, and its tensors under the merge's names."""
+
+    label: str
+    checkpoint: Checkpoint
+    headers: Mapping[str, Tensor]
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """names that this checkpoint keeps under another one, which they are tied to"""
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor."""
+        return self.checkpoint.read(self.stored.get(name, name))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A merge that has been thought through."""
+
+    recipe: Recipe
+    method: Method
+    base: Role | None
+    """what task vectors are taken from; None where the method needs none"""
+    models: list[Role]
+    donor: Checkpoint
+    """whose config and other files the output gets"""
+    tokenizer: Checkpoint
+    curvatures: list[StoredCurvature] | None
+    jobs: list[Job]
+    skipped: dict[str, Tensor]
+    ties: dict[str, str]
+    problems: list[EpimerError]
+    notes: list[str]
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Everything that is read, each once."""
+        roles = [*([self.base] if self.base else []), *self.models]
+        every = [role.checkpoint for role in roles] + [self.donor, self.tokenizer]
+        return list({id(one): one for one in every}.values())
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """Return the tensors of the output in their order, tied ones included."""
+        return {job.name: job.template for job in self.jobs}
+
+    @property
+    def merged(self) -> list[Job]:
+        """Return the jobs that take part in arithmetic."""
+        return [job for job in self.jobs if job.setting is not None and job.name not in self.ties]
+
+    @property
+    def memory(self) -> int:
+        """Return the bytes the widest job needs at once."""
+        return max((job.memory for job in self.jobs), default=0)
+
+    @property
+    def reads(self) -> int:
+        """Return the bytes read by the jobs, without pre-passes."""
+        return sum(job.reads for job in self.jobs)
+
+    @property
+    def writes(self) -> int:
+        """Return the bytes of the output's tensors."""
+        return sum(job.writes for job in self.jobs if job.name not in self.ties)
+
+    @cached_property
+    def request(self) -> str:
+        """A hash of what was asked for: the recipe, with every model replaced by its fingerprint."""
+        models = [one.fingerprint for one in self.named.values()]
+        curvature = [[one.file.fingerprint, one.kind] for one in self.curvatures or ()]
+        text = json.dumps([epimer.__version__, self.public_recipe(), models, curvature])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def named(self) -> dict[str, Checkpoint]:
+        """Every name of a checkpoint in the recipe, and what it stands for."""
+        found = {}
+        if self.recipe.base_model is not None:
+            found[self.recipe.base_model] = self.base.checkpoint if self.base else self.donor
+        for entry, role in zip(self.recipe.models, self.models, strict=True):
+            found[entry.model] = role.checkpoint
+        if self.recipe.tokenizer_source != "base":
+            found[self.recipe.tokenizer_source] = self.tokenizer
+        return found
+
+    def public_recipe(self) -> str:
+        """Return the recipe as YAML without local paths."""
+        names = {text: one.name for text, one in self.named.items()}
+        for entry in self.recipe.models:
+            if entry.curvature is not None:
+                names[entry.curvature] = Path(entry.curvature).name
+        return self.recipe.to_yaml(names)
+
+
+def make_plan(recipe: Recipe, *, folder: Path | None = None, progress: bool = False) -> Plan:
+    """Open everything a recipe names, read the headers, and plan each tensor; problems are collected, not raised.
+
+    Args:
+        recipe: what is wanted.
+        folder: where relative paths are looked for when they do not exist here: the recipe's own folder.
+        progress: show the progress of downloads.
+    """
+    problems: list[EpimerError] = []
+    notes: list[str] = []
+    opened: dict[str, Checkpoint] = {}
+
+    def opening(text: str, label: str) -> Checkpoint | None:
+        if text not in opened:
+            try:
+                opened[text] = open_checkpoint(_placed(text, folder), progress=progress)
+            except EpimerError as error:
+                problems.append(type(error)(f"{label}: {error}"))
+                return None
+        return opened[text]
+
+    method = describe_method(recipe.merge_method)
+    base = None if recipe.base_model is None else opening(recipe.base_model, "base_model")
+    models = [opening(entry.model, f"models[{t}]") for t, entry in enumerate(recipe.models)]
+    source = recipe.tokenizer_source
+    tokenizer = base if source == "base" else opening(source, "tokenizer_source")
+    curvatures = _open_curvatures(recipe, folder, problems)
+    if problems:
+        raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in problems) + ".")
+    present = [model for model in models if model is not None]
+    donor = base if base is not None else present[0]
+    # mergekit's `normalize: false` sums the models themselves, so there is nothing to take differences from.
+    summed = method.name == "average" and recipe.normalize_weights is False
+    roles, base_role, ties = _roles(None if summed else base, present, recipe)
+    for t, role in enumerate(roles):
+        if base is not None and role.checkpoint is not base and role.checkpoint.fingerprint == base.fingerprint:
+            notes.append(f"{role.label} equals the base: its task vector is zero.")
+        other = [s for s in roles[:t] if s.checkpoint.fingerprint == role.checkpoint.fingerprint]
+        if other:
+            notes.append(f"{role.label} equals {other[0].label}: it counts twice.")
+    inputs = check_inputs(
+        None if base_role is None else base_role.headers,
+        [role.headers for role in roles],
+        method,
+        recipe.rules,
+        labels=[role.label for role in roles],
+        headers=True,
+        ties=ties,
+        report=problems.append,
+    )
+    planner = _Planner(recipe, method, base_role, roles, inputs, curvatures, problems)
+    jobs = [] if problems else planner.jobs()
+    if curvatures is not None and not method.needs_curvature and "fisher" not in inputs.rules.values():
+        notes.append(f"{method.name} uses no curvature; what the recipe gives is ignored.")
+    skipped = {name: W for name, W in inputs.template.items() if inputs.rules[name] == "skip"}
+    return Plan(
+        recipe=recipe,
+        method=method,
+        base=base_role,
+        models=roles,
+        donor=donor,
+        tokenizer=tokenizer or donor,
+        curvatures=curvatures,
+        jobs=jobs,
+        skipped=skipped,
+        ties=inputs.ties,
+        problems=problems,
+        notes=notes,
+    )
+
+
+def _placed(text: str, folder: Path | None) -> str:
+    """Return a path that exists here or, failing that, beside the recipe; other names as they are."""
+    if folder is None:
+        return text
+    parts = [text] if Path(text).expanduser().exists() else text.split("+")
+    return "+".join(
+        str(folder / part) if not Path(part).expanduser().exists() and (folder / part).exists() else part
+        for part in parts
+    )
+
+
+def _open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> list[StoredCurvature] | None:
+    given = [entry.curvature for entry in recipe.models]
+    if all(path is None for path in given):
+        return None
+    found = []
+    for t, path in enumerate(given):
+        if path is None:
+            problems.append(CurvatureError(f"models[{t}] has no curvature, while others have; measure it for all."))
+            continue
+        try:
+            found.append(StoredCurvature(Path(_placed(path, folder)).expanduser(), path))
+        except EpimerError as error:
+            problems.append(type(error)(f"curvature of models[{t}]: {error}"))
+    return found
+
+
+def _roles(
+    base: Checkpoint | None, models: Sequence[Checkpoint], recipe: Recipe
+) -> tuple[list[Role], Role | None, dict[str, str]]:
+    """Bring all checkpoints to the template's names: a tied tensor may be stored under one name or under both."""
+    template = models[0] if base is None else base
+    roles = []
+    ties = {name: twin for name, twin in template.ties.items() if twin in template.headers}
+    for t, (entry, model) in enumerate(zip(recipe.models, models, strict=True)):
+        stored = {n: twin for n, twin in template.ties.items() if n not in model.headers and twin in model.headers}
+        headers = {
+            name: W for name, W in model.headers.items() if name in template.headers or name not in model.ties
+        } | {name: model.headers[twin] for name, twin in stored.items()}
+        ties = {n: twin for n, twin in ties.items() if n in stored or model.ties.get(n) == twin}
+        roles.append(Role(f"models[{t}] ({entry.model})", model, headers, stored))
+    return roles, None if base is None else Role("base", base, base.headers), ties
+
+
+class _Planner:
+    """Turns checked headers into jobs."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        method: Method,
+        base: Role | None,
+        models: Sequence[Role],
+        inputs: Inputs,
+        curvatures: list[StoredCurvature] | None,
+        problems: list[EpimerError],
+    ) -> None:
+        self.recipe, self.method, self.base, self.models = recipe, method, base, models
+        self.inputs, self.curvatures, self.problems = inputs, curvatures, problems
+        self.resolved: dict[str, tuple[Any, list[float]]] = {}
+        wanted = recipe.out_dtype or recipe.dtype
+        self.out_dtype: torch.dtype | None = getattr(torch, wanted) if wanted else None
+        self.wide = recipe.dtype == "float64"
+
+    def jobs(self) -> list[Job]:
+        """Return a job for every tensor that is written, in the template's order."""
+        constant = self.recipe.varying() & self.method.whole_model
+        if constant:
+            self.problems.append(
+                RecipeError(
+                    f"{self.method.name} looks at the whole model to use {sorted(constant)[0]!r}, so its value cannot "
+                    "differ between tensors; give one number."
+                )
+            )
+        if any(parameter.kind == "callable" for parameter in self.method.parameters):
+            self.problems.append(
+                RecipeError(f"{self.method.name} takes a Python function: use merge_state_dicts instead of a recipe.")
+            )
+        if self.problems:
+            return []
+        depth = depths(list(self.inputs.rules))
+        jobs = []
+        for name, rule in self.inputs.rules.items():
+            if rule == "skip":
+                continue
+            try:
+                jobs.append(self._job(name, rule, depth[name]))
+            except EpimerError as error:
+                self.problems.append(error)
+                if len(self.problems) >= 20:
+                    break
+        return jobs
+
+    def _job(self, name: str, rule: str, t: float) -> Job:
+        W = self.inputs.template[name]
+        dtype = self.out_dtype if self.out_dtype is not None and W.is_floating_point() else W.dtype
+        template = header(W.shape, dtype)
+        if rule == "copy":
+            check_copy(name, W, self.inputs.base)
+            return Job(name, rule, template, None, 0 if name in self.inputs.ties else nbytes(W), 2 * nbytes(W))
+        p, weights = self._resolve(self.recipe.settings(name, t))
+        setting = Setting(name, rule, self.method, p, weights)
+        tensors = [model.headers[name] for model in self.models]
+        if self.base is not None:
+            tensors.append(self.base.headers[name])
+        curvature = self._curvature(name, rule)
+        reads = 0 if name in self.inputs.ties else sum(map(nbytes, tensors)) + curvature
+        layer = W.numel() * self.precision(name).itemsize
+        return Job(name, rule, template, setting, reads, needs(setting, reads, layer, curvature, len(self.models)))
+
+    def precision(self, name: str) -> torch.dtype:
+        """Return the precision a tensor is merged in."""
+        base = None if self.base is None else self.base.headers[name]
+        return torch.float64 if self.wide else precision([base, *(model.headers[name] for model in self.models)])
+
+    def _curvature(self, name: str, rule: str) -> int:
+        """Return the bytes of a tensor's curvature; refuse a method that needs what is not there."""
+        if rule != "fisher" and (not self.method.needs_curvature or rule == "average"):
+            return 0
+        if self.curvatures is None:
+            raise CurvatureError(
+                f"{self.method.name} needs {self.method.curvature} curvature; give every model of the recipe a "
+                "curvature: folder, or take a method that needs no data (epimer_free, tsv)."
+            )
+        have = [name in curvature for curvature in self.curvatures]
+        if not any(have):
+            if needs_metric(name, rule, self.inputs.template[name]):
+                raise missing_metric(name, self.method)
+            return 0
+        return sum(curvature.size(name) for curvature in self.curvatures if name in curvature)
+
+    def _resolve(self, settings: Settings) -> tuple[Any, list[float]]:
+        """Return a tensor's parameters and weights; equal settings are resolved once."""
+        key = json.dumps([settings.parameters, settings.weights], sort_keys=True)
+        if key not in self.resolved:
+            p = self.method.resolve({**settings.parameters, "rules": list(self.recipe.rules)})
+            check_per_model(p, self.method, len(self.models))
+            if self.base is None:
+                check_without_base(self.method, p)
+            self.resolved[key] = p, self._weights(settings.weights)
+        return self.resolved[key]
+
+    def _weights(self, given: list[float] | None) -> list[float]:
+        """Return the weights: scaled to sum 1 or as given, as the method or mergekit's `normalize` says."""
+        tasks, asked = len(self.models), self.recipe.normalize_weights
+        weights = check_weights(given, tasks, self.method)
+        if asked is None or asked is not self.method.absolute_weights:
+            return weights
+        if self.method.absolute_weights:
+            if not sum(weights):
+                raise ParameterError(f"weights {weights} sum to 0 and cannot be normalised; remove normalize.")
+            return [w / sum(weights) for w in weights]
+        if self.method.name != "average":
+            raise ParameterError(
+                f"{self.method.name} takes a mean, so `normalize: false` means nothing to it; remove it, or set scale."
+            )
+        return [1.0] * tasks if given is None else [float(w) for w in given]
+
+
+def needs(setting: Setting, reads: int, layer: int, curvature: int, tasks: int) -> int:
+    """Estimate the memory one tensor's merge takes: what is read, the task vectors, and the method's own room."""
+    per_task, fixed = setting.method.workspace
+    if setting.rule == "average":
+        per_task, fixed = 0.0, 2.0
+    return int(reads + layer * (tasks * (1 + per_task) + fixed) + 2 * curvature)

@@ -1,0 +1,65 @@
+"""Progress of long work: a bar on a terminal, nothing elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+
+class Progress:
+    """Counts bytes of work; shows the current item, the rate and an estimate where there is someone to see it."""
+
+    def __init__(self, shown: bool) -> None:
+        self._bar: Any = None
+        if shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+                TransferSpeedColumn,
+            )
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                TextColumn("[dim]{task.fields[item]}"),
+                console=Console(stderr=True),
+                transient=True,
+            )
+
+    def __enter__(self) -> Progress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def begin(self, what: str, total: int) -> Stage:
+        """Start a stage of `total` bytes."""
+        return Stage(self._bar, self._bar.add_task(what, total=total, item="") if self._bar else None)
+
+
+class Stage:
+    """One stage of the work."""
+
+    def __init__(self, bar: Any, task: Any) -> None:
+        self._bar, self._task = bar, task
+
+    def advance(self, amount: int, item: str) -> None:
+        """Say that `amount` more bytes are done, and what is done now."""
+        if self._bar:
+            self._bar.update(self._task, advance=amount, item=item)
