@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from torch import Tensor
 
 import epimer
 from epimer.checkpoints import open_checkpoint
-from epimer.checkpoints.checkpoint import Checkpoint, header, nbytes
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes
 from epimer.curvature.store import StoredCurvature
 from epimer.errors import CurvatureError, EpimerError, ParameterError, RecipeError
 from epimer.methods.curvatures import missing_metric, needs_metric
 from epimer.methods.curved import check_without_base
-from epimer.methods.inputs import Inputs, check_inputs, check_weights, precision
+from epimer.methods.inputs import Inputs, check_inputs, check_weights, matrix_shape, precision
 from epimer.methods.merge import Setting, check_copy, check_per_model
 from epimer.methods.registry import Method, describe_method
 from epimer.recipe import Recipe, Settings, depths
+
+PART = 1 << 28  # a job that takes more memory than this is divided if it can be
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,40 @@ class Job:
     """bytes to read"""
     memory: int
     """bytes in use at once while it is made"""
+    rows: Rows = None
+    """the part of the tensor that this job makes; None for all of it"""
+
+    @property
+    def key(self) -> str:
+        """What the job is called, apart from the tensor's other parts."""
+        return self.name if self.rows is None else f"{self.name}[{self.rows[0]}:{self.rows[1]}]"
+
+    @property
+    def skip(self) -> int:
+        """Bytes of the tensor before this part."""
+        return 0 if self.rows is None else self.rows[0] * nbytes(self.template[:1])
 
     @property
     def writes(self) -> int:
         """Bytes to write."""
         return nbytes(self.template)
+
+    def parts(self) -> list[Job]:
+        """Divide a wide tensor whose entries do not depend on each other into blocks of rows."""
+        count = min(-(-self.memory // PART), len(self.template)) if self.template.dim() else 1
+        if count <= 1 or self.setting is None or not self.setting.entrywise:
+            return [self]
+        cuts = [len(self.template) * i // count for i in range(count + 1)]
+        return [
+            replace(
+                self,
+                template=self.template[start:stop],
+                reads=self.reads * (stop - start) // len(self.template),
+                memory=self.memory * (stop - start) // len(self.template) + 1,
+                rows=(start, stop),
+            )
+            for start, stop in pairwise(cuts)
+        ]
 
 
 @dataclass(frozen=True)
@@ -57,9 +89,9 @@ class Role:
     stored: Mapping[str, str] = field(default_factory=dict)
     """names that this checkpoint keeps under another one, which they are tied to"""
 
-    def read(self, name: str) -> Tensor:
-        """Return one tensor."""
-        return self.checkpoint.read(self.stored.get(name, name))
+    def read(self, name: str, rows: Rows = None) -> Tensor:
+        """Return one tensor, or some of its rows."""
+        return self.checkpoint.read(self.stored.get(name, name), rows)
 
 
 @dataclass(frozen=True)
@@ -96,12 +128,17 @@ class Plan:
     @property
     def merged(self) -> list[Job]:
         """Return the jobs that take part in arithmetic."""
-        return [job for job in self.jobs if job.setting is not None and job.name not in self.ties]
+        return [job for job in self.parts if job.setting is not None]
+
+    @cached_property
+    def parts(self) -> list[Job]:
+        """Return what is to be done: every tensor but the tied ones, wide ones in parts."""
+        return [part for job in self.jobs if job.name not in self.ties for part in job.parts()]
 
     @property
     def memory(self) -> int:
         """Return the bytes the widest job needs at once."""
-        return max((job.memory for job in self.jobs), default=0)
+        return max((job.memory for job in self.parts), default=0)
 
     @property
     def reads(self) -> int:
@@ -245,16 +282,41 @@ def _roles(
 ) -> tuple[list[Role], Role | None, dict[str, str]]:
     """Bring all checkpoints to the template's names: a tied tensor may be stored under one name or under both."""
     template = models[0] if base is None else base
-    roles = []
-    ties = {name: twin for name, twin in template.ties.items() if twin in template.headers}
+    known = dict(template.ties)
+    for name in template.headers:
+        lacking = name not in known and any(name not in model.headers for model in models)
+        if lacking and (twin := _twin(template, name, models[0].headers)):
+            known[name] = twin
+    roles, ties = [], dict(known)
     for t, (entry, model) in enumerate(zip(recipe.models, models, strict=True)):
-        stored = {n: twin for n, twin in template.ties.items() if n not in model.headers and twin in model.headers}
+        stored = {n: twin for n, twin in known.items() if n not in model.headers and twin in model.headers}
         headers = {
-            name: W for name, W in model.headers.items() if name in template.headers or name not in model.ties
+            name: W
+            for name, W in model.headers.items()
+            if name in template.headers or not (name in model.ties or _twin(model, name, template.headers))
         } | {name: model.headers[twin] for name, twin in stored.items()}
         ties = {n: twin for n, twin in ties.items() if n in stored or model.ties.get(n) == twin}
         roles.append(Role(f"models[{t}] ({entry.model})", model, headers, stored))
     return roles, None if base is None else Role("base", base, base.headers), ties
+
+
+def _twin(model: Checkpoint, name: str, among: Mapping[str, Tensor]) -> str | None:
+    """Return the embedding, named in `among`, that a model has also saved under this name, as its head."""
+    W = model.headers[name]
+    for other, V in model.headers.items():
+        embeds = other != name and other in among and any(word in other for word in ("embed", "wte", "shared"))
+        alike = embeds and V.dim() == 2 and V.shape == W.shape and V.dtype == W.dtype
+        if alike and model.sample(other) == model.sample(name) and _equal(model, name, other):
+            return other
+    return None
+
+
+def _equal(model: Checkpoint, name: str, other: str) -> bool:
+    """Compare two tensors of a model some rows at a time."""
+    W = model.headers[name]
+    step = max(1, PART // max(1, nbytes(W[:1])))
+    blocks = [(start, min(start + step, len(W))) for start in range(0, len(W), step)]
+    return all(torch.equal(model.read(name, rows), model.read(other, rows)) for rows in blocks)
 
 
 class _Planner:
@@ -320,8 +382,8 @@ class _Planner:
             tensors.append(self.base.headers[name])
         curvature = self._curvature(name, rule)
         reads = 0 if name in self.inputs.ties else sum(map(nbytes, tensors)) + curvature
-        layer = W.numel() * self.precision(name).itemsize
-        return Job(name, rule, template, setting, reads, needs(setting, reads, layer, curvature, len(self.models)))
+        memory = needs(setting, reads, W, self.precision(name), curvature, len(self.models))
+        return Job(name, rule, template, setting, reads, memory)
 
     def precision(self, name: str) -> torch.dtype:
         """Return the precision a tensor is merged in."""
@@ -372,9 +434,11 @@ class _Planner:
         return [1.0] * tasks if given is None else [float(w) for w in given]
 
 
-def needs(setting: Setting, reads: int, layer: int, curvature: int, tasks: int) -> int:
+def needs(setting: Setting, reads: int, W: Tensor, dtype: torch.dtype, curvature: int, tasks: int) -> int:
     """Estimate the memory one tensor's merge takes: what is read, the task vectors, and the method's own room."""
-    per_task, fixed = setting.method.workspace
-    if setting.rule == "average":
-        per_task, fixed = 0.0, 2.0
-    return int(reads + layer * (tasks * (1 + per_task) + fixed) + 2 * curvature)
+    method = setting.method if setting.rule != "average" else describe_method("average")
+    per_task, fixed = method.workspace
+    m, n = matrix_shape(W) if W.numel() and W.dim() else (1, 1)
+    aspect = max(m, n) / min(m, n) if method.squares else 1.0
+    tensors = tasks + aspect * (tasks * per_task + fixed)
+    return int(reads + W.numel() * dtype.itemsize * tensors + 2 * curvature)

@@ -173,8 +173,8 @@ def depths(names: Sequence[str]) -> dict[str, float]:
 
     The layer of a tensor is the first integer in its dotted name, and t = layer / (layers - 1), the layers being
     counted among the names with the same text before the integer: ``model.layers.3.mlp.weight`` is layer 3 of
-    ``model.layers``. A tensor of no layer has t = 0 if it looks like an embedding or comes before all layers, and
-    t = 1 if it looks like a head (files are often sorted by name, which puts ``lm_head`` first) or comes after one.
+    ``model.layers``. As in mergekit, a tensor of no layer (embeddings, the final norm, the head) has t = 0, and an
+    only layer has t = 1.
     """
     layers: dict[str, tuple[str, int]] = {}
     last: dict[str, int] = {}
@@ -186,16 +186,9 @@ def depths(names: Sequence[str]) -> dict[str, float]:
                 layers[name] = prefix, int(part)
                 last[prefix] = max(last.get(prefix, 0), int(part))
                 break
-    found: dict[str, float] = {}
-    outside = 0.0
-    for name in names:
-        if name in layers:
-            prefix, layer = layers[name]
-            found[name], outside = layer / max(last[prefix], 1), 1.0
-        elif any(word in name for word in ("embed", "wte", "wpe")):
-            found[name] = 0.0
-        else:
-            found[name] = 1.0 if layers and any(word in name for word in ("lm_head", "classifier")) else outside
+    found = dict.fromkeys(names, 0.0)
+    for name, (prefix, layer) in layers.items():
+        found[name] = layer / last[prefix] if last[prefix] else 1.0
     return found
 
 
@@ -361,6 +354,9 @@ class _Reader:
             need = f"{self.method.name} needs the base model that the others were fine-tuned from; add 'base_model'."
             raise self.error(("merge_method",), need)
         models = self.models(given, base)
+        if given["merge_method"] == "linear" and base is not None and base not in [m.model for m in models.values()]:
+            remedy = "list it under models, remove it, or write 'average', which takes only config and names from it."
+            raise self.error(("base_model",), f"mergekit's linear counts base_model as one more model: {remedy}")
         parameters, normalize = self.parameters(given, len(models))
         lacking = [t for t, entry in models.items() if "weight" not in entry.parameters | parameters]
         if 0 < len(lacking) < len(models):

@@ -257,7 +257,7 @@ def test_depths_of_a_llama_in_model_order_and_sorted_by_name():
     names = ["model.embed_tokens.weight"]
     names += [f"model.layers.{i}.{part}.weight" for i in range(5) for part in ("mlp", "self_attn")]
     names += ["model.norm.weight", "lm_head.weight"]
-    expected = {"model.embed_tokens.weight": 0.0, "model.norm.weight": 1.0, "lm_head.weight": 1.0}
+    expected = {"model.embed_tokens.weight": 0.0, "model.norm.weight": 0.0, "lm_head.weight": 0.0}
     expected |= {f"model.layers.{i}.{part}.weight": i / 4 for i in range(5) for part in ("mlp", "self_attn")}
     assert depths(names) == expected
     assert depths(sorted(names)) == expected
@@ -274,17 +274,17 @@ def test_depths_count_the_layers_of_each_prefix_apart():
     ]
     assert depths(names) == {
         "wte.weight": 0, "h.0.attn.c_attn.1.w": 0, "h.11.attn.w": 1, "encoder.layer.2.x": 0.5, "encoder.layer.4.x": 1,
-        "ln_f.weight": 1,
+        "ln_f.weight": 0,
     }  # fmt: skip
 
 
 def test_depths_of_tensors_of_no_layer():
     assert depths(["stem", "blocks.0.w", "blocks.2.w", "norm", "pos_embed", "wpe.weight"]) == {
-        "stem": 0, "blocks.0.w": 0, "blocks.2.w": 1, "norm": 1, "pos_embed": 0, "wpe.weight": 0
+        "stem": 0, "blocks.0.w": 0, "blocks.2.w": 1, "norm": 0, "pos_embed": 0, "wpe.weight": 0
     }  # fmt: skip
-    assert depths(["layers.0.w", "head"]) == {"layers.0.w": 0, "head": 1}  # one layer
+    assert depths(["layers.0.w", "head"]) == {"layers.0.w": 1, "head": 0}  # one layer
     assert depths(["w", "b", "lm_head"]) == {"w": 0, "b": 0, "lm_head": 0}  # none
-    assert depths(["0.weight", "2.weight", "layer1.w"]) == {"0.weight": 0, "2.weight": 1, "layer1.w": 1}
+    assert depths(["0.weight", "2.weight", "layer1.w"]) == {"0.weight": 0, "2.weight": 1, "layer1.w": 0}
     assert depths([]) == {}
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +16,10 @@ from torch import Tensor
 
 from epimer.errors import CheckpointError
 
+Rows = tuple[int, int] | None
+"""which rows of a tensor: (first, one past the last), or all of it"""
+
+LARGE = 1 << 22  # bytes from which a tensor gets pages of its own
 SAMPLE = 4096  # bytes at the start, in the middle and at the end of a tensor that enter its fingerprint
 
 
@@ -37,8 +43,8 @@ class Checkpoint(ABC):
         """The files the tensors lie in."""
 
     @abstractmethod
-    def read(self, name: str) -> Tensor:
-        """Return one tensor in memory of its own."""
+    def read(self, name: str, rows: Rows = None) -> Tensor:
+        """Return one tensor, or some of its rows, in memory of its own."""
 
     @abstractmethod
     def sample(self, name: str) -> bytes:
@@ -82,6 +88,16 @@ def header(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return room for a tensor; a large one gets pages of its own, huge ones if it can, that are given back whole."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).reshape(shape)
+
+
 def sampled(size: int) -> list[tuple[int, int]]:
     """Return the (start, stop) byte ranges of a tensor of `size` bytes that enter its fingerprint."""
     if size <= 3 * SAMPLE:
@@ -116,8 +132,8 @@ class Joined(Checkpoint):
     def files(self) -> list[Path]:
         return [file for part in self.parts for file in part.files]
 
-    def read(self, name: str) -> Tensor:
-        return self.owner[name].read(name)
+    def read(self, name: str, rows: Rows = None) -> Tensor:
+        return self.owner[name].read(name, rows)
 
     def sample(self, name: str) -> bytes:
         return self.owner[name].sample(name)

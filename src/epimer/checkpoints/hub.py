@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from epimer.errors import CheckpointError
+from epimer.checkpoints.folder import NOT_WEIGHTS
+from epimer.errors import CheckpointError, listed
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
-CARRIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm")
-WEIGHTS = ("*.safetensors", "*.bin")
+CARRIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
 
 
 def is_hub_id(text: str) -> bool:
@@ -33,18 +34,14 @@ def fetch(text: str, *, progress: bool = False) -> tuple[Path, str]:
 
     repo, _, revision = text.partition("@")
     wanted = revision or None
-    patterns = [*CARRIED, WEIGHTS[0]]
     quiet = are_progress_bars_disabled()
     try:
         if not progress:
             disable_progress_bars()
         if constants.HF_HUB_OFFLINE:
             raise OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        info = HfApi().model_info(repo, revision=wanted)
-        files = [sibling.rfilename for sibling in info.siblings or ()]
-        if not any(file.endswith(".safetensors") for file in files):
-            patterns = [*CARRIED, WEIGHTS[1]]
-        folder = Path(snapshot_download(repo, revision=info.sha or wanted, allow_patterns=patterns))
+        files = [sibling.rfilename for sibling in HfApi().model_info(repo, revision=wanted).siblings or ()]
+        folder = Path(snapshot_download(repo, revision=wanted, allow_patterns=needed(files, text)))
     except GatedRepoError as error:
         raise CheckpointError(f"{repo} is gated; accept its terms on the hub and log in: hf auth login") from error
     except RevisionNotFoundError as error:
@@ -56,15 +53,32 @@ def fetch(text: str, *, progress: bool = False) -> tuple[Path, str]:
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError, _network_errors()) as error:
         try:
             folder = Path(snapshot_download(repo, revision=wanted, local_files_only=True))
-        except (LocalEntryNotFoundError, OSError, ValueError):
-            raise CheckpointError(
-                f"{text} is neither a path here nor in the hub's cache, and the hub cannot be reached "
-                f"({_reason(error)}); download it where there is a network: hf download {repo}"
-            ) from error
+        except (LocalEntryNotFoundError, OSError, ValueError) as missing:
+            # The cache holds the files we fetched and no others, which this error calls incomplete.
+            cached = getattr(missing, "snapshot_path", None)
+            if cached is None:
+                at = f" --revision {revision}" if revision else ""
+                refused = getattr(getattr(error, "response", None), "status_code", None)
+                problem = f"refused it ({refused})" if refused else f"cannot be reached ({_reason(error)})"
+                raise CheckpointError(
+                    f"{text} is neither a path here nor in the hub's cache, and the hub {problem}; "
+                    f"download it where there is a network: hf download {repo}{at}"
+                ) from error
+            folder = Path(cached)
     finally:
         if not progress and not quiet:
             enable_progress_bars()
     return folder, f"{repo}@{folder.resolve().name}"
+
+
+def needed(files: Sequence[str], text: str) -> list[str]:
+    """Return which files of a repository to fetch: one set of weights, and what is carried over."""
+    top = [file for file in files if "/" not in file]
+    for prefix, suffix in (("model", ".safetensors"), ("", ".safetensors"), ("pytorch_model", ".bin"), ("", ".bin")):
+        weights = [f for f in top if f.startswith(prefix) and f.endswith(suffix) and f not in NOT_WEIGHTS]
+        if weights:
+            return weights + [file for file in top if file.endswith(CARRIED)]
+    raise CheckpointError(f"{text} holds no weights on the hub: neither .safetensors nor .bin among {listed(top)}.")
 
 
 def _network_errors() -> type[BaseException]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint
+from epimer.checkpoints.checkpoint import Checkpoint, Rows
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.errors import CheckpointError, listed
 from epimer.geometry.linalg import LowRank, working
@@ -47,21 +47,22 @@ class Adapted(Checkpoint):
     def files(self) -> list[Path]:
         return [*self.base.files, *self.adapter.files]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, rows: Rows = None) -> Tensor:
         if name in self.replaced:
-            return self.adapter.read(self.replaced[name])
-        W = self.base.read(name)
-        delta = self.delta(name)
+            return self.adapter.read(self.replaced[name], rows)
+        W = self.base.read(name, rows)
+        delta = self.delta(name, rows)
         return W if delta is None else working(W) + delta.dense().to(working(W).dtype).reshape(W.shape)
 
-    def delta(self, name: str) -> LowRank | None:
-        """Return what the adapter adds to a tensor, as factors; None if it leaves or replaces it."""
+    def delta(self, name: str, rows: Rows = None) -> LowRank | None:
+        """Return what the adapter adds to a tensor or its rows, as factors; None if it leaves or replaces it."""
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return None
         A, B = (working(self.adapter.read(part)) for part in (update.A, update.B))
         delta = LowRank(update.scaling * B.flatten(1), A.flatten(1))
-        return delta.T if update.transposed else delta
+        delta = delta.T if update.transposed else delta
+        return delta if rows is None else LowRank(delta.B[slice(*rows)], delta.A)
 
     def replaces(self, name: str) -> bool:
         """Whether the adapter brings its own copy of a tensor."""

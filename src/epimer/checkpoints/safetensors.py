@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, header, nbytes, sampled
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, fresh, header, nbytes, sampled
 from epimer.errors import CheckpointError
 
 DTYPES = {
@@ -68,10 +68,14 @@ class SafetensorsFile(Checkpoint):
     def files(self) -> list[Path]:
         return [self.path]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, rows: Rows = None) -> Tensor:
         entry = self.entries[self.ties.get(name, name)]
-        W = torch.empty(entry.W.shape, dtype=entry.W.dtype)
-        self._fill(memoryview(as_bytes(W)), entry.start)
+        shape, skipped = list(entry.W.shape), 0
+        if rows is not None:
+            skipped = rows[0] * nbytes(entry.W[:1])
+            shape[0] = rows[1] - rows[0]
+        W = fresh(shape, entry.W.dtype)
+        self._fill(memoryview(as_bytes(W)), entry.start + skipped)
         return W
 
     def sample(self, name: str) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, header, nbytes, sampled
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes, sampled
 from epimer.errors import CheckpointError, listed
 
 REMAP = 1 << 28  # bytes read through a mapping before it is made anew, which gives its pages back
@@ -32,12 +32,12 @@ class TorchFile(Checkpoint):
     def files(self) -> list[Path]:
         return [self.path]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, rows: Rows = None) -> Tensor:
         with self._lock:
             if self._touched > REMAP:
                 self._tensors, self._touched = load_tensors(self.path, self.where), 0
-            self._touched += self.size(name)
-            mapped = self._tensors[name]
+            self._touched += self.size(name)  # of the whole tensor, which is no less
+            mapped = self._tensors[name] if rows is None else self._tensors[name][slice(*rows)]
         return mapped.clone(memory_format=torch.contiguous_format)
 
     def sample(self, name: str) -> bytes:
@@ -96,9 +96,9 @@ def _load(path: Path, where: str, *, mapped: bool) -> Any:
             f"{where} holds Python objects that would have to be executed to be read, which epimer never does; "
             "where you trust the file, load it and save the tensors alone: torch.save(model.state_dict(), path)."
         ) from error
-    except (RuntimeError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch raises whatever a damaged file makes it stumble over
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{where} is damaged or not a torch file ({reason}); copy or download it again."

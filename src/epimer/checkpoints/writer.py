@@ -147,16 +147,16 @@ class Draft:
         for entry in entries[1:]:
             if "note" in entry:
                 self.notes[entry["note"]] = entry["value"]
-            elif entry["name"] in self.place and self._checksum(entry["name"], entry["bytes"]) == entry["crc"]:
-                self.done[entry["name"]] = entry["record"]
+            elif entry["name"] in self.place and self._checksum(entry) == entry["crc"]:
+                self.done[entry["key"]] = entry["record"]
         return True
 
-    def _checksum(self, name: str, size: int) -> int | None:
-        shard, start = self.place[name]
-        crc = 0
+    def _checksum(self, entry: Mapping[str, Any]) -> int | None:
+        shard, start = self.place[entry["name"]]
+        crc, size = 0, entry["bytes"]
         try:
             with (self.folder / shard.file).open("rb") as file:
-                file.seek(start)
+                file.seek(start + entry["skip"])
                 while size and (part := file.read(min(size, 1 << 24))):
                     crc = zlib.crc32(part, crc)
                     size -= len(part)
@@ -170,12 +170,13 @@ class Draft:
         self._pending.append({"note": key, "value": value})
         self.flush()
 
-    def put(self, name: str, W: Tensor, record: dict[str, Any]) -> None:
-        """Write one tensor to its place; it counts as done after the next flush."""
+    def put(self, key: str, name: str, skip: int, W: Tensor, record: dict[str, Any]) -> None:
+        """Write one tensor, or the part of it that is `key`, `skip` bytes into its place; done after the next flush."""
         shard, start = self.place[name]
         data = memoryview(as_bytes(W.contiguous()))
-        _write(self._files[shard.file], data, start)
-        self._pending.append({"name": name, "bytes": len(data), "crc": zlib.crc32(data), "record": record})
+        _write(self._files[shard.file], data, start + skip)
+        written = {"key": key, "name": name, "skip": skip, "bytes": len(data), "crc": zlib.crc32(data)}
+        self._pending.append({**written, "record": record})
         self._bytes += len(data)
         if self._bytes >= FLUSH_BYTES or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()

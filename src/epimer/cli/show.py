@@ -81,7 +81,7 @@ def plan(plan: Plan, options: Options, *, as_json: bool) -> None:
             "dtype": _dtype(job.template),
             "reads": job.reads,
             "writes": 0 if job.name in plan.ties else job.writes,
-            "memory": job.memory,
+            "memory": max(part.memory for part in job.parts()),
         }
         for job in plan.jobs
     ]

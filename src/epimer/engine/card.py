@@ -11,7 +11,7 @@ import epimer
 from epimer.plan import Plan
 from epimer.records import MergeRecord
 
-HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@[0-9a-f]{40}")
+HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)@[0-9a-f]{40}")
 
 
 def model_card(plan: Plan, record: MergeRecord) -> str:

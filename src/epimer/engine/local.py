@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, Full, Queue
 from threading import Condition, Event, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from epimer.checkpoints.checkpoint import fresh, header
 from epimer.checkpoints.lora import Adapted
 from epimer.errors import EpimerError, OutputError
-from epimer.geometry.linalg import LowRank
+from epimer.geometry.linalg import LowRank, chunks, dense, nonfinite
 from epimer.methods.curvatures import check_layer
 from epimer.methods.inputs import check_finite, matrix_shape, precision
-from epimer.methods.merge import check_delta, merge_tensor
+from epimer.methods.merge import Setting, check_delta, merge_tensor
 from epimer.methods.registry import Prepared, Prepass
 from epimer.plan import Job, Plan, Role
 from epimer.progress import Stage
 from epimer.records import TensorRecord
 
+T = TypeVar("T")
 SMALL = 1 << 20  # jobs below this many bytes are handed over together
 TOGETHER = 1 << 23
 
@@ -85,10 +87,9 @@ class Runner:
         entries = sum(job.template.numel() for job in jobs)
 
         def tensors() -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
-            for job in jobs:
-                base = None if self.plan.base is None else self._read(self.plan.base, job.name)
-                yield job.name, base, [self._read(role, job.name) for role in self.plan.models]
-                stage.advance(job.reads, job.name)
+            for job, tensors in ahead((job, [self._read(role, job) for role in self._roles()]) for job in jobs):
+                yield job.name, None if self.plan.base is None else tensors.pop(0), tensors
+                stage.advance(job.reads, job.key)
 
         def average(weights: list[float]) -> dict[str, Tensor]:
             raise AssertionError("a method that scores averages cannot come from a recipe")
@@ -151,22 +152,29 @@ class Runner:
         if job.setting is None:
             source = base if base is not None else self.plan.models[0]
             return source.read(job.name), []
-        W0 = None if base is None else self._read(base, job.name)
+        W0 = None if base is None else base.read(job.name, job.rows)
         return W0, [self._load_one(role, job) for role in self.plan.models]
 
     def _load_one(self, role: Role, job: Job) -> Tensor | LowRank | None:
         model = role.checkpoint
         if role.label in self.adapted and isinstance(model, Adapted) and not model.replaces(job.name):
-            delta = model.delta(job.name)
+            delta = model.delta(job.name, job.rows)
             if delta is not None:
                 for factor in (delta.A, delta.B):
                     check_finite(role.label, job.name, factor)
             return delta
-        return self._read(role, job.name)
+        return role.read(job.name, job.rows)
 
-    def _read(self, role: Role, name: str) -> Tensor:
-        W = role.read(name)
-        check_finite(role.label, name, W)
+    def _check(self, role: Role, job: Job, D: Tensor) -> None:
+        """Refuse a task vector that is not finite, and say whose fault it is."""
+        if nonfinite(D):
+            for one in (*([self.plan.base] if self.plan.base else []), role):
+                self._read(one, job)
+            check_delta(role.label, job.name, D)
+
+    def _read(self, role: Role, job: Job) -> Tensor:
+        W = role.read(job.name, job.rows)
+        check_finite(role.label, job.name, W)
         return W
 
     def _roles(self) -> list[Role]:
@@ -207,11 +215,40 @@ class Runner:
             job.name, job.rule, W0, [job.template] * len(models), setting.method, setting.p, self.plan.curvatures
         )
         setting = replace(setting, curvature=checked)
-        start = None if W0 is None else W0.to(device, dtype)
-        del W0
-        deltas = self._deltas(job, start, models, device, dtype, factored=setting.factored)
-        result, record = merge_tensor(setting, start, deltas, job.template)
-        return result, replace(record, seconds=time.perf_counter() - started)
+        if setting.entrywise and device.type == "cpu":
+            result, record = self._in_chunks(setting, job, W0, models, dtype)
+        else:
+            start = None if W0 is None else W0.to(device, dtype)
+            del W0
+            deltas = self._deltas(job, start, models, device, dtype, factored=setting.factored)
+            result, record = merge_tensor(setting, start, deltas, job.template)
+        return result, replace(record, shape=tuple(job.template.shape), seconds=time.perf_counter() - started)
+
+    def _in_chunks(
+        self, setting: Setting, job: Job, W0: Tensor | None, models: list[Tensor | LowRank | None], dtype: torch.dtype
+    ) -> tuple[Tensor, TensorRecord]:
+        """Merge entries that stand alone a megabyte at a time, which never leaves the processor's cache."""
+        result = fresh(job.template.shape, job.template.dtype)
+        given = [dense(W).to(dtype) if isinstance(W, LowRank) else W for W in models]
+        columns = [None if W is None else chunks(W.reshape(-1)) for W in (W0, *given)]
+        record: TensorRecord | None = None
+        for i, target in enumerate(chunks(result.reshape(-1))):
+            base, *parts = [None if column is None else column[i] for column in columns]
+            start = None if base is None else base.to(dtype)
+            deltas = []
+            for role, W, part in zip(self.plan.models, models, parts, strict=True):
+                if part is None:
+                    D = torch.zeros(len(target), dtype=dtype)
+                elif start is None or isinstance(W, LowRank):
+                    D = part.to(dtype)
+                else:
+                    D = part.to(dtype) - start
+                self._check(role, job, D)
+                deltas.append(D)
+            piece, record = merge_tensor(setting, start, deltas, header(target.shape, target.dtype))
+            target.copy_(piece)
+        assert record is not None
+        return result, record
 
     def _deltas(
         self,
@@ -237,9 +274,43 @@ class Runner:
                 D = W.to(device, dtype)
                 if start is not None:
                     D -= start  # what was read is nobody else's
-                check_delta(role.label, job.name, D)
+                self._check(role, job, D)
                 deltas.append(D.reshape(shape))
         return deltas
+
+
+def ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield items, made by a thread that is always one ahead."""
+    queue: Queue[tuple[T | None, BaseException | None]] = Queue(maxsize=1)
+    stop = Event()
+
+    def offer(item: T | None, error: BaseException | None) -> None:
+        while not stop.is_set():
+            with suppress(Full):
+                queue.put((item, error), timeout=0.1)
+                return
+
+    def make() -> None:
+        try:
+            for item in items:
+                offer(item, None)
+                if stop.is_set():
+                    return
+            offer(None, StopIteration())
+        except BaseException as error:
+            offer(None, error)
+
+    Thread(target=make, daemon=True).start()
+    try:
+        while True:
+            item, error = queue.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item  # type: ignore[misc]
+    finally:
+        stop.set()
 
 
 @contextmanager

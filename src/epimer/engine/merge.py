@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -9,7 +10,8 @@ import re
 import resource
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from epimer.records import MergeRecord, TensorRecord
 
 RECORD = "epimer.json"
 ENGINES = ("local",)
+M_MMAP_THRESHOLD = -3  # glibc's name for it
 SLACK = 1 << 26  # bytes kept free for what is not counted: Python, headers, the journal
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -135,9 +138,10 @@ def check_memory(plan: Plan, options: Options) -> int:
     if options.max_memory is None:
         most = int(0.8 * _available())
         return max(most, plan.memory)
+    _return_freed_memory()
     most, used = parse_size(options.max_memory, "max_memory"), _resident() + SLACK
     if used + plan.memory > most:
-        widest = max(plan.jobs, key=lambda job: job.memory)
+        widest = max(plan.parts, key=lambda job: job.memory)
         raise ParameterError(
             f"max_memory of {most / 1e9:.2f} GB is too little: {widest.name!r} needs {widest.memory / 1e9:.2f} GB "
             f"beside {used / 1e9:.2f} GB for Python and torch; give {(used + widest.memory) / 1e9 + 0.01:.2f}GB."
@@ -224,21 +228,31 @@ def _prepare(plan: Plan, runner: Runner, draft: Draft, progress: Progress) -> Pr
 
 
 def _merge_all(plan: Plan, runner: Runner, draft: Draft, progress: Progress) -> dict[str, TensorRecord]:
-    records = {name: _tensor_record(given) for name, given in draft.done.items()}
-    todo = [job for job in plan.jobs if job.name not in records and job.name not in plan.ties]
-    stage = progress.begin("merging", sum(job.reads for job in plan.jobs))
-    stage.advance(sum(job.reads for job in plan.jobs if job.name in records), "")
-    for job, result, record in runner.results(todo):
-        draft.put(job.name, result, asdict(record))
-        records[job.name] = record
-        stage.advance(job.reads, job.name)
+    made = {key: _tensor_record(given) for key, given in draft.done.items()}
+    stage = progress.begin("merging", plan.reads)
+    stage.advance(sum(job.reads for job in plan.parts if job.key in made), "")
+    for job, result, record in runner.results([job for job in plan.parts if job.key not in made]):
+        draft.put(job.key, job.name, job.skip, result, asdict(record))
+        made[job.key] = record
+        stage.advance(job.reads, job.key)
     draft.flush()
+    records: dict[str, TensorRecord] = {}
+    for job in plan.parts:
+        records[job.name] = _joined(records.get(job.name), made[job.key])
     for name, W in plan.skipped.items():
         records[name] = TensorRecord("skip", tuple(W.shape))
     for name, twin in plan.ties.items():
         records[name] = tied(records[twin], twin)
     order = {**plan.outputs, **plan.skipped}
     return {name: records[name] for name in order}
+
+
+def _joined(one: TensorRecord | None, other: TensorRecord) -> TensorRecord:
+    """Return the record of a tensor that was made in two parts."""
+    if one is None:
+        return other
+    shape = (one.shape[0] + other.shape[0], *one.shape[1:])
+    return replace(one, shape=shape, seconds=(one.seconds or 0) + (other.seconds or 0))
 
 
 def _tensor_record(given: dict[str, Any]) -> TensorRecord:
@@ -296,6 +310,12 @@ def _key(plan: Plan, shards: list[Shard], device: str, threads: int) -> str:
     state = [one.state for one in plan.checkpoints]
     how = [plan.request, state, [shard.size for shard in shards], device, threads, torch.__version__]
     return hashlib.blake2b(json.dumps(how).encode(), digest_size=16).hexdigest()
+
+
+def _return_freed_memory() -> None:
+    """Let the C library give every freed block of four megabytes or more back at once, not keep it for later."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 22)
 
 
 def _resident() -> int:

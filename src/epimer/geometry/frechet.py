@@ -105,7 +105,10 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return Σ weights_t · tensors_t."""
     total = tensors[0] * weights[0]
     for x, weight in zip(tensors[1:], weights[1:], strict=True):
-        total = total + weight * x
+        if isinstance(x, Tensor) and isinstance(total, Tensor) and x.dtype == total.dtype:
+            total.add_(x, alpha=weight)
+        else:
+            total = total + weight * x
     return total
 
 

@@ -16,17 +16,22 @@ FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no ro
 FIRST_LOOK = 4  # blocks before the first look at the error
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
 SVD_TOLERANCE = 6e-3  # bound on the mean angle of float32 triples; their product's error is some 30x lower
-CHUNK = 1 << 24  # entries counted at a time
+CHUNK = 1 << 17  # entries looked at together where each stands alone: half a megabyte, which stays in the cache
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 
 
 def nonfinite(x: Tensor) -> int:
     """Return how many entries of `x` are NaN or Inf; one fast pass where there are none."""
-    if x.element_size() == 1:
-        x = x.float()  # float8 has no sum
-    if math.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)):
+    narrow = x.element_size() < 4 and x.device.type == "cpu"  # widened for the sum, which is cheap in the cache only
+    parts = chunks(x.reshape(-1)) if narrow else [x]
+    if all(math.isfinite(working(part).sum()) for part in parts):
         return 0
     return x.numel() - int(torch.isfinite(working(x)).sum())
+
+
+def chunks(flat: Tensor) -> Sequence[Tensor]:
+    """Divide a vector on the CPU into parts that stay in the cache."""
+    return torch.split(flat, CHUNK) if flat.device.type == "cpu" else [flat]
 
 
 def working(x: Tensor) -> Tensor:
@@ -375,9 +380,7 @@ def kth_magnitudes(
     for digit in reversed(range(digits)):
         counts = torch.zeros(len(ranks), 1 << 16, dtype=torch.int64)
         for row in rows():
-            for t, chunk in (
-                (t, chunk) for t, column in enumerate(row) for chunk in torch.split(column.flatten(), CHUNK)
-            ):
+            for t, chunk in ((t, chunk) for t, column in enumerate(row) for chunk in chunks(column.flatten())):
                 bits = chunk.to(dtype).abs().view(whole)
                 inside = bits if digit == digits - 1 else bits[(bits >> (16 * (digit + 1))) == prefixes[t]]
                 counts[t] += torch.bincount((inside >> (16 * digit)) & 0xFFFF, minlength=1 << 16).cpu()

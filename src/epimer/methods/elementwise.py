@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epimer.errors import ParameterError
 from epimer.geometry.frechet import weighted_sum
-from epimer.geometry.linalg import kth_magnitudes, working
+from epimer.geometry.linalg import chunks, kth_magnitudes, working
 from epimer.geometry.metric import Diagonal
 from epimer.methods.registry import (
     COMMON,
@@ -50,7 +50,9 @@ def thresholds(prepass: Prepass, p: Any) -> Prepared:
 
     def deltas() -> Iterator[Iterator[Tensor]]:
         for _, base, models in prepass.tensors():
-            yield (working(W) - working(base) for W in models)  # type: ignore[arg-type]
+            assert base is not None
+            for W0, *parts in zip(*(chunks(W.reshape(-1)) for W in (base, *models)), strict=True):
+                yield (working(part) - working(W0) for part in parts)
 
     # The authors keep every entry from the cut-th smallest up.
     cuts = [prepass.entries - int(prepass.entries * kept) for kept in each(p.density, len(prepass.weights))]
@@ -148,6 +150,7 @@ METHODS = (
         parameters=(scale(), *COMMON),
         needs_base=False,
         elementwise=True,
+        entrywise=True,
         laws=LINEAR_LAWS,
     ),
     Method(
@@ -159,6 +162,7 @@ METHODS = (
         parameters=(scale(), *COMMON),
         needs_base=True,
         elementwise=True,
+        entrywise=True,
         absolute_weights=True,
         laws=LINEAR_LAWS,
     ),
@@ -171,6 +175,7 @@ METHODS = (
         parameters=(scale(), *COMMON),
         needs_base=False,
         elementwise=True,
+        entrywise=True,
         prepare=norms,
         whole_model=frozenset({"weight"}),
         laws=LINEAR_LAWS,
@@ -188,6 +193,7 @@ METHODS = (
         ),
         needs_base=False,
         elementwise=True,
+        entrywise=True,
         prepare=greedy,
         whole_model=frozenset({"weight"}),
         laws=LINEAR_LAWS,
@@ -212,8 +218,10 @@ METHODS = (
         ),
         needs_base=True,
         elementwise=True,
+        entrywise=True,
         prepare=thresholds,
         whole_model=frozenset({"density"}),
+        workspace=(1.1, 6.0),
         laws=frozenset({"permutation", "scale_zero"}),
     ),
     Method(
@@ -230,6 +238,7 @@ METHODS = (
         needs_base=True,
         elementwise=True,
         absolute_weights=True,
+        workspace=(1.0, 3.0),
         laws=frozenset({"scale_zero"}),
     ),
     Method(
@@ -249,6 +258,7 @@ METHODS = (
         needs_base=True,
         curvature="diagonal",
         elementwise=True,
+        workspace=(4.0, 8.0),
         laws=frozenset({"permutation", "copies", "scale_zero"}),
     ),
 )

@@ -144,6 +144,11 @@ class Setting:
         return replace(self, weights=found.weights, context=found.context)
 
     @property
+    def entrywise(self) -> bool:
+        """Whether each entry is merged without a look at the others."""
+        return self.rule == "average" or (self.rule == "elementwise" and self.method.entrywise)
+
+    @property
     def factored(self) -> bool:
         """Whether task vectors of low rank are taken as they are."""
         return self.rule == "matrix" and self.method.factored and getattr(self.p, "basis", "") != "full"

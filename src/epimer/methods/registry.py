@@ -206,13 +206,17 @@ class Method:
     """diagonal, kronecker, samples, task-gram (needs no data) or None"""
     elementwise: bool = False
     """acts on every floating-point tensor entry by entry, instead of on matrices"""
+    entrywise: bool = False
+    """merges each entry without a look at the tensor's other ones, so that a part can be merged alone"""
     absolute_weights: bool = False
     """uses the weights as given, instead of scaled to sum 1"""
     prepare: Callable[[Prepass, Any], Prepared] | None = None
     whole_model: frozenset[str] = frozenset()
     """parameters that the pre-pass reads, so that they cannot differ between tensors"""
-    workspace: tuple[float, float] = (0.0, 3.0)
-    """memory a merge takes beside its task vectors: tensors per model, and tensors whatever the number of models"""
+    workspace: tuple[float, float] = (0.0, 4.0)
+    """memory a merge was measured to take beside its task vectors: tensors per model, and tensors in any case"""
+    squares: bool = False
+    """forms matrices of the longer side squared, so that its workspace grows with the tensor's aspect ratio"""
     factored: bool = False
     """takes task vectors of low rank as they are, where its basis is not the full space"""
     laws: frozenset[str] = frozenset()

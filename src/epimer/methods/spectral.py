@@ -99,6 +99,7 @@ METHODS = (
             *COMMON,
         ),
         needs_base=True,
+        workspace=(0.6, 9.0),
         factored=True,
         laws=frozenset({"permutation", "copies", "scale_zero"}),
     ),
@@ -110,6 +111,7 @@ METHODS = (
         merge=iso_c,
         parameters=(scale(), *COMMON),
         needs_base=True,
+        workspace=(0.0, 10.0),
         factored=True,
         laws=frozenset({"permutation", "scale_zero"}),
     ),
@@ -125,6 +127,7 @@ METHODS = (
             *COMMON,
         ),
         needs_base=True,
+        workspace=(1.0, 11.0),
         laws=frozenset({"permutation", "scale_zero"}),
     ),
 )
