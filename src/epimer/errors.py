@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class EpimerError(ValueError):
@@ -49,3 +50,9 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     every = list(names)
     shown = ", ".join(repr(name) for name in every[:most])
     return shown if len(every) <= most else f"{shown} and {len(every) - most} more"
+
+
+def short(value: Any) -> str:
+    """Return a value's repr on one line, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."

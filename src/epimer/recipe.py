@@ -13,12 +13,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from epimer.errors import ParameterError, RecipeError, nearest
+from epimer.lines import Path, Source, spell
 
 if TYPE_CHECKING:  # the registry imports torch; functions import it when they must know the methods
     from epimer.methods.registry import Method, Parameter
 
-TAG = "tag:yaml.org,2002:"
-MOST_BYTES, MOST_VALUES = 1_000_000, 10_000
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 ALIASES = {"linear": "average", "dare_linear": "dare"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
@@ -43,7 +42,6 @@ NOT_OUR_METHODS = {  # mergekit's method -> the nearest ones here
 }  # fmt: skip
 
 Scalar = bool | int | float | str | None
-Path = tuple[str | int, ...]
 
 
 class _Frozen(BaseModel):
@@ -195,10 +193,10 @@ def depths(names: Sequence[str]) -> dict[str, float]:
 def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
     """Read a recipe from a YAML file, or from the mapping such a file holds, and check all of it."""
     if isinstance(source, Mapping):
-        return _Reader(_Source(None)).recipe(_plain(source))
+        return _Reader(Source(None)).recipe(_plain(source))
     if not isinstance(source, str | os.PathLike):
         raise RecipeError(f"A recipe is a path to a YAML file or a mapping, got {type(source).__name__}.")
-    file = _Source(os.fspath(source))
+    file = Source(os.fspath(source))
     return _Reader(file).recipe(file.read())
 
 
@@ -231,116 +229,13 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _spell(path: Path) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-
-
-class _Loader(yaml.SafeLoader):
-    """Compose nodes, which know their lines, and give up early on a file that no recipe can be."""
-
-    composed = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self.composed += 1
-        if self.composed > 2 * MOST_VALUES:  # keys are nodes too
-            raise OverflowError
-        return super().compose_node(parent, index)
-
-
-class _Source:
-    """A file as plain data, with the line of everything in it; a mapping has no lines."""
-
-    def __init__(self, file: str | None) -> None:
-        self.file, self.lines, self.values = file, dict[Path, int](), 0
-
-    def error(self, path: Path, message: str) -> RecipeError:
-        while path and path not in self.lines:
-            path = path[:-1]
-        return RecipeError(f"{self.file}:{self.lines.get(path, 1)}: {message}" if self.file else f"recipe: {message}")
-
-    def wrong(self, path: Path, value: Any, expected: str) -> RecipeError:
-        from epimer.methods.registry import short
-
-        return self.error(path, f"{_spell(path) or 'a recipe'} must be {expected}. Got {short(value)} instead.")
-
-    def read(self) -> Any:
-        """Return the file's plain data: the safe types of YAML, and nothing else is ever built."""
-        assert self.file is not None
-        try:
-            with open(self.file, "rb") as file:
-                raw = file.read(MOST_BYTES + 1)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise RecipeError(f"Cannot read the recipe {self.file!r}: {reason}.") from None
-        text, line = "", 0
-        try:
-            if len(raw) > MOST_BYTES:
-                raise OverflowError
-            text = raw.decode("utf-8-sig")
-            node = yaml.compose(text, Loader=_Loader)
-            return None if node is None else self.plain(node, ())
-        except UnicodeDecodeError as error:
-            line, message = raw.count(b"\n", 0, error.start), "not UTF-8 text; save the file as UTF-8."
-        except yaml.YAMLError as error:
-            mark, context = getattr(error, "problem_mark", None), getattr(error, "context", None)
-            line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
-            problem = " ".join(str(getattr(error, "problem", None) or getattr(error, "reason", error)).split())
-            hint = " Quote text that begins with '*'." if "alias" in f"{context} {problem}" else ""
-            message = f"not valid YAML: {problem}.{hint}"
-        except (OverflowError, RecursionError):
-            most = f"{MOST_BYTES:,} bytes or {MOST_VALUES:,} values (an alias counts each time it is used)"
-            message = f"too large to be a recipe: more than {most}, or nested without end."
-        raise RecipeError(f"{self.file}:{line + 1}: {message}")
-
-    def plain(self, node: yaml.Node, path: Path) -> Any:
-        self.values += 1
-        if self.values > MOST_VALUES:
-            raise OverflowError
-        kind = node.tag.removeprefix(TAG)
-        if isinstance(node, yaml.MappingNode) and kind == "map":
-            return self.plain_mapping(node, path)
-        if isinstance(node, yaml.SequenceNode) and kind == "seq":
-            self.lines |= {(*path, i): item.start_mark.line + 1 for i, item in enumerate(node.value)}
-            return [self.plain(item, (*path, i)) for i, item in enumerate(node.value)]
-        if not isinstance(node, yaml.ScalarNode) or kind not in ("str", "timestamp", "null", "bool", "int", "float"):
-            raise self.error(path, f"the YAML tag {kind!r} is not allowed in a recipe.")
-        if kind in ("str", "timestamp"):
-            return node.value
-        try:
-            return yaml.constructor.SafeConstructor().construct_object(node)
-        except (ValueError, LookupError):
-            raise self.wrong(path, node.value, f"a YAML {kind}") from None
-
-    def plain_mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        merges = [value for key, value in node.value if key.tag == TAG + "merge"]
-        parts = [part for value in merges for part in (value.value if value.tag == TAG + "seq" else [value])]
-        for part in reversed(parts):  # of several, the first prevails; the mapping's own keys prevail over all
-            if not isinstance(part, yaml.MappingNode):
-                raise self.error(path, "the YAML key '<<' takes a mapping or a list of mappings.")
-            found |= self.plain(part, path)
-        own: dict[str, int] = {}
-        for key, value in node.value:
-            if key.tag == TAG + "merge":
-                continue
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise RecipeError(f"{self.file}:{line}: a key must be text.")
-            if key.value in own:
-                first = own[key.value]
-                raise RecipeError(f"{self.file}:{line}: the key {key.value!r} is given twice, first in line {first}.")
-            own[key.value] = self.lines[*path, key.value] = line
-            found[key.value] = self.plain(value, (*path, key.value))
-        return found
-
-
 class _Reader:
     """Turns plain data into a recipe, or says where and what is wrong."""
 
     method: Method
     known: dict[str, Parameter]
 
-    def __init__(self, source: _Source) -> None:
+    def __init__(self, source: Source) -> None:
         self.error, self.wrong = source.error, source.wrong
 
     def recipe(self, raw: Any) -> Recipe:
@@ -388,7 +283,7 @@ class _Reader:
             if key in refused:
                 raise self.error((*path, key), refused[key])
             if key not in known:
-                where = f" in {_spell(path)}{of}" if path else ""
+                where = f" in {spell(path)}{of}" if path else ""
                 shown = str(key)[:60]
                 hint = nearest(shown, known)
                 raise self.error((*path, key), f"unknown key {shown!r}{where}.{hint} Known: {', '.join(known)}.")
@@ -442,7 +337,7 @@ class _Reader:
         given = self.mapping(path, raw, ("model", "parameters", "curvature"), {})
         model = self.text((*path, "model"), given.get("model"))
         if model is None:
-            raise self.error(path, f"{_spell(path)} has no 'model'.")
+            raise self.error(path, f"{spell(path)} has no 'model'.")
         own = [key for key, parameter in self.known.items() if parameter.per_model]
         shared = {*(p.name for p in self.method.parameters), "lambda", "normalize"}.difference(own)
         refused = {key: f"{key!r} holds for all models; move it to the recipe's 'parameters'." for key in shared}
@@ -502,7 +397,7 @@ class _Reader:
 
     def filtered(self, path: Path, parameter: Parameter, raw: Any) -> Filtered:
         if "value" not in self.mapping(path, raw, ("filter", "value"), {}):
-            raise self.error(path, f"{_spell(path)} has no 'value'.")
+            raise self.error(path, f"{spell(path)} has no 'value'.")
         text = None if raw.get("filter") in ("*", "") else self.text((*path, "filter"), raw.get("filter"))
         return Filtered(filter=text, value=self.leaf((*path, "value"), parameter, raw["value"]))
 
@@ -519,4 +414,4 @@ class _Reader:
         try:
             return parameter.check(self.method.name, value)
         except ParameterError as error:
-            raise self.error(path, f"{_spell(path)}: {error}" if len(path) > 2 else str(error)) from None
+            raise self.error(path, f"{spell(path)}: {error}" if len(path) > 2 else str(error)) from None

@@ -293,7 +293,7 @@ def test_depths_of_tensors_of_no_layer():
 
 def everything() -> Recipe:
     return recipe(
-        "linear",
+        "average",
         base="/home/me/base",
         models=[
             {"model": "/home/me/a", "parameters": {"weight": [0, 1]}, "curvature": "/home/me/fa"},
@@ -305,6 +305,12 @@ def everything() -> Recipe:
         tokenizer_source="/home/me/a",
         rules={"*.bias": "copy"},
     )
+
+
+def test_a_base_beside_mergekits_linear_is_refused_unless_it_is_listed():
+    with pytest.raises(RecipeError, match="mergekit's linear counts base_model as one more model: list it"):
+        recipe("linear", base="x", models=[{"model": "a"}, {"model": "b"}])
+    assert len(recipe("linear", base="a", models=[{"model": "a"}, {"model": "b"}]).models) == 2
 
 
 def test_to_dict_is_canonical_and_reads_back():

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from epimer.errors import CurvatureError, ParameterError, TensorError
+from epimer.errors import CurvatureError, ParameterError, TensorError, short
 from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Tagged, clamp_rank, tagged
 from epimer.geometry.theory import diagnose_layer, total
 from epimer.methods.curvatures import Curvatures, check_curvatures, layer_basis, layer_metrics
 from epimer.methods.curved import rank_of
 from epimer.methods.inputs import StateDict, check_inputs, check_weights, matrix_shape, task_vectors
-from epimer.methods.registry import describe_method, short
+from epimer.methods.registry import describe_method
 from epimer.records import Diagnosis, LayerDiagnosis
 
 KINDS = ("diagonal", "kronecker", "samples", "projected")

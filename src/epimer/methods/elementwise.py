@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.errors import ParameterError
+from epimer.errors import ParameterError, short
 from epimer.geometry.frechet import weighted_sum
 from epimer.geometry.linalg import chunks, kth_magnitudes, working
 from epimer.geometry.metric import Diagonal
@@ -24,7 +24,6 @@ from epimer.methods.registry import (
     Prepass,
     each,
     scale,
-    short,
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.errors import ParameterError, nearest
+from epimer.errors import ParameterError, nearest, short
 from epimer.geometry.linalg import Delta
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace
@@ -131,12 +131,6 @@ def is_number(value: Any) -> bool:
         return math.isfinite(float(value))
     except OverflowError:
         return False
-
-
-def short(value: Any) -> str:
-    """Return a value's repr on one line, cut where it is long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True)

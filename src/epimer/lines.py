@@ -1,0 +1,117 @@
+"""YAML as plain data that knows the line of everything in it; nothing but the safe types is ever built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from epimer.errors import RecipeError, short
+
+TAG = "tag:yaml.org,2002:"
+MOST_BYTES, MOST_VALUES = 1_000_000, 10_000
+
+Path = tuple[str | int, ...]
+"""a place in the data: keys and indices"""
+
+
+def spell(path: Path) -> str:
+    """Return a place in a recipe as people write it: models[0].parameters."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+class _Loader(yaml.SafeLoader):
+    """Compose nodes, which know their lines, and give up early on a file that no recipe can be."""
+
+    composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.composed += 1
+        if self.composed > 2 * MOST_VALUES:  # keys are nodes too
+            raise OverflowError
+        return super().compose_node(parent, index)
+
+
+class Source:
+    """A file as plain data, with the line of everything in it; a mapping has no lines."""
+
+    def __init__(self, file: str | None) -> None:
+        self.file, self.lines, self.values = file, dict[Path, int](), 0
+
+    def error(self, path: Path, message: str) -> RecipeError:
+        while path and path not in self.lines:
+            path = path[:-1]
+        return RecipeError(f"{self.file}:{self.lines.get(path, 1)}: {message}" if self.file else f"recipe: {message}")
+
+    def wrong(self, path: Path, value: Any, expected: str) -> RecipeError:
+        return self.error(path, f"{spell(path) or 'a recipe'} must be {expected}. Got {short(value)} instead.")
+
+    def read(self) -> Any:
+        """Return the file's plain data: the safe types of YAML, and nothing else is ever built."""
+        assert self.file is not None
+        try:
+            with open(self.file, "rb") as file:
+                raw = file.read(MOST_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise RecipeError(f"Cannot read the recipe {self.file!r}: {reason}.") from None
+        text, line = "", 0
+        try:
+            if len(raw) > MOST_BYTES:
+                raise OverflowError
+            text = raw.decode("utf-8-sig")
+            node = yaml.compose(text, Loader=_Loader)
+            return None if node is None else self.plain(node, ())
+        except UnicodeDecodeError as error:
+            line, message = raw.count(b"\n", 0, error.start), "not UTF-8 text; save the file as UTF-8."
+        except yaml.YAMLError as error:
+            mark, context = getattr(error, "problem_mark", None), getattr(error, "context", None)
+            line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
+            problem = " ".join(str(getattr(error, "problem", None) or getattr(error, "reason", error)).split())
+            hint = " Quote text that begins with '*'." if "alias" in f"{context} {problem}" else ""
+            message = f"not valid YAML: {problem}.{hint}"
+        except (OverflowError, RecursionError):
+            most = f"{MOST_BYTES:,} bytes or {MOST_VALUES:,} values (an alias counts each time it is used)"
+            message = f"too large to be a recipe: more than {most}, or nested without end."
+        raise RecipeError(f"{self.file}:{line + 1}: {message}")
+
+    def plain(self, node: yaml.Node, path: Path) -> Any:
+        self.values += 1
+        if self.values > MOST_VALUES:
+            raise OverflowError
+        kind = node.tag.removeprefix(TAG)
+        if isinstance(node, yaml.MappingNode) and kind == "map":
+            return self.plain_mapping(node, path)
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
+            self.lines |= {(*path, i): item.start_mark.line + 1 for i, item in enumerate(node.value)}
+            return [self.plain(item, (*path, i)) for i, item in enumerate(node.value)]
+        if not isinstance(node, yaml.ScalarNode) or kind not in ("str", "timestamp", "null", "bool", "int", "float"):
+            raise self.error(path, f"the YAML tag {kind!r} is not allowed in a recipe.")
+        if kind in ("str", "timestamp"):
+            return node.value
+        try:
+            return yaml.constructor.SafeConstructor().construct_object(node)
+        except (ValueError, LookupError):
+            raise self.wrong(path, node.value, f"a YAML {kind}") from None
+
+    def plain_mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        merges = [value for key, value in node.value if key.tag == TAG + "merge"]
+        parts = [part for value in merges for part in (value.value if value.tag == TAG + "seq" else [value])]
+        for part in reversed(parts):  # of several, the first prevails; the mapping's own keys prevail over all
+            if not isinstance(part, yaml.MappingNode):
+                raise self.error(path, "the YAML key '<<' takes a mapping or a list of mappings.")
+            found |= self.plain(part, path)
+        own: dict[str, int] = {}
+        for key, value in node.value:
+            if key.tag == TAG + "merge":
+                continue
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise RecipeError(f"{self.file}:{line}: a key must be text.")
+            if key.value in own:
+                first = own[key.value]
+                raise RecipeError(f"{self.file}:{line}: the key {key.value!r} is given twice, first in line {first}.")
+            own[key.value] = self.lines[*path, key.value] = line
+            found[key.value] = self.plain(value, (*path, key.value))
+        return found
