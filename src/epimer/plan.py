@@ -17,6 +17,7 @@ from torch import Tensor
 import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes
+from epimer.checkpoints.hub import is_hub_id
 from epimer.curvature.store import StoredCurvature
 from epimer.errors import CurvatureError, EpimerError, ParameterError, RecipeError
 from epimer.methods.curvatures import missing_metric, needs_metric
@@ -105,7 +106,8 @@ class Plan:
     models: list[Role]
     donor: Checkpoint
     """whose config and other files the output gets"""
-    tokenizer: Checkpoint
+    tokenizer: Path | None
+    """the folder whose tokenizer the output gets"""
     curvatures: list[StoredCurvature] | None
     jobs: list[Job]
     skipped: dict[str, Tensor]
@@ -117,7 +119,7 @@ class Plan:
     def checkpoints(self) -> list[Checkpoint]:
         """Everything that is read, each once."""
         roles = [*([self.base] if self.base else []), *self.models]
-        every = [role.checkpoint for role in roles] + [self.donor, self.tokenizer]
+        every = [role.checkpoint for role in roles] + [self.donor]
         return list({id(one): one for one in every}.values())
 
     @property
@@ -166,13 +168,14 @@ class Plan:
             found[self.recipe.base_model] = self.base.checkpoint if self.base else self.donor
         for entry, role in zip(self.recipe.models, self.models, strict=True):
             found[entry.model] = role.checkpoint
-        if self.recipe.tokenizer_source != "base":
-            found[self.recipe.tokenizer_source] = self.tokenizer
         return found
 
     def public_recipe(self) -> str:
         """Return the recipe as YAML without local paths."""
         names = {text: one.name for text, one in self.named.items()}
+        source = self.recipe.tokenizer_source
+        if source != "base" and source not in names:
+            names[source] = source if is_hub_id(source) and not Path(source).exists() else Path(source).name
         for entry in self.recipe.models:
             if entry.curvature is not None:
                 names[entry.curvature] = Path(entry.curvature).name
@@ -204,7 +207,8 @@ def make_plan(recipe: Recipe, *, folder: Path | None = None, progress: bool = Fa
     base = None if recipe.base_model is None else opening(recipe.base_model, "base_model")
     models = [opening(entry.model, f"models[{t}]") for t, entry in enumerate(recipe.models)]
     source = recipe.tokenizer_source
-    tokenizer = base if source == "base" else opening(source, "tokenizer_source")
+    placed = Path(_placed(source, folder)).expanduser()
+    given = None if source == "base" else placed if placed.is_dir() else opening(source, "tokenizer_source")
     curvatures = _open_curvatures(recipe, folder, problems)
     if problems:
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in problems) + ".")
@@ -240,7 +244,7 @@ def make_plan(recipe: Recipe, *, folder: Path | None = None, progress: bool = Fa
         base=base_role,
         models=roles,
         donor=donor,
-        tokenizer=tokenizer or donor,
+        tokenizer=given if isinstance(given, Path) else (given or donor).folder,
         curvatures=curvatures,
         jobs=jobs,
         skipped=skipped,
@@ -284,39 +288,44 @@ def _roles(
     template = models[0] if base is None else base
     known = dict(template.ties)
     for name in template.headers:
-        lacking = name not in known and any(name not in model.headers for model in models)
+        alone = name not in known and name not in known.values()
+        lacking = alone and any(name not in model.headers for model in models)
         if lacking and (twin := _twin(template, name, models[0].headers)):
             known[name] = twin
+    groups: dict[str, list[str]] = {}
+    for name in template.headers:
+        groups.setdefault(known.get(name, name), []).append(name)
     roles, ties = [], dict(known)
     for t, (entry, model) in enumerate(zip(recipe.models, models, strict=True)):
-        stored = {n: twin for n, twin in known.items() if n not in model.headers and twin in model.headers}
+        stored = {}
+        for name in template.headers:
+            others = [other for other in groups[known.get(name, name)] if other in model.headers]
+            if name not in model.headers and others:
+                stored[name] = others[0]
+        shared = {model.ties.get(name, name) for name in model.headers if name in template.headers}
         headers = {
             name: W
             for name, W in model.headers.items()
-            if name in template.headers or not (name in model.ties or _twin(model, name, template.headers))
-        } | {name: model.headers[twin] for name, twin in stored.items()}
-        ties = {n: twin for n, twin in ties.items() if n in stored or model.ties.get(n) == twin}
+            if name in template.headers
+            or not (model.ties.get(name, name) in shared or _twin(model, name, template.headers))
+        } | {name: model.headers[other] for name, other in stored.items()}
+
+        def place(name: str, model: Checkpoint = model, stored: Mapping[str, str] = stored) -> str:
+            name = stored.get(name, name)
+            return model.ties.get(name, name)
+
+        ties = {name: twin for name, twin in ties.items() if place(name) == place(twin)}
         roles.append(Role(f"models[{t}] ({entry.model})", model, headers, stored))
     return roles, None if base is None else Role("base", base, base.headers), ties
 
 
 def _twin(model: Checkpoint, name: str, among: Mapping[str, Tensor]) -> str | None:
     """Return the embedding, named in `among`, that a model has also saved under this name, as its head."""
-    W = model.headers[name]
     for other, V in model.headers.items():
         embeds = other != name and other in among and any(word in other for word in ("embed", "wte", "shared"))
-        alike = embeds and V.dim() == 2 and V.shape == W.shape and V.dtype == W.dtype
-        if alike and model.sample(other) == model.sample(name) and _equal(model, name, other):
+        if embeds and V.dim() == 2 and model.equal(name, model, other):
             return other
     return None
-
-
-def _equal(model: Checkpoint, name: str, other: str) -> bool:
-    """Compare two tensors of a model some rows at a time."""
-    W = model.headers[name]
-    step = max(1, PART // max(1, nbytes(W[:1])))
-    blocks = [(start, min(start + step, len(W))) for start in range(0, len(W), step)]
-    return all(torch.equal(model.read(name, rows), model.read(other, rows)) for rows in blocks)
 
 
 class _Planner:

@@ -23,7 +23,7 @@ from epimer import cli
 from models import MATRICES, make_base, make_models
 
 EPIMER = Path(sys.executable).with_name("epimer")
-LONGEST = 60  # seconds; a command that hangs is a failure, not the end of the tests
+LONGEST = 20  # seconds; a command that hangs is a failure, not the end of the tests
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
@@ -211,6 +211,16 @@ def test_a_broken_model_is_refused(here, run, damage, words):
     assert_refused(run("merge", "recipe.yaml", "out"), *words)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_an_error_ends_workers_that_wait(here, run, workers):
+    """While the reader is busy with a large tensor, one worker fails and the others have nothing to do."""
+    for name in ("base", "one", "two"):
+        save(Path(name), {"first": torch.zeros(400_000), "large": torch.zeros(4_000_000)})
+    change("two", lambda state: state["first"].fill_(float("nan")))
+    ran = run("merge", "recipe.yaml", "out", "--workers", workers)
+    assert_refused(ran, "models[1] (two)['first'] holds NaN or Inf in 400000 of 400000 entries")
+
+
 def test_a_model_that_does_not_exist(here, run):
     write_recipe(models=[{"model": "one"}, {"model": "./three"}])
     assert_refused(
@@ -329,6 +339,11 @@ RECIPES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("ties takes a mean, so `normalize: false` means nothing to it; remove it, or set scale",),
     ),
     "a tokenizer that is not there": ({"tokenizer_source": "./gone"}, ("tokenizer_source: ./gone does not exist",)),
+    "a model's name without end": ({"models": [{"model": "x" * 5000}]}, ("models[0]: xxx", "does not exist")),
+    "a home that is not there": (
+        {"base_model": "~nobody-of-this-name/x"},
+        ("base_model: ~nobody-of-this-name/x does not",),
+    ),
     "a scale that overflows": (
         {"parameters": {"scale": 1e6}, "dtype": "float16"},
         ("does not fit in torch.float16; lower scale, or widen its dtype",),
@@ -459,6 +474,12 @@ def test_an_output_that_is_a_file(here, run):
     assert Path("out").read_text() == "mine"
     ran = run("merge", "recipe.yaml", "out/model")
     assert_refused(ran, "cannot be made", "choose another place", out=Path("out/model"))
+
+
+def test_an_output_that_no_file_system_takes(here, run):
+    ran = run("merge", "recipe.yaml", "x" * 300)
+    assert_refused(ran, "xxx", "File name too long; choose another")
+    assert {path.name for path in here.iterdir()} == {"base", "one", "two", "recipe.yaml"}
 
 
 def test_an_empty_folder_is_taken(here, run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from epimer.geometry.linalg import LowRank, working
 PREFIX = "base_model.model."
 PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 UNSUPPORTED = ("use_dora", "use_qalora", "use_bdlora", "kasa_config", "layer_replication", "monteclora_config")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base's weights
+CONV1D = ("gpt2", "imagegpt", "openai-gpt", "decision_transformer")  # models whose linear layers are stored transposed
 
 
 class Update(NamedTuple):
@@ -48,14 +51,12 @@ class Adapted(Checkpoint):
         return [*self.base.files, *self.adapter.files]
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
-        if name in self.replaced:
-            return self.adapter.read(self.replaced[name], rows)
-        W = self.base.read(name, rows)
+        W = self.adapter.read(self.replaced[name], rows) if name in self.replaced else self.base.read(name, rows)
         delta = self.delta(name, rows)
         return W if delta is None else working(W) + delta.dense().to(working(W).dtype).reshape(W.shape)
 
     def delta(self, name: str, rows: Rows = None) -> LowRank | None:
-        """Return what the adapter adds to a tensor or its rows, as factors; None if it leaves or replaces it."""
+        """Return what the adapter adds to a tensor or its rows, as factors; None if it adds nothing."""
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return None
@@ -69,22 +70,28 @@ class Adapted(Checkpoint):
         return name in self.replaced
 
     def sample(self, name: str) -> bytes:
-        if name in self.replaced:
-            return self.adapter.sample(self.replaced[name])
+        own = self.adapter.sample(self.replaced[name]) if name in self.replaced else self.base.sample(name)
         update = self.updates.get(name)
-        parts = b"" if update is None else self.adapter.sample(update.A) + self.adapter.sample(update.B)
-        return self.base.sample(name) + (f"{update.scaling!r}".encode() + parts if update else b"")
+        if update is None:
+            return own
+        return own + repr(update.scaling).encode() + self.adapter.sample(update.A) + self.adapter.sample(update.B)
+
+    def _refuse(self, problem: str) -> CheckpointError:
+        remedy = "merge it into its base with PEFT's merge_and_unload() and give the saved model"
+        return CheckpointError(f"{self.where} {problem}; {remedy}.")
 
     def _check_config(self) -> None:
         kind = self.config.get("peft_type")
         if kind != "LORA":
-            raise CheckpointError(f"{self.where} is a {kind} adapter; only LORA can be merged: save the merged model.")
+            raise self._refuse(f"is a {kind} adapter, and only LORA is read")
         used = [key for key in UNSUPPORTED if self.config.get(key)]
         if used:
-            raise CheckpointError(
-                f"{self.where} uses {', '.join(used)}, which is not plain LoRA; merge it into its base with PEFT's "
-                "merge_and_unload() and give the saved model."
-            )
+            raise self._refuse(f"uses {', '.join(used)}, which is not plain LoRA")
+        start = self.config.get("init_lora_weights")
+        if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+            raise self._refuse(f"was started by {start}, which also changes the base's weights")
+        if not isinstance(self.config.get("alpha_pattern") or {}, dict):
+            raise CheckpointError(f"{self.where}/adapter_config.json: alpha_pattern must map names to numbers.")
 
     def _match(self) -> None:
         """Find the base's tensor for every tensor of the adapter."""
@@ -95,10 +102,11 @@ class Adapted(Checkpoint):
             if part is not None:
                 factors.setdefault(module.removesuffix(part), {})[part] = key
             elif ".lora_" in key:
-                raise CheckpointError(f"{self.where} has {key!r}, which is not plain LoRA; merge it with PEFT first.")
-            else:
-                module = module.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")
-                self.replaced[self._resolve(module, key)] = key
+                raise self._refuse(f"has {key!r}, which is not plain LoRA")
+            elif ".original_module." not in key:
+                for inner in (".modules_to_save.default.", ".modules_to_save.", ".base_layer."):
+                    module = module.replace(inner, ".")
+                self._replace(self._resolve(module, key), key)
         for module, parts in factors.items():
             embedding = ".lora_embedding_A" in parts
             A, B = (".lora_embedding_A", ".lora_embedding_B") if embedding else PARTS[:2]
@@ -106,22 +114,79 @@ class Adapted(Checkpoint):
                 raise CheckpointError(f"{self.where} has only one of lora_A and lora_B for {module!r}; save it again.")
             name = self._resolve(f"{module}.weight", parts[A])
             self.updates[name] = self._update(module, name, parts[A], parts[B], embedding=embedding)
+        if not self.updates and not self.replaced:
+            raise CheckpointError(f"{self.where} changes nothing: it holds no LoRA factors; save the adapter again.")
+        self._untie()
+
+    def _replace(self, name: str, key: str) -> None:
+        """Take a tensor from the adapter instead of the base, unless they are the same."""
+        own, W = self.adapter.headers[key], self.base.headers[name]
+        if own.shape != W.shape or own.is_floating_point() != W.is_floating_point():
+            raise CheckpointError(
+                f"{self.where} brings its own {name!r}, {own.dtype} of shape {tuple(own.shape)}, but the base's is "
+                f"{W.dtype} of shape {tuple(W.shape)}; is it an adapter of this base?"
+            )
+        if not self.adapter.equal(key, self.base, name):
+            self.replaced[name], self.headers[name] = key, own
+
+    def _untie(self) -> None:
+        """Give up ties of which only one side is replaced; refuse where the other side is not stored."""
+        self.ties = {n: t for n, t in self.ties.items() if self.replaced.get(n) == self.replaced.get(t)}
+        heads = [name for name in self.base.headers if name.endswith(("lm_head.weight", "embed_out.weight"))]
+        tables = [name for name in self.replaced if any(word in name for word in ("embed", "wte", "shared"))]
+        names = self.model_config.get("architectures")
+        kinds = " ".join(map(str, names)) if isinstance(names, list) else ""
+        tied = any(word in kinds for word in ("LMHead", "CausalLM", "ConditionalGeneration", "MaskedLM"))
+        if tables and not heads and tied and self.model_config.get("tie_word_embeddings") is not False:
+            raise self._refuse(f"brings its own {tables[0]!r}, which the base also uses as its head")
+
+    @cached_property
+    def model_config(self) -> dict[str, object]:
+        """The base's config.json, if it has one."""
+        if self.folder is None or not (self.folder / "config.json").is_file():
+            return {}
+        return read_json(inside(self.folder, "config.json"), str(self.folder / "config.json"))
 
     def _update(self, module: str, name: str, A: str, B: str, *, embedding: bool) -> Update:
-        rank = self.adapter.headers[A].shape[0]
-        alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", rank))
-        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not rank:
-            raise CheckpointError(f"{self.where}/adapter_config.json has lora_alpha {alpha!r}, expected a number.")
-        scaling = alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
-        m, n = self.adapter.headers[B].flatten(1).shape[0], self.adapter.headers[A].flatten(1).shape[1]
-        shape = self.base.headers[name].flatten(1).shape if self.base.headers[name].dim() > 1 else ()
-        transposed = embedding or bool(self.config.get("fan_in_fan_out"))
-        if tuple(shape) != ((n, m) if transposed else (m, n)):
+        first, second = self.adapter.headers[A], self.adapter.headers[B]
+        if first.dim() < 2 or second.dim() < 2 or first.shape[0] != second.shape[1] or not first.shape[0]:
             raise CheckpointError(
-                f"{self.where} changes {name!r} by a {m} x {n} matrix, but the base's is {tuple(shape)}; "
+                f"{self.where}: the factors of {module!r} have shapes {tuple(first.shape)} and {tuple(second.shape)}, "
+                "expected (r, in) and (out, r); save the adapter again."
+            )
+        m, n, rank = second.shape[0], first.flatten(1).shape[1], first.shape[0]
+        shape = tuple(self.base.headers[name].flatten(1).shape) if self.base.headers[name].dim() > 1 else ()
+        if shape not in ((m, n), (n, m)) or (embedding and shape != (n, m)):
+            raise CheckpointError(
+                f"{self.where} changes {name!r} by a {m} x {n} matrix, but the base's has shape {shape}; "
                 "is it an adapter of this base?"
             )
-        return Update(A, B, scaling, transposed)
+        alpha = self._by_pattern(module, self.config.get("lora_alpha", rank))
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+            raise CheckpointError(f"{self.where}/adapter_config.json has lora_alpha {alpha!r}, expected a number.")
+        scaling = alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
+        return Update(A, B, scaling, embedding or self._transposed(module, shape == (m, n), shape == (n, m)))
+
+    def _transposed(self, module: str, fits: bool, fits_transposed: bool) -> bool:
+        """Whether the base stores a layer as (in, out); PEFT notes one answer for all layers, so shapes go first."""
+        if fits != fits_transposed:
+            return fits_transposed
+        if self.model_config.get("model_type") in CONV1D:
+            return module.rpartition(".")[2] in ("c_attn", "c_proj", "c_fc", "q_attn")
+        return bool(self.config.get("fan_in_fan_out"))
+
+    def _by_pattern(self, module: str, default: Any) -> Any:
+        """Return the alpha whose pattern matches the end of a module's name, as PEFT does."""
+        patterns = self.config.get("alpha_pattern") or {}
+        assert isinstance(patterns, dict)
+        for pattern, value in patterns.items():
+            try:
+                if re.match(rf"(.*\.)?({pattern})$", module):
+                    return value
+            except re.error as error:
+                where = f"{self.where}/adapter_config.json"
+                raise CheckpointError(f"{where}: alpha_pattern {pattern!r} is no pattern: {error}.") from error
+        return default
 
     def _resolve(self, wanted: str, key: str) -> str:
         """Return the base's name for an adapter's: the same, or the only one that ends with it (or it with that)."""
@@ -134,11 +199,3 @@ class Adapted(Checkpoint):
                 f"{listed(self.base.headers)}; is it an adapter of this base?"
             )
         return found[0]
-
-
-def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
-    """Return the value of the pattern that matches the end of a module's name, as PEFT does."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default

@@ -21,13 +21,14 @@ def model_card(plan: Plan, record: MergeRecord) -> str:
     if hub:
         head |= {"base_model": list(dict.fromkeys(hub)), "base_model_relation": "merge"}
     title = plan.donor.name.split("@")[0].split("/")[-1]
+    count = "one model" if len(plan.models) == 1 else f"{len(plan.models)} models"
     models = "\n".join(f"- {role.checkpoint.name} (`{role.checkpoint.fingerprint}`)" for role in plan.models)
     base = "" if plan.base is None else f"\nBase: {plan.base.checkpoint.name} (`{plan.base.checkpoint.fingerprint}`)\n"
     return f"""---
 {yaml.safe_dump(head, sort_keys=False).strip()}
 ---
 
-# {title}, {len(plan.models)} models merged
+# {title}, {count} merged
 
 Made with epimer {epimer.__version__} by **{plan.method.name}**: {plan.method.summary}.
 

@@ -87,7 +87,8 @@ class Runner:
         entries = sum(job.template.numel() for job in jobs)
 
         def tensors() -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
-            for job, tensors in ahead((job, [self._read(role, job) for role in self._roles()]) for job in jobs):
+            for job, read in ahead((job, [self._read(role, job) for role in self._roles()]) for job in jobs):
+                tensors = [W.to(self.devices[0]) for W in read]
                 yield job.name, None if self.plan.base is None else tensors.pop(0), tensors
                 stage.advance(job.reads, job.key)
 
@@ -96,10 +97,17 @@ class Runner:
 
         dtypes = [header for role in self._roles() for header in role.headers.values()]
         with threaded(self.threads):
-            return method.prepare(Prepass(tensors, setting.weights, average, entries, precision(dtypes)), setting.p)
+            workers = 1 if self.devices[0].type == "cuda" else len(self.devices)
+            found = Prepass(tensors, setting.weights, average, entries, precision(dtypes), workers)
+            return method.prepare(found, setting.p)
 
     def results(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Tensor, TensorRecord]]:
         """Run jobs and yield what they made, in no particular order."""
+        for device in set(self.devices):
+            if device.type == "cuda":
+                torch.linalg.eigh(
+                    torch.eye(2, device=device)
+                )  # loads the library, which two threads must not do at once
         workers = [Thread(target=self._work, args=(device,), daemon=True) for device in self.devices]
         reader = Thread(target=self._load_all, args=(jobs,), daemon=True)
         for thread in (reader, *workers):
@@ -147,6 +155,12 @@ class Runner:
             except Full:
                 continue
 
+    def _next(self) -> tuple[list[Job], list[Any]] | None:
+        while not self.stop.is_set():
+            with suppress(Empty):
+                return self.todo.get(timeout=0.1)
+        return None
+
     def _load(self, job: Job) -> Loaded:
         base = self.plan.base
         if job.setting is None:
@@ -184,10 +198,7 @@ class Runner:
         torch.set_num_threads(self.threads)
         try:
             with torch.no_grad():
-                while not self.stop.is_set():
-                    item = self.todo.get()
-                    if item is None:
-                        break
+                while (item := self._next()) is not None:
                     batch, loaded = item
                     del item
                     for job in batch:

@@ -101,7 +101,7 @@ def run(plan: Plan, out: Path, options: Options) -> MergeRecord:
     shards = lay_out(plan.outputs, plan.ties, parse_size(options.max_shard_size, "max_shard_size"))
     beside = _beside(plan)
     out = Path(os.path.abspath(out.expanduser()))
-    if (found := finished(out, plan, shards)) is not None:
+    if (found := finished(out, plan, shards, beside)) is not None:
         return found
     _check_output(out, plan, options)
     runner = Runner(plan, devices, threads=options.threads, memory=memory)
@@ -157,7 +157,7 @@ def parse_size(text: str | int, name: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def finished(out: Path, plan: Plan, shards: list[Shard]) -> MergeRecord | None:
+def finished(out: Path, plan: Plan, shards: list[Shard], beside: dict[str, bytes]) -> MergeRecord | None:
     """Return the record of an output that is already what the plan would make."""
     try:
         record = MergeRecord.from_dict(json.loads((out / RECORD).read_bytes()))
@@ -168,6 +168,7 @@ def finished(out: Path, plan: Plan, shards: list[Shard]) -> MergeRecord | None:
         return None
     try:
         there = all((out / file).stat().st_size == size for file, size in record.files.items())
+        there = there and all((out / file).read_bytes() == data for file, data in beside.items())
     except OSError:
         return None
     return record if there else None
@@ -288,7 +289,7 @@ def _record(
 def _beside(plan: Plan) -> dict[str, bytes]:
     """Return the files that are carried over, and the note on those that are not."""
     dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
-    files = carried(plan.donor.folder, plan.tokenizer.folder, dtypes.pop() if len(dtypes) == 1 else None)
+    files = carried(plan.donor.folder, plan.tokenizer, dtypes.pop() if len(dtypes) == 1 else None)
     left = code_files(plan.donor.folder)
     if left:
         plan.notes.append(f"Python files are not copied: {', '.join(left)}; add them yourself if you trust them.")

@@ -106,7 +106,7 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     total = tensors[0] * weights[0]
     for x, weight in zip(tensors[1:], weights[1:], strict=True):
         if isinstance(x, Tensor) and isinstance(total, Tensor) and x.dtype == total.dtype:
-            total.add_(x, alpha=weight)
+            total += weight * x  # not add_(x, alpha=…), whose rounding depends on where in a tensor an entry lies
         else:
             total = total + weight * x
     return total

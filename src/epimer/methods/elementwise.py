@@ -37,11 +37,15 @@ def norms(prepass: Prepass, p: Any) -> Prepared:
     squares = [0.0] * len(prepass.weights)
     for _, _, models in prepass.tensors():
         for t, W in enumerate(models):
-            squares[t] += float(W.double().square().sum())
+            squares[t] += float(torch.linalg.vector_norm(W, dtype=torch.float64)) ** 2
     raw = [w / s**0.5 if s > 0 else 0.0 for w, s in zip(prepass.weights, squares, strict=True)]
     if not sum(raw) > 0:
         raise ParameterError("nan cannot weigh the models: every model with a weight is zero throughout.")
     return Prepared([w / sum(raw) for w in raw])
+
+
+def _differences(W0: Tensor, parts: list[Tensor]) -> Iterator[Tensor]:
+    return (working(part) - working(W0) for part in parts)
 
 
 def thresholds(prepass: Prepass, p: Any) -> Prepared:
@@ -51,11 +55,11 @@ def thresholds(prepass: Prepass, p: Any) -> Prepared:
         for _, base, models in prepass.tensors():
             assert base is not None
             for W0, *parts in zip(*(chunks(W.reshape(-1)) for W in (base, *models)), strict=True):
-                yield (working(part) - working(W0) for part in parts)
+                yield _differences(W0, parts)
 
     # The authors keep every entry from the cut-th smallest up.
     cuts = [prepass.entries - int(prepass.entries * kept) for kept in each(p.density, len(prepass.weights))]
-    found = kth_magnitudes(deltas, [max(cut, 1) for cut in cuts], prepass.dtype)
+    found = kth_magnitudes(deltas, [max(cut, 1) for cut in cuts], prepass.dtype, prepass.workers)
     return Prepared(prepass.weights, [value if cut > 0 else 0.0 for value, cut in zip(found, cuts, strict=True)])
 
 

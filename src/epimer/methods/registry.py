@@ -175,6 +175,8 @@ class Prepass:
     """how many entries `tensors` has in all, per model"""
     dtype: torch.dtype
     """the precision to compute in: float64 if any tensor is, else float32"""
+    workers: int = 1
+    """how many threads may work on it at once"""
 
 
 @dataclass(frozen=True)

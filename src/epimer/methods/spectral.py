@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.frechet import weighted_sum
-from epimer.geometry.linalg import polar, top_svd
+from epimer.geometry.linalg import Svd, polar, top_svd
 from epimer.geometry.subspace import Tagged, clamp_rank, tagged
 from epimer.methods.registry import COMMON, Layer, Method, Outcome, Parameter, scale
 
@@ -57,6 +58,14 @@ def iso_c(layer: Layer, p: Any) -> Outcome:
     return Outcome(iso_c_delta(layer.deltas, layer.weights))
 
 
+def _beyond(common: Svd, D: Tensor, rank: int) -> Svd:
+    """Return the leading triples of what the common directions leave of a task vector, rounding apart."""
+    U, sigma, V = top_svd(D - common.U @ (common.U.T @ D), rank)
+    noise = 8 * torch.finfo(D.dtype).eps * math.sqrt(max(D.shape)) * float(torch.linalg.vector_norm(D))
+    kept = sigma > noise
+    return Svd(U[:, kept], sigma[kept], V[:, kept])
+
+
 def iso_cts(layer: Layer, p: Any) -> Outcome:
     """Keep the top directions of the sum, fill up with each task's own, whiten both sides, equalise."""
     tasks, side = len(layer.deltas), min(layer.deltas[0].shape)
@@ -65,7 +74,7 @@ def iso_cts(layer: Layer, p: Any) -> Outcome:
     common = top_svd(weighted_sum(summed, [1.0] * tasks), side - own * tasks)
     triples = [common]
     if own:
-        triples += [top_svd(D - common.U @ (common.U.T @ D), own) for D in summed]
+        triples += [_beyond(common, D, own) for D in summed]
     U_mp = polar(torch.cat([triple.U for triple in triples], dim=1)).factor
     V_np = polar(torch.cat([triple.V for triple in triples], dim=1)).factor
     level = torch.cat([triple.sigma for triple in triples]).sum() / side
