@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -258,10 +259,13 @@ def _placed(text: str, folder: Path | None) -> str:
     """Return a path that exists here or, failing that, beside the recipe; other names as they are."""
     if folder is None:
         return text
-    parts = [text] if Path(text).expanduser().exists() else text.split("+")
+
+    def exists(part: str) -> bool:
+        return os.path.exists(os.path.expanduser(part))
+
+    parts = [text] if exists(text) else text.split("+")
     return "+".join(
-        str(folder / part) if not Path(part).expanduser().exists() and (folder / part).exists() else part
-        for part in parts
+        str(folder / part) if not exists(part) and os.path.exists(folder / part) else part for part in parts
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from epimer.checkpoints.checkpoint import Checkpoint
@@ -15,7 +16,7 @@ def open_checkpoint(text: str, *, progress: bool = False) -> Checkpoint:
     """Open a file, a folder, a hub id (`org/name@revision`), or `base+adapter` of any of them."""
     if not text.strip():
         raise CheckpointError("the name of a model is empty; give a path or a hub id.")
-    if Path(text).exists() or "+" not in text:
+    if os.path.exists(text) or "+" not in text:
         return _open_one(text, progress=progress)
     base, adapter = text.rsplit("+", 1)
     folder, name = _locate(adapter.strip(), progress=progress)
@@ -36,8 +37,8 @@ def _open_one(text: str, *, progress: bool) -> Checkpoint:
 
 def _locate(text: str, *, progress: bool) -> tuple[Path, str]:
     """Return where a model lies and what to call it without its path."""
-    path = Path(text).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(text))
+    if os.path.exists(path):
         return path, path.resolve().name if path.is_dir() else path.stem
     if is_hub_id(text):
         return fetch(text, progress=progress)

@@ -45,7 +45,10 @@ def carried(donor: Path | None, tokenizer: Path | None, dtype: str | None) -> di
     if "config.json" in files:
         assert donor is not None
         config = read_json(donor / "config.json", str(donor / "config.json"))
-        files["config.json"] = as_json(_config(config, dtype))
+        try:
+            files["config.json"] = as_json(_config(config, dtype))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{donor / 'config.json'} cannot be written down again: {error}.") from error
     return files
 
 

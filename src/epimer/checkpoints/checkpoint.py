@@ -55,8 +55,9 @@ class Checkpoint(ABC):
     def fingerprint(self) -> str:
         """A hash of every name, dtype and shape and of a sample of every tensor, whatever files they lie in."""
         digest = hashlib.blake2b(digest_size=16)
+        first: dict[str, str] = {}  # of a group of tied names, whichever the file keeps
         for name in sorted(self.headers):
-            if name not in self.ties:
+            if first.setdefault(self.ties.get(name, name), name) == name:
                 W = self.headers[name]
                 digest.update(f"{name}\0{W.dtype}\0{tuple(W.shape)}\0".encode())
                 digest.update(self.sample(name))
@@ -88,6 +89,15 @@ class Checkpoint(ABC):
         step = max(1, BLOCK // max(1, nbytes(W[:1])))
         blocks = [(start, min(start + step, len(W))) for start in range(0, len(W), step)]
         return all(torch.equal(self.read(name, rows), other.read(twin, rows)) for rows in blocks)
+
+
+def is_text(name: str) -> bool:
+    """Whether a name can be written as UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def nbytes(W: Tensor) -> int:

@@ -82,9 +82,13 @@ def inside(folder: Path, name: str) -> Path:
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
         root = root.parent.parent
     path = folder / name
-    if Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(root):
+    try:
+        target, there = path.resolve(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{name!r} in {folder} is not a file that can be read; copy it again.") from error
+    if Path(name).is_absolute() or ".." in Path(name).parts or not target.is_relative_to(root):
         raise CheckpointError(f"{name!r} leads out of the folder {folder}; put the file itself there.")
-    if not path.is_file():
+    if not there:
         raise CheckpointError(f"{path} does not exist, but its folder needs it; copy or download it again.")
     return path
 

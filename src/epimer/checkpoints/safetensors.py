@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, fresh, header, nbytes, sampled
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, fresh, header, is_text, nbytes, sampled
 from epimer.errors import CheckpointError
 
 DTYPES = {
@@ -148,7 +148,7 @@ def _parse(text: bytes, where: str) -> dict[str, Any]:
         return found
 
     try:
-        parsed = json.loads(text.decode(), object_pairs_hook=unique)
+        parsed = json.loads(text.decode(), object_pairs_hook=unique, parse_int=_whole, parse_constant=_whole)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
@@ -156,6 +156,12 @@ def _parse(text: bytes, where: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where} is not a safetensors file: its header is a {type(parsed).__name__}.")
     return parsed
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise ValueError(f"{text} is no count")
+    return int(text)
 
 
 def _entry(name: str, given: Any, where: str) -> Entry:
@@ -167,10 +173,14 @@ def _entry(name: str, given: Any, where: str) -> Entry:
         raise CheckpointError(f"{where}: {name!r} has dtype {given['dtype']!r}; known are {', '.join(DTYPES)}.")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{where}: {name!r} has shape {shape!r} and offsets {offsets!r}; save the file again.")
+    if not is_text(name):
+        raise CheckpointError(f"{where}: {name!r} is not a valid name; save the file again.")
     start, stop = offsets
     expected = dtype.itemsize
     for side in shape:
         expected *= side
+        if expected >= 2**63:
+            raise CheckpointError(f"{where}: {name!r} has a shape whose size overflows; save the file again.")
     if stop - start != expected:
         raise CheckpointError(
             f"{where}: {name!r} of shape {tuple(shape)} in {given['dtype']} takes {expected} bytes, "

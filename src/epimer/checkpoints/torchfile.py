@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes, sampled
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, is_text, nbytes, sampled
 from epimer.errors import CheckpointError, listed
 
 REMAP = 1 << 28  # bytes read through a mapping before it is made anew, which gives its pages back
@@ -41,7 +42,7 @@ class TorchFile(Checkpoint):
         return mapped.clone(memory_format=torch.contiguous_format)
 
     def sample(self, name: str) -> bytes:
-        flat = self._tensors[name].reshape(-1).view(torch.uint8)
+        flat = self._tensors[name].contiguous().reshape(-1).view(torch.uint8)
         return b"".join(flat[start:stop].numpy().tobytes() for start, stop in sampled(nbytes(self.headers[name])))
 
 
@@ -74,21 +75,30 @@ def load_tensors(path: Path, where: str, *, key: str | None = None, mapped: bool
             )
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(f"{where}: {name!r} is a {type(value).__name__}, expected only tensors; save those.")
+        if not is_text(name):
+            raise CheckpointError(f"{where}: {name!r} is not text that can be written down; rename it.")
+        if value.is_quantized or value.is_meta or value.is_nested:
+            raise CheckpointError(f"{where}: {name!r} is quantized, nested or without data, expected a dense tensor.")
+        if value.layout == torch.strided and value.nbytes > value.untyped_storage().nbytes():
+            raise CheckpointError(f"{where}: {name!r} claims more entries than are stored; save it contiguous.")
         if value.layout != torch.strided:
             raise CheckpointError(f"{where}: {name!r} is stored as {value.layout}, expected a dense tensor.")
-    return {name: value.detach() for name, value in loaded.items()}
+    return {name: value.detach().resolve_conj().resolve_neg() for name, value in loaded.items()}
 
 
 def _load(path: Path, where: str, *, mapped: bool) -> Any:
     try:
         if mapped and not zipfile.is_zipfile(path):
-            with path.open("rb"):
-                pass
+            with path.open("rb") as file:
+                if file.read(8) == b"version ":
+                    raise CheckpointError(f"{where} is a Git LFS pointer, not the weights; run `git lfs pull` there.")
             raise CheckpointError(
                 f"{where} is not in torch's zip format (old, or cut short), so it cannot be read tensor by tensor; "
                 f"convert it: epimer convert {path.name} {path.stem}.safetensors"
             )
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror or error}.") from error
     except pickle.UnpicklingError as error:

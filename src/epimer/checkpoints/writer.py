@@ -112,7 +112,11 @@ class Draft:
                     f"another merge is writing {self.out}; wait for it, or choose another name."
                 ) from error
             with explained(self.out, "written"):
-                self._begin()
+                try:
+                    self._begin()
+                except OSError:
+                    self.discard()
+                    raise
                 yield self
         finally:
             for file in self._files.values():

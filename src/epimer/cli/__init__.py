@@ -29,7 +29,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but er
 def main() -> None:
     """Run the command line: exit 0 done, 2 the input is at fault, 1 epimer is."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except EpimerError as error:
         _fail(str(error), 2)
     except BrokenPipeError:
@@ -37,6 +37,8 @@ def main() -> None:
     except MemoryError:
         _fail("this machine has too little memory; set --max-memory to what it can spare.", 2)
     except Exception as error:
+        if hasattr(error, "format_message"):
+            _fail(error.format_message(), 2)
         if os.environ.get("EPIMER_DEBUG"):
             traceback.print_exc()
         _fail(
@@ -98,6 +100,8 @@ def merge(
     options = Options(device, workers, threads, max_memory, max_shard_size, overwrite, not (quiet or as_json))
     if out is None and not dry_run:
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
+    if record is not None and not record.parent.is_dir():
+        raise EpimerError(f"{record} cannot be written: there is no folder {record.parent}; make it first.")
     plan = plan_recipe(recipe, progress=options.progress)
     if dry_run:
         show.plan(plan, options, as_json=as_json)

@@ -130,6 +130,8 @@ class Runner:
             while any(thread.is_alive() for thread in (reader, *workers)):
                 _drain(self.todo)
                 _drain(self.made)
+                with suppress(Full):
+                    self.todo.put_nowait(None)  # wakes a worker that waits
                 for thread in (reader, *workers):
                     thread.join(0.01)
 

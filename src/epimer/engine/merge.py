@@ -181,7 +181,7 @@ def _check_output(out: Path, plan: Plan, options: Options) -> None:
         for file in one.files:
             if file.resolve().is_relative_to(real):
                 raise OutputError(f"{out} holds {one.where}, which the merge reads; choose another output.")
-    if not out.exists() and not out.is_symlink():
+    if not os.path.lexists(out):
         return
     if not out.is_dir():
         raise OutputError(f"{out} is a file; the output is a folder: choose another name.")
