@@ -17,6 +17,8 @@ NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.
 
 def open_file(path: Path, where: str = "") -> Checkpoint:
     """Open one file of weights by its suffix."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{where or path} is not a regular file; copy the weights to one.")
     if path.suffix == ".safetensors":
         return SafetensorsFile(path, where)
     if path.suffix in TORCH_SUFFIXES:

@@ -18,7 +18,7 @@ FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no ro
 FIRST_LOOK = 4  # blocks before the first look at the error
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
 SVD_TOLERANCE = 6e-3  # bound on the mean angle of float32 triples; their product's error is some 30x lower
-CHUNK = 1 << 17  # entries looked at together where each stands alone: half a megabyte, which stays in the cache
+CHUNK = 1 << 19  # entries looked at together where each stands alone: they stay in the cache
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 
 

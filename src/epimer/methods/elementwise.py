@@ -72,10 +72,10 @@ def ties(layer: Layer, p: Any) -> Outcome:
     elected = weighted_sum(votes, layer.weights).sign()
     total, mass = torch.zeros_like(elected), torch.zeros_like(elected)
     for D, weight in zip(trimmed, layer.weights, strict=True):
-        agrees = (D.sign() == elected) & (elected != 0)
-        total += weight * torch.where(agrees, D, 0)
-        mass += weight * agrees.to(D)
-    return Outcome(torch.where(mass > 0, total / torch.where(mass > 0, mass, 1), 0))
+        agreeing = (D * elected).clamp_min_(0)  # |D| where it has the elected sign, else 0
+        total += weight * agreeing
+        mass += weight * (agreeing > 0)
+    return Outcome(elected * total / torch.where(mass > 0, mass, 1))
 
 
 def dare(layer: Layer, p: Any) -> Outcome:

@@ -264,7 +264,9 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ParameterError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise ParameterError(
+            f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); use 'cpu'."
+        ) from error
     if found.type == "meta":
         raise ParameterError("device 'meta' cannot be used: it has no data; use 'cpu' or 'cuda'.")
     return found
