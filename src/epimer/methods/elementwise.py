@@ -74,7 +74,7 @@ def ties(layer: Layer, p: Any) -> Outcome:
     for D, weight in zip(trimmed, layer.weights, strict=True):
         agreeing = (D * elected).clamp_min_(0)  # |D| where it has the elected sign, else 0
         total += weight * agreeing
-        mass += weight * (agreeing > 0)
+        mass += weight * (agreeing > 0).to(D)
     return Outcome(elected * total / torch.where(mass > 0, mass, 1))
 
 
