@@ -15,7 +15,7 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import fresh, header
 from epimer.checkpoints.lora import Adapted
-from epimer.errors import EpimerError, OutputError
+from epimer.errors import EpimerError, OutputError, TensorError
 from epimer.geometry.linalg import LowRank, chunks, dense, nonfinite
 from epimer.methods.curvatures import check_layer
 from epimer.methods.inputs import check_finite, matrix_shape, precision
@@ -29,6 +29,7 @@ T = TypeVar("T")
 SMALL = 1 << 20  # jobs below this many bytes are handed over together
 TOGETHER = 1 << 23
 
+Made = tuple[Job, Tensor, TensorRecord]
 Loaded = tuple[Tensor | None, list[Tensor | LowRank | None]]
 """the base's tensor, and per model its tensor, what an adapter adds to the base's, or None where it adds nothing"""
 
@@ -203,8 +204,9 @@ class Runner:
                 while (item := self._next()) is not None:
                     batch, loaded = item
                     del item
-                    for job in batch:
-                        self.made.put((job, *self._make(job, loaded.pop(0), device)))
+                    job = batch[0]
+                    for made in self._together(batch, loaded, device):
+                        self.made.put(made)
                     del batch, loaded
             self.made.put(None)
         except torch.OutOfMemoryError as error:
@@ -212,6 +214,26 @@ class Runner:
             self.made.put(_chained(OutputError(message), error))
         except BaseException as error:
             self.made.put(error)
+
+    def _together(self, batch: list[Job], loaded: list[Loaded], device: torch.device) -> Iterator[Made]:
+        """Merge small tensors whose entries stand alone as one vector; anything else, and what fails, one by one."""
+        if len(batch) > 1 and len({_kind(job, tensors) for job, tensors in zip(batch, loaded, strict=True)}) == 1:
+            with suppress(TensorError):  # which does not say whose fault it was
+                sizes = [job.template.numel() for job in batch]
+                columns = [[tensors[0], *tensors[1]] for tensors in loaded]
+                models: list[Tensor | LowRank | None]
+                base, *models = [
+                    None if parts[0] is None else torch.cat([W.reshape(-1) for W in parts])
+                    for parts in zip(*columns, strict=True)
+                ]
+                whole = replace(batch[0], template=header((sum(sizes),), batch[0].template.dtype))
+                result, record = self._make(whole, (base, models), device)
+                for job, part in zip(batch, torch.split(result, sizes), strict=True):
+                    shape, share = tuple(job.template.shape), (record.seconds or 0) * part.numel() / sum(sizes)
+                    yield job, part.reshape(shape), replace(record, shape=shape, seconds=share)
+                return
+        for job in batch:
+            yield job, *self._make(job, loaded.pop(0), device)
 
     def _make(self, job: Job, loaded: Loaded, device: torch.device) -> tuple[Tensor, TensorRecord]:
         started = time.perf_counter()
@@ -350,6 +372,15 @@ def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
             batch = []
     if batch:
         yield batch
+
+
+def _kind(job: Job, loaded: Loaded) -> object:
+    """Return what jobs must have in common to be done as one; a job that cannot has itself."""
+    setting, (base, models) = job.setting, loaded
+    if setting is None or not setting.entrywise or not all(isinstance(W, Tensor) for W in models):
+        return job.key
+    dtypes = [job.template.dtype, *(W.dtype for W in (base, *models) if isinstance(W, Tensor))]
+    return id(setting.p), setting.rule, tuple(setting.weights), tuple(dtypes)
 
 
 def _drain(queue: Queue[Any]) -> None:
