@@ -105,7 +105,7 @@ def main() -> None:
                 print(json.dumps(rows[-1]), flush=True)
     assert all(row["of_limit"] < 1 for row in rows), "a merge went over its limit"
     if args.save:
-        target = Path(__file__).parent / "results" / f"{date.today()}-memory_is_flat.json"
+        target = Path(__file__).parent / "results" / f"memory_is_flat-{date.today()}.json"
         target.write_text(json.dumps({"limit": args.max_memory, "models": args.models, "rows": rows}, indent=2) + "\n")
 
 

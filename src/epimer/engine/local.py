@@ -220,14 +220,13 @@ class Runner:
         if len(batch) > 1 and len({_kind(job, tensors) for job, tensors in zip(batch, loaded, strict=True)}) == 1:
             with suppress(TensorError):  # which does not say whose fault it was
                 sizes = [job.template.numel() for job in batch]
-                columns = [[tensors[0], *tensors[1]] for tensors in loaded]
-                models: list[Tensor | LowRank | None]
-                base, *models = [
-                    None if parts[0] is None else torch.cat([W.reshape(-1) for W in parts])
-                    for parts in zip(*columns, strict=True)
+                columns = zip(*([tensors[0], *tensors[1]] for tensors in loaded), strict=True)
+                joined: list[Any] = [
+                    None if parts[0] is None else torch.cat([dense(W).reshape(-1) for W in parts if W is not None])
+                    for parts in columns
                 ]
                 whole = replace(batch[0], template=header((sum(sizes),), batch[0].template.dtype))
-                result, record = self._make(whole, (base, models), device)
+                result, record = self._make(whole, (joined[0], joined[1:]), device)
                 for job, part in zip(batch, torch.split(result, sizes), strict=True):
                     shape, share = tuple(job.template.shape), (record.seconds or 0) * part.numel() / sum(sizes)
                     yield job, part.reshape(shape), replace(record, shape=shape, seconds=share)
