@@ -627,9 +627,11 @@ def test_inspect(here, run):
     table = run("inspect", "two")
     assert table.code == 0
     lines = {line.split()[0]: line.split()[1:] for line in table.out.splitlines()}
-    assert lines["block.0.weight"] == ["24", "x", "20", "float32", "1.9", "kB"]
-    assert lines["temperature"] == ["scalar", "float32", "4", "B"]
-    assert lines["steps"] == ["3", "int64", "24", "B"]
+    prints = {row["name"]: row["fingerprint"] for row in found["tensors"]}
+    assert len(set(prints.values())) == len(prints)
+    assert lines["block.0.weight"] == ["24", "x", "20", "float32", "1.9", "kB", prints["block.0.weight"]]
+    assert lines["temperature"] == ["scalar", "float32", "4", "B", prints["temperature"]]
+    assert lines["steps"] == ["3", "int64", "24", "B", prints["steps"]]
     assert f"{len(expected)} tensors" in table.out
     assert found["fingerprint"] in table.out
 
@@ -641,6 +643,7 @@ def test_convert_then_inspect(here, run):
     ran = run("convert", "model.bin", "out.safetensors", "--key", "model")
     assert ran == (0, "wrote out.safetensors (1 tied names share a tensor)\n", "")
     rows = {row["name"]: row for row in json.loads(run("inspect", "out.safetensors", "--json").out)["tensors"]}
+    assert rows["head"].pop("fingerprint") == rows["embed"]["fingerprint"]
     assert rows["head"] == {"name": "head", "shape": [4, 3], "dtype": "float32", "bytes": 48, "tied_to": "embed"}
     assert torch.equal(safetensors.torch.load_file("out.safetensors")["embed"], W)
     exists = run("convert", "model.bin", "out.safetensors", "--key", "model")

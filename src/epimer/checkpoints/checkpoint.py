@@ -58,10 +58,14 @@ class Checkpoint(ABC):
         first: dict[str, str] = {}  # of a group of tied names, whichever the file keeps
         for name in sorted(self.headers):
             if first.setdefault(self.ties.get(name, name), name) == name:
-                W = self.headers[name]
-                digest.update(f"{name}\0{W.dtype}\0{tuple(W.shape)}\0".encode())
-                digest.update(self.sample(name))
+                digest.update(f"{name}\0{self.fingerprint_of(name)}\0".encode())
         return digest.hexdigest()
+
+    def fingerprint_of(self, name: str) -> str:
+        """Return a hash of one tensor: its dtype, its shape and a sample of its data."""
+        W = self.headers[name]
+        content = f"{W.dtype}\0{tuple(W.shape)}\0".encode() + self.sample(name)
+        return hashlib.blake2b(content, digest_size=8).hexdigest()
 
     @property
     def state(self) -> list[tuple[str, int, int]]:

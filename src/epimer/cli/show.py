@@ -73,7 +73,7 @@ def plan(plan: Plan, options: Options, *, as_json: bool) -> None:
         except EpimerError as error:
             plan.problems.append(error)
             problems = [str(error)]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": job.name,
             "rule": "tied" if job.name in plan.ties else job.rule,
@@ -93,8 +93,8 @@ def plan(plan: Plan, options: Options, *, as_json: bool) -> None:
     console = _console()
     table = Table("tensor", "rule", "shape", "dtype", "read", "write", "memory", box=None, pad_edge=False)
     for row in rows:
-        costs = [size(row[key]) for key in ("reads", "writes", "memory")]  # type: ignore[arg-type]
-        table.add_row(str(row["name"]), str(row["rule"]), _shape(row["shape"]), str(row["dtype"]), *costs)
+        costs = [size(row[key]) for key in ("reads", "writes", "memory")]
+        table.add_row(row["name"], row["rule"], _shape(row["shape"]), row["dtype"], *costs)
     console.print(table)
     console.print(
         f"{plan.method.name} of {len(plan.models)} models: read {size(plan.reads)}, write {size(plan.writes)}, "
@@ -110,12 +110,13 @@ def plan(plan: Plan, options: Options, *, as_json: bool) -> None:
 
 def checkpoint(model: Checkpoint, *, as_json: bool) -> None:
     """Show a checkpoint's tensors."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": name,
             "shape": list(W.shape),
             "dtype": _dtype(W),
             "bytes": model.size(name),
+            "fingerprint": model.fingerprint_of(name),
             "tied_to": model.ties.get(name),
         }
         for name, W in model.headers.items()
@@ -127,10 +128,10 @@ def checkpoint(model: Checkpoint, *, as_json: bool) -> None:
             {"name": model.name, "fingerprint": model.fingerprint, "bytes": total, "entries": entries, "tensors": rows}
         )
     console = _console()
-    table = Table("tensor", "shape", "dtype", "size", "tied to", box=None, pad_edge=False)
+    table = Table("tensor", "shape", "dtype", "size", "fingerprint", "tied to", box=None, pad_edge=False)
     for row in rows:
-        cells = [_shape(row["shape"]), str(row["dtype"]), size(row["bytes"]), str(row["tied_to"] or "")]  # type: ignore[arg-type]
-        table.add_row(str(row["name"]), *cells)
+        cells = [row["name"], _shape(row["shape"]), row["dtype"], size(row["bytes"]), row["fingerprint"]]
+        table.add_row(*cells, row["tied_to"] or "")
     console.print(table)
     console.print(
         f"{len(rows)} tensors, {entries:,} entries, {size(total)}, fingerprint {model.fingerprint}", highlight=False
