@@ -224,6 +224,13 @@ def make_plan(recipe: Recipe, *, folder: Path | None = None, progress: bool = Fa
         other = [s for s in roles[:t] if s.checkpoint.fingerprint == role.checkpoint.fingerprint]
         if other:
             notes.append(f"{role.label} equals {other[0].label}: it counts twice.")
+    for role, curvature in zip(roles, curvatures or (), strict=False):
+        if curvature.about.get("model") not in (None, role.checkpoint.fingerprint):
+            problems.append(
+                CurvatureError(
+                    f"{curvature.where} was measured on another model than {role.label}; measure it on this one."
+                )
+            )
     inputs = check_inputs(
         None if base_role is None else base_role.headers,
         [role.headers for role in roles],
@@ -412,6 +419,13 @@ class _Planner:
                 f"{self.method.name} needs {self.method.curvature} curvature; give every model of the recipe a "
                 "curvature: folder, or take a method that needs no data (epimer_free, tsv)."
             )
+        wanted = "diagonal" if rule == "fisher" else self.method.curvature
+        for curvature in self.curvatures:
+            if curvature.kind != wanted:
+                raise CurvatureError(
+                    f"{curvature.where} is {curvature.kind} curvature, but {self.method.name} needs {wanted} for {name!r}; "
+                    "measure that kind, or take a method that uses this one."
+                )
         have = [name in curvature for curvature in self.curvatures]
         if not any(have):
             if needs_metric(name, rule, self.inputs.template[name]):
