@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +27,7 @@ from epimer.methods.inputs import Inputs, check_inputs, check_weights, matrix_sh
 from epimer.methods.merge import Setting, check_copy, check_per_model
 from epimer.methods.registry import Method, describe_method
 from epimer.recipe import Recipe, Settings, depths
+from epimer.roles import Role, assign_roles
 
 PART = 1 << 28  # a job that takes more memory than this is divided if it can be
 
@@ -79,21 +80,6 @@ class Job:
             )
             for start, stop in pairwise(cuts)
         ]
-
-
-@dataclass(frozen=True)
-class Role:
-    """A checkpoint's part in the merge: what errors call it, and its tensors under the merge's names."""
-
-    label: str
-    checkpoint: Checkpoint
-    headers: Mapping[str, Tensor]
-    stored: Mapping[str, str] = field(default_factory=dict)
-    """names that this checkpoint keeps under another one, which they are tied to"""
-
-    def read(self, name: str, rows: Rows = None) -> Tensor:
-        """Return one tensor, or some of its rows."""
-        return self.checkpoint.read(self.stored.get(name, name), rows)
 
 
 @dataclass(frozen=True)
@@ -217,7 +203,7 @@ def make_plan(recipe: Recipe, *, folder: Path | None = None, progress: bool = Fa
     donor = base if base is not None else present[0]
     # mergekit's `normalize: false` sums the models themselves, so there is nothing to take differences from.
     summed = method.name == "average" and recipe.normalize_weights is False
-    roles, base_role, ties = _roles(None if summed else base, present, recipe)
+    roles, base_role, ties = assign_roles(None if summed else base, present, [entry.model for entry in recipe.models])
     for t, role in enumerate(roles):
         if base is not None and role.checkpoint is not base and role.checkpoint.fingerprint == base.fingerprint:
             notes.append(f"{role.label} equals the base: its task vector is zero.")
@@ -290,53 +276,6 @@ def _open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerE
         except EpimerError as error:
             problems.append(type(error)(f"curvature of models[{t}]: {error}"))
     return found
-
-
-def _roles(
-    base: Checkpoint | None, models: Sequence[Checkpoint], recipe: Recipe
-) -> tuple[list[Role], Role | None, dict[str, str]]:
-    """Bring all checkpoints to the template's names: a tied tensor may be stored under one name or under both."""
-    template = models[0] if base is None else base
-    known = dict(template.ties)
-    for name in template.headers:
-        alone = name not in known and name not in known.values()
-        lacking = alone and any(name not in model.headers for model in models)
-        if lacking and (twin := _twin(template, name, models[0].headers)):
-            known[name] = twin
-    groups: dict[str, list[str]] = {}
-    for name in template.headers:
-        groups.setdefault(known.get(name, name), []).append(name)
-    roles, ties = [], dict(known)
-    for t, (entry, model) in enumerate(zip(recipe.models, models, strict=True)):
-        stored = {}
-        for name in template.headers:
-            others = [other for other in groups[known.get(name, name)] if other in model.headers]
-            if name not in model.headers and others:
-                stored[name] = others[0]
-        shared = {model.ties.get(name, name) for name in model.headers if name in template.headers}
-        headers = {
-            name: W
-            for name, W in model.headers.items()
-            if name in template.headers
-            or not (model.ties.get(name, name) in shared or _twin(model, name, template.headers))
-        } | {name: model.headers[other] for name, other in stored.items()}
-
-        def place(name: str, model: Checkpoint = model, stored: Mapping[str, str] = stored) -> str:
-            name = stored.get(name, name)
-            return model.ties.get(name, name)
-
-        ties = {name: twin for name, twin in ties.items() if place(name) == place(twin)}
-        roles.append(Role(f"models[{t}] ({entry.model})", model, headers, stored))
-    return roles, None if base is None else Role("base", base, base.headers), ties
-
-
-def _twin(model: Checkpoint, name: str, among: Mapping[str, Tensor]) -> str | None:
-    """Return the embedding, named in `among`, that a model has also saved under this name, as its head."""
-    for other, V in model.headers.items():
-        embeds = other != name and other in among and any(word in other for word in ("embed", "wte", "shared"))
-        if embeds and V.dim() == 2 and model.equal(name, model, other):
-            return other
-    return None
 
 
 class _Planner:
@@ -423,8 +362,8 @@ class _Planner:
         for curvature in self.curvatures:
             if curvature.kind != wanted:
                 raise CurvatureError(
-                    f"{curvature.where} is {curvature.kind} curvature, but {self.method.name} needs {wanted} for {name!r}; "
-                    "measure that kind, or take a method that uses this one."
+                    f"{curvature.where} is {curvature.kind} curvature, but {self.method.name} needs {wanted} "
+                    f"for {name!r}; measure that kind, or take a method that uses this one."
                 )
         have = [name in curvature for curvature in self.curvatures]
         if not any(have):

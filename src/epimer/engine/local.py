@@ -21,9 +21,10 @@ from epimer.methods.curvatures import check_layer
 from epimer.methods.inputs import check_finite, matrix_shape, precision
 from epimer.methods.merge import Setting, check_delta, merge_tensor
 from epimer.methods.registry import Prepared, Prepass
-from epimer.plan import Job, Plan, Role
+from epimer.plan import Job, Plan
 from epimer.progress import Stage
 from epimer.records import TensorRecord
+from epimer.roles import Role
 
 T = TypeVar("T")
 SMALL = 1 << 20  # jobs below this many bytes are handed over together
