@@ -103,10 +103,14 @@ class Plan:
     notes: list[str]
 
     @property
+    def roles(self) -> list[Role]:
+        """The base, if there is one, and the models."""
+        return [*([self.base] if self.base else []), *self.models]
+
+    @property
     def checkpoints(self) -> list[Checkpoint]:
         """Everything that is read, each once."""
-        roles = [*([self.base] if self.base else []), *self.models]
-        every = [role.checkpoint for role in roles] + [self.donor]
+        every = [role.checkpoint for role in self.roles] + [self.donor]
         return list({id(one): one for one in every}.values())
 
     @property
@@ -142,7 +146,7 @@ class Plan:
     @cached_property
     def request(self) -> str:
         """A hash of what was asked for: the recipe, with every model replaced by its fingerprint."""
-        models = [one.fingerprint for one in self.named.values()]
+        models = [one.fingerprint for one in (self.donor, *(role.checkpoint for role in self.roles))]
         curvature = [[one.file.fingerprint, one.kind] for one in self.curvatures or ()]
         text = json.dumps([epimer.__version__, self.public_recipe(), models, curvature])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -162,7 +166,8 @@ class Plan:
         names = {text: one.name for text, one in self.named.items()}
         source = self.recipe.tokenizer_source
         if source != "base" and source not in names:
-            names[source] = source if is_hub_id(source) and not Path(source).exists() else Path(source).name
+            cached = self.tokenizer is not None and "snapshots" in self.tokenizer.parts
+            names[source] = source if is_hub_id(source) and cached else Path(source).name
         for entry in self.recipe.models:
             if entry.curvature is not None:
                 names[entry.curvature] = Path(entry.curvature).name
@@ -252,11 +257,13 @@ def _placed(text: str, folder: Path | None) -> str:
     """Return a path that exists here or, failing that, beside the recipe; other names as they are."""
     if folder is None:
         return text
+    if not os.path.exists(os.path.expanduser(text)) and os.path.exists(folder / text):
+        return str(folder / text)
 
     def exists(part: str) -> bool:
         return os.path.exists(os.path.expanduser(part))
 
-    parts = [text] if exists(text) else text.split("+")
+    parts = [text] if exists(text) else [part.strip() for part in text.split("+")]
     return "+".join(
         str(folder / part) if not exists(part) and os.path.exists(folder / part) else part for part in parts
     )
@@ -370,7 +377,10 @@ class _Planner:
             if needs_metric(name, rule, self.inputs.template[name]):
                 raise missing_metric(name, self.method)
             return 0
-        return sum(curvature.size(name) for curvature in self.curvatures if name in curvature)
+        if not all(have):
+            where = self.curvatures[have.index(False)].where
+            raise CurvatureError(f"{where} has nothing for {name!r}, which the others have; measure it again.")
+        return sum(curvature.size(name) for curvature in self.curvatures)
 
     def _resolve(self, settings: Settings) -> tuple[Any, list[float]]:
         """Return a tensor's parameters and weights; equal settings are resolved once."""

@@ -35,6 +35,7 @@ PROCESSOR = (
     "video_preprocessor_config.json",
     "feature_extractor_config.json",
 )
+PATHS = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_file")
 LARGEST = 1 << 28  # bytes; a tokenizer is a few megabytes
 
 
@@ -42,6 +43,10 @@ def carried(donor: Path | None, tokenizer: Path | None, dtype: str | None) -> di
     """Return the files to put beside the weights; `dtype` is what the config is to say, None to leave it."""
     files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := _read(donor, name)) is not None}
     files |= {name: data for name in TOKENIZER if (data := _read(tokenizer, name)) is not None}
+    if "tokenizer_config.json" in files and tokenizer is not None:
+        path = tokenizer / "tokenizer_config.json"
+        config = read_json(path, str(path))
+        files[path.name] = as_json({key: value for key, value in config.items() if key not in PATHS})
     if "config.json" in files:
         assert donor is not None
         config = read_json(donor / "config.json", str(donor / "config.json"))
@@ -77,6 +82,6 @@ def _config(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
             changed[key] = _config(value, dtype)
         elif key in ("torch_dtype", "dtype") and isinstance(value, str) and dtype is not None:
             changed[key] = dtype
-        elif key != "_name_or_path":
+        elif key not in PATHS:
             changed[key] = value
     return changed

@@ -71,10 +71,10 @@ class Adapted(Checkpoint):
 
     def sample(self, name: str) -> bytes:
         own = self.adapter.sample(self.replaced[name]) if name in self.replaced else self.base.sample(name)
-        update = self.updates.get(name)
+        update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return own
-        return own + repr(update.scaling).encode() + self.adapter.sample(update.A) + self.adapter.sample(update.B)
+        return own + repr(update[2:]).encode() + self.adapter.sample(update.A) + self.adapter.sample(update.B)
 
     def _refuse(self, problem: str) -> CheckpointError:
         remedy = "merge it into its base with PEFT's merge_and_unload() and give the saved model"
@@ -113,6 +113,10 @@ class Adapted(Checkpoint):
             if A not in parts or B not in parts:
                 raise CheckpointError(f"{self.where} has only one of lora_A and lora_B for {module!r}; save it again.")
             name = self._resolve(f"{module}.weight", parts[A])
+            if name in {*self.base.ties, *self.base.ties.values()}:
+                if any(word in name for word in ("lm_head", "embed_out", "decoder.weight")):
+                    raise self._refuse(f"changes {name!r}, which the base shares with its embeddings")
+                name = self.base.ties.get(name, name)
             self.updates[name] = self._update(module, name, parts[A], parts[B], embedding=embedding)
         if not self.updates and not self.replaced:
             raise CheckpointError(f"{self.where} changes nothing: it holds no LoRA factors; save the adapter again.")

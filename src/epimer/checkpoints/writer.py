@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from epimer.checkpoints.checkpoint import nbytes
 from epimer.checkpoints.safetensors import PART, as_bytes, encode_header
 from epimer.errors import OutputError
 
+OURS = ("journal.jsonl", "model", "old", "gone")
 FLUSH_BYTES = 1 << 28
 FLUSH_SECONDS = 1.0
 
@@ -86,9 +87,11 @@ def as_json(value: Any) -> bytes:
 class Draft:
     """A model folder in the making. `done` tells what an earlier, killed run has already written."""
 
-    def __init__(self, out: Path, shards: list[Shard], key: str) -> None:
+    def __init__(self, out: Path, shards: list[Shard], key: str, check: Callable[[], None] = lambda: None) -> None:
         self.out, self.shards, self.key = out, shards, key
-        self.root = out.parent / f".{out.name}.epimer"
+        self.check = check
+        """refuses to replace what is at `out`; asked again when the folder is about to appear"""
+        self.root = draft_of(out)
         self.folder, self.old, self.journal = self.root / "model", self.root / "old", self.root / "journal.jsonl"
         self.place = {name: (shard, start) for shard in shards for name, start in shard.starts.items()}
         self.done: dict[str, dict[str, Any]] = {}
@@ -103,6 +106,9 @@ class Draft:
         with explained(self.root, "made"):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.root.mkdir(exist_ok=True)
+            foreign = sorted(path.name for path in self.root.iterdir() if path.name not in OURS)
+            if foreign:
+                raise OutputError(f"{self.root} holds {foreign[0]!r}, which epimer did not put there; move it away.")
             lock = os.open(self.root, os.O_RDONLY)
         try:
             try:
@@ -125,13 +131,11 @@ class Draft:
             os.close(lock)
 
     def _begin(self) -> None:
-        if self.old.exists() and not self.out.exists():
-            self.old.rename(self.out)  # a run was killed while it replaced the output
         if not self._restore():
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir()
             with self.journal.open("wb") as journal:
                 journal.write(_line({"key": self.key}))
+            self.folder.mkdir()
         for shard in self.shards:
             file = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT, 0o666)
             self._files[shard.file] = file
@@ -151,7 +155,7 @@ class Draft:
         for entry in entries[1:]:
             if "note" in entry:
                 self.notes[entry["note"]] = entry["value"]
-            elif entry["name"] in self.place and self._checksum(entry) == entry["crc"]:
+            elif entry.get("name") in self.place and self._checksum(entry) == entry["crc"]:
                 self.done[entry["key"]] = entry["record"]
         return True
 
@@ -212,17 +216,34 @@ class Draft:
             for file in self._files.values():
                 os.fsync(file)
             _sync(self.folder)
+            self.check()
             if self.out.exists() and any(self.out.iterdir()):
                 self.out.rename(self.old)
             self.folder.rename(self.out)
             _sync(self.out.parent)
+            settle(self.out)
             shutil.rmtree(self.root)
 
     def discard(self) -> None:
         """Remove what was written so far."""
-        if self.old.exists() and not self.out.exists():
-            self.old.rename(self.out)
+        settle(self.out)
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def settle(out: Path) -> None:
+    """End what a killed run began when it replaced an output: bring the old one back, or let it go."""
+    old, gone = (draft_of(out) / name for name in ("old", "gone"))
+    if old.exists() and not os.path.lexists(out):
+        old.rename(out)
+    elif old.exists():
+        shutil.rmtree(gone, ignore_errors=True)
+        old.rename(gone)  # so that half of it is never taken for the old output
+        shutil.rmtree(gone)
+
+
+def draft_of(out: Path) -> Path:
+    """Return where an output lives while it is made."""
+    return out.parent / f".{out.name}.epimer"
 
 
 @contextmanager
@@ -236,6 +257,8 @@ def explained(path: Path, verb: str) -> Iterator[None]:
             reason = f"the disk is full ({free / 1e9:.2f} GB free); make room, or choose another place"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             reason = f"its folder may not be written to ({error.strerror}); choose another place"
+        elif error.errno == errno.EMFILE:
+            reason = "it has more files than may be open at once; take a larger --max-shard-size"
         else:
             reason = f"{error.strerror or error}; choose another place"
         raise OutputError(f"{path} cannot be {verb}: {reason}.") from error
@@ -277,7 +300,7 @@ def _readable(journal: bytes) -> tuple[list[dict[str, Any]], int]:
             entry = json.loads(line)
         except ValueError:
             break
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n") or not isinstance(entry, dict):
             break
         entries.append(entry)
         whole += len(line)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -49,13 +50,15 @@ def done(record: MergeRecord, out: Path, notes: Sequence[str]) -> None:
     """Say what a merge made."""
     console = _console()
     if not record.timings:
-        console.print(f"{out} is already there, made from the same recipe and models; nothing to do.")
+        console.print(f"{out} is already there, made from the same recipe and models; nothing to do.", markup=False)
         return
     rules = Counter(tensor.rule for tensor in record.tensors.values())
     counted = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
     total = sum(record.files.values())
     peak = size(record.peak_memory or 0)
-    console.print(f"[bold]{out}[/bold]  {record.method}, {len(record.tensors)} tensors ({counted})", highlight=False)
+    console.print(
+        f"[bold]{escape(str(out))}[/bold]  {record.method}, {len(record.tensors)} tensors ({counted})", highlight=False
+    )
     console.print(f"{size(total)} in {record.timings['total']:.1f} s, peak memory {peak}", highlight=False)
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False)
@@ -94,7 +97,7 @@ def plan(plan: Plan, options: Options, *, as_json: bool) -> None:
     table = Table("tensor", "rule", "shape", "dtype", "read", "write", "memory", box=None, pad_edge=False)
     for row in rows:
         costs = [size(row[key]) for key in ("reads", "writes", "memory")]
-        table.add_row(row["name"], row["rule"], _shape(row["shape"]), row["dtype"], *costs)
+        table.add_row(escape(row["name"]), row["rule"], _shape(row["shape"]), row["dtype"], *costs)
     console.print(table)
     console.print(
         f"{plan.method.name} of {len(plan.models)} models: read {size(plan.reads)}, write {size(plan.writes)}, "
@@ -130,8 +133,8 @@ def checkpoint(model: Checkpoint, *, as_json: bool) -> None:
     console = _console()
     table = Table("tensor", "shape", "dtype", "size", "fingerprint", "tied to", box=None, pad_edge=False)
     for row in rows:
-        cells = [row["name"], _shape(row["shape"]), row["dtype"], size(row["bytes"]), row["fingerprint"]]
-        table.add_row(*cells, row["tied_to"] or "")
+        cells = [escape(row["name"]), _shape(row["shape"]), row["dtype"], size(row["bytes"]), row["fingerprint"]]
+        table.add_row(*cells, escape(row["tied_to"] or ""))
     console.print(table)
     console.print(
         f"{len(rows)} tensors, {entries:,} entries, {size(total)}, fingerprint {model.fingerprint}", highlight=False

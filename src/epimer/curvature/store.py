@@ -50,6 +50,8 @@ class StoredCurvature(Mapping[str, Metric]):
         if name not in self._names:
             raise KeyError(name)
         keys = {part: f"{name}.{part}" for part in PARTS[self.kind]}
+        if self.kind == "samples" and any(key not in self.file.headers for key in keys.values()):
+            raise CurvatureError(f"{self.where} has only one of g and x for {name!r}; measure it again.")
         return _KINDS[self.kind](**{p: self.file.read(key) for p, key in keys.items() if key in self.file.headers})
 
     def __contains__(self, name: object) -> bool:

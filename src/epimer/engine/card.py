@@ -55,8 +55,7 @@ Models (the code is a fingerprint of the weights):
 
 
 def _names(plan: Plan) -> list[str]:
-    roles = [*([plan.base] if plan.base else []), *plan.models]
-    return [part for role in roles for part in role.checkpoint.name.split("+")]
+    return [part for role in plan.roles for part in role.checkpoint.name.split("+")]
 
 
 def _findings(record: MergeRecord) -> str:

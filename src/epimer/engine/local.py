@@ -89,7 +89,7 @@ class Runner:
         entries = sum(job.template.numel() for job in jobs)
 
         def tensors() -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
-            for job, read in ahead((job, [self._read(role, job) for role in self._roles()]) for job in jobs):
+            for job, read in ahead((job, [self._read(role, job) for role in self.plan.roles]) for job in jobs):
                 tensors = [W.to(self.devices[0]) for W in read]
                 yield job.name, None if self.plan.base is None else tensors.pop(0), tensors
                 stage.advance(job.reads, job.key)
@@ -97,7 +97,7 @@ class Runner:
         def average(weights: list[float]) -> dict[str, Tensor]:
             raise AssertionError("a method that scores averages cannot come from a recipe")
 
-        dtypes = [header for role in self._roles() for header in role.headers.values()]
+        dtypes = [header for role in self.plan.roles for header in role.headers.values()]
         with threaded(self.threads):
             workers = 1 if self.devices[0].type == "cuda" else len(self.devices)
             found = Prepass(tensors, setting.weights, average, entries, precision(dtypes), workers)
@@ -141,8 +141,7 @@ class Runner:
         torch.set_num_threads(self.threads)
         try:
             for batch in batches(jobs):
-                for job in batch:
-                    self.budget.take(job.memory, self.stop)
+                self.budget.take(sum(job.memory for job in batch), self.stop)
                 if self.stop.is_set():
                     break
                 self._offer((batch, [self._load(job) for job in batch]))
@@ -174,9 +173,9 @@ class Runner:
         return W0, [self._load_one(role, job) for role in self.plan.models]
 
     def _load_one(self, role: Role, job: Job) -> Tensor | LowRank | None:
-        model = role.checkpoint
-        if role.label in self.adapted and isinstance(model, Adapted) and not model.replaces(job.name):
-            delta = model.delta(job.name, job.rows)
+        model, name = role.checkpoint, role.stored.get(job.name, job.name)
+        if role.label in self.adapted and isinstance(model, Adapted) and not model.replaces(name):
+            delta = model.delta(name, job.rows)
             if delta is not None:
                 for factor in (delta.A, delta.B):
                     check_finite(role.label, job.name, factor)
@@ -186,7 +185,7 @@ class Runner:
     def _check(self, role: Role, job: Job, D: Tensor) -> None:
         """Refuse a task vector that is not finite, and say whose fault it is."""
         if nonfinite(D):
-            for one in (*([self.plan.base] if self.plan.base else []), role):
+            for one in (*self.plan.roles[: -len(self.plan.models)], role):
                 self._read(one, job)
             check_delta(role.label, job.name, D)
 
@@ -194,9 +193,6 @@ class Runner:
         W = role.read(job.name, job.rows)
         check_finite(role.label, job.name, W)
         return W
-
-    def _roles(self) -> list[Role]:
-        return [*([self.plan.base] if self.plan.base else []), *self.plan.models]
 
     def _work(self, device: torch.device) -> None:
         torch.set_num_threads(self.threads)
@@ -242,13 +238,19 @@ class Runner:
         if job.setting is None:
             assert W0 is not None
             record = TensorRecord(job.rule, tuple(W0.shape))
-            return W0.to(job.template.dtype), replace(record, seconds=time.perf_counter() - started)
+            result = W0.to(job.template.dtype)
+            if W0.is_floating_point() and nonfinite(result) and not nonfinite(W0):
+                raise TensorError(
+                    f"{job.name!r} does not fit in {result.dtype}, to which it is copied; widen the dtype."
+                )
+            return result, replace(record, seconds=time.perf_counter() - started)
         setting = job.setting if self.prepared is None else job.setting.prepared(self.prepared)
-        tensors = [W for W in models if isinstance(W, Tensor)] or [job.template]
+        tensors = [W for W in models if isinstance(W, Tensor)]
         dtype = self.forced or precision([W0, *tensors])
-        checked = check_layer(
-            job.name, job.rule, W0, [job.template] * len(models), setting.method, setting.p, self.plan.curvatures
-        )
+        if W0 is not None and not tensors:
+            check_finite("base", job.name, W0)
+        like = [header(job.template.shape, dtype)] * len(models)
+        checked = check_layer(job.name, job.rule, W0, like, setting.method, setting.p, self.plan.curvatures)
         setting = replace(setting, curvature=checked)
         if setting.entrywise and device.type == "cpu":
             result, record = self._in_chunks(setting, job, W0, models, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -19,10 +20,10 @@ import torch
 
 import epimer
 from epimer.checkpoints.carry import carried, code_files
-from epimer.checkpoints.writer import Draft, Shard, as_json, explained, index_of, lay_out
+from epimer.checkpoints.writer import Draft, Shard, as_json, draft_of, explained, index_of, lay_out, settle
 from epimer.engine.card import model_card
 from epimer.engine.local import Runner
-from epimer.errors import EpimerError, OutputError, ParameterError
+from epimer.errors import EpimerError, OutputError, ParameterError, listed
 from epimer.methods.merge import check_device, plain, tied, warn_of
 from epimer.methods.registry import Prepared
 from epimer.plan import Plan, make_plan
@@ -31,6 +32,7 @@ from epimer.recipe import Recipe, load_recipe
 from epimer.records import MergeRecord, TensorRecord
 
 RECORD = "epimer.json"
+INDEX = "model.safetensors.index.json"
 ENGINES = ("local",)
 M_MMAP_THRESHOLD = -3  # glibc's name for it
 SLACK = 1 << 26  # bytes kept free for what is not counted: Python, headers, the journal
@@ -101,11 +103,13 @@ def run(plan: Plan, out: Path, options: Options) -> MergeRecord:
     shards = lay_out(plan.outputs, plan.ties, parse_size(options.max_shard_size, "max_shard_size"))
     beside = _beside(plan)
     out = Path(os.path.abspath(out.expanduser()))
+    _settle(out)
     if (found := finished(out, plan, shards, beside)) is not None:
         return found
     _check_output(out, plan, options)
     runner = Runner(plan, devices, threads=options.threads, memory=memory)
-    draft = Draft(out, shards, _key(plan, shards, devices[0].type, options.threads))
+    key = _key(plan, shards, devices[0].type, options.threads)
+    draft = Draft(out, shards, key, lambda: _check_output(out, plan, options))
     with draft.opened(), Progress(options.progress) as progress:
         try:
             prepared = _prepare(plan, runner, draft, progress)
@@ -161,7 +165,7 @@ def finished(out: Path, plan: Plan, shards: list[Shard], beside: dict[str, bytes
     """Return the record of an output that is already what the plan would make."""
     try:
         record = MergeRecord.from_dict(json.loads((out / RECORD).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     sizes = {shard.file: shard.size for shard in shards}
     if record.request != plan.request or not sizes.items() <= record.files.items():
@@ -183,16 +187,35 @@ def _check_output(out: Path, plan: Plan, options: Options) -> None:
                 raise OutputError(f"{out} holds {one.where}, which the merge reads; choose another output.")
     if not os.path.lexists(out):
         return
+    if out.is_symlink():
+        raise OutputError(f"{out} is a link; give the folder itself.")
     if not out.is_dir():
         raise OutputError(f"{out} is a file; the output is a folder: choose another name.")
     with explained(out, "read"):
-        content = list(out.iterdir())
+        content = {path.name for path in out.iterdir()}
     if not content:
         return
     if not options.overwrite:
         raise OutputError(f"{out} exists and holds something else; choose another name, or pass --overwrite.")
-    if out.is_symlink() or not (out / RECORD).is_file():
-        raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.")
+    try:
+        ours = {*MergeRecord.from_dict(json.loads((out / RECORD).read_bytes())).files, RECORD, "README.md"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.") from None
+    if content - ours:
+        raise OutputError(
+            f"{out} also holds {listed(sorted(content - ours))}, which epimer did not make; move it away."
+        )
+
+
+def _settle(out: Path) -> None:
+    """Tidy up after a run that was killed while it replaced an output, unless another one is at work."""
+    with suppress(OSError):
+        lock = os.open(draft_of(out), os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            settle(out)
+        finally:
+            os.close(lock)
 
 
 def _devices(options: Options) -> list[torch.device]:
@@ -270,16 +293,19 @@ def _record(
 ) -> MergeRecord:
     settings = [job.setting for job in plan.jobs if job.setting is not None]
     shown = {key: plain(value) for key, value in vars(settings[0].p).items()} if settings else {}
-    weights = prepared.weights if prepared else settings[0].weights if settings else ()
-    roles = [*([plan.base] if plan.base else []), *plan.models]
+    weights = (prepared and prepared.weights) or (settings[0].weights if settings else ())
+    index = index_of(shards, plan.outputs)
+    indexed = {} if index is None else {INDEX: len(index)}
     return MergeRecord(
         method=plan.method.name,
         parameters=shown,
         weights=tuple(weights),
         tensors=tensors,
-        models=tuple((role.checkpoint.name, role.checkpoint.fingerprint) for role in roles),
+        models=tuple((role.checkpoint.name, role.checkpoint.fingerprint) for role in plan.roles),
         request=plan.request,
-        files={shard.file: shard.size for shard in shards} | {file: len(data) for file, data in beside.items()},
+        files=indexed
+        | {shard.file: shard.size for shard in shards}
+        | {file: len(data) for file, data in beside.items()},
         version=epimer.__version__,
         timings=timings,
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -300,7 +326,7 @@ def _publish(plan: Plan, draft: Draft, record: MergeRecord, shards: list[Shard],
     for file, data in beside.items():
         draft.add(file, data)
     if (index := index_of(shards, plan.outputs)) is not None:
-        draft.add("model.safetensors.index.json", index)
+        draft.add(INDEX, index)
     draft.add("README.md", model_card(plan, record).encode())
     draft.add(RECORD, as_json(record.lasting()))
     draft.publish()
@@ -308,7 +334,7 @@ def _publish(plan: Plan, draft: Draft, record: MergeRecord, shards: list[Shard],
 
 def _key(plan: Plan, shards: list[Shard], device: str, threads: int) -> str:
     """Return a hash of all that the bytes of a half-made output depend on."""
-    state = [one.state for one in plan.checkpoints]
+    state = [role.checkpoint.state for role in plan.roles] + [one.file.state for one in plan.curvatures or ()]
     how = [plan.request, state, [shard.size for shard in shards], device, threads, torch.__version__]
     return hashlib.blake2b(json.dumps(how).encode(), digest_size=16).hexdigest()
 

@@ -60,7 +60,7 @@ def thresholds(prepass: Prepass, p: Any) -> Prepared:
     # The authors keep every entry from the cut-th smallest up.
     cuts = [prepass.entries - int(prepass.entries * kept) for kept in each(p.density, len(prepass.weights))]
     found = kth_magnitudes(deltas, [max(cut, 1) for cut in cuts], prepass.dtype, prepass.workers)
-    return Prepared(prepass.weights, [value if cut > 0 else 0.0 for value, cut in zip(found, cuts, strict=True)])
+    return Prepared(None, [value if cut > 0 else 0.0 for value, cut in zip(found, cuts, strict=True)])
 
 
 def ties(layer: Layer, p: Any) -> Outcome:

@@ -108,7 +108,7 @@ def _everyone(
 
 def _fitting(ties: Mapping[str, str], rules: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, str]:
     """Return the ties whose two names are to be treated alike."""
-    return {n: twin for n, twin in ties.items() if rules[n] != "skip" and asked.get(n, rules[twin]) == rules[twin]}
+    return {n: t for n, t in ties.items() if "skip" not in (rules[n], rules[t]) and asked.get(n, rules[t]) == rules[t]}
 
 
 def _asked_rules(

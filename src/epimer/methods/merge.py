@@ -87,7 +87,7 @@ def merge_state_dicts(
         }
         if curvatures is not None and not row.needs_curvature and "fisher" not in inputs.rules.values():
             warnings.warn(f"{method} uses no curvature; what was given is ignored.", EpimerWarning, stacklevel=2)
-        prepared = Prepared(lam)
+        prepared = Prepared()
         if row.prepare is not None:
             merged_tensors = [W for _, W0, tensors in inputs.merged() for W in (W0, *tensors)]
             entries = sum(tensors[0].numel() for _, _, tensors in inputs.merged())
@@ -97,7 +97,7 @@ def merge_state_dicts(
         merged, records = _run(inputs, settings, where)
     warn_of(row.name, records)
     shown = {key: plain(value) for key, value in vars(p).items()}
-    return MergedState(merged, MergeRecord(row.name, shown, tuple(prepared.weights), records))
+    return MergedState(merged, MergeRecord(row.name, shown, tuple(prepared.weights or lam), records))
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ class Setting:
 
     def prepared(self, found: Prepared) -> Setting:
         """Return the setting with what the pre-pass found."""
-        return replace(self, weights=found.weights, context=found.context)
+        return replace(self, weights=found.weights or self.weights, context=found.context)
 
     @property
     def entrywise(self) -> bool:

@@ -183,7 +183,8 @@ class Prepass:
 class Prepared:
     """What a pre-pass found: other weights, or a context handed to every layer."""
 
-    weights: list[float]
+    weights: list[float] | None = None
+    """None where every tensor keeps its own"""
     context: Any = None
 
 
