@@ -221,6 +221,7 @@ def test_an_output_that_was_moved_aside_comes_back(models, tmp_path):
     before = contents(out)
     root = tmp_path / ".out.epimer"
     root.mkdir()
+    (root / "journal.jsonl").write_text("")
     out.rename(root / "old")
     assert epimer.merge(recipe(models, "average"), out, progress=False).request
     assert contents(out) == before

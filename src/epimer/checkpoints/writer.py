@@ -222,7 +222,6 @@ class Draft:
             self.folder.rename(self.out)
             _sync(self.out.parent)
             settle(self.out)
-            shutil.rmtree(self.root)
 
     def discard(self) -> None:
         """Remove what was written so far."""
@@ -231,14 +230,18 @@ class Draft:
 
 
 def settle(out: Path) -> None:
-    """End what a killed run began when it replaced an output: bring the old one back, or let it go."""
-    old, gone = (draft_of(out) / name for name in ("old", "gone"))
+    """End what a run began when it let its output appear: bring the old one back, or let it and the draft go."""
+    root = draft_of(out)
+    old, gone = root / "old", root / "gone"
     if old.exists() and not os.path.lexists(out):
         old.rename(out)
     elif old.exists():
         shutil.rmtree(gone, ignore_errors=True)
         old.rename(gone)  # so that half of it is never taken for the old output
         shutil.rmtree(gone)
+    left = {path.name for path in root.iterdir()} if root.is_dir() else set()
+    if "journal.jsonl" in left and "model" not in left and left <= {*OURS} and os.path.lexists(out):
+        shutil.rmtree(root)
 
 
 def draft_of(out: Path) -> Path:
