@@ -14,7 +14,7 @@ from epimer.checkpoints.checkpoint import header
 from epimer.checkpoints.safetensors import as_bytes, encode_header
 
 RECIPE = """\
-merge_method: tsv          # any of `epimer methods`; mergekit's recipes with `models:` work as they are
+merge_method: tsv          # any of `epimer methods`
 base_model: base
 models:
   - model: poet

@@ -329,9 +329,8 @@ class _Planner:
             try:
                 jobs.append(self._job(name, rule, depth[name]))
             except EpimerError as error:
-                self.problems.append(error)
-                if len(self.problems) >= 20:
-                    break
+                if str(error) not in map(str, self.problems):
+                    self.problems.append(error)
         return jobs
 
     def _job(self, name: str, rule: str, t: float) -> Job:

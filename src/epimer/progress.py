@@ -18,23 +18,22 @@ class Progress:
                 BarColumn,
                 DownloadColumn,
                 TextColumn,
-                TimeElapsedColumn,
                 TimeRemainingColumn,
                 TransferSpeedColumn,
             )
             from rich.progress import Progress as Bar
+            from rich.table import Column
 
             self._bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                TextColumn("[dim]{task.fields[item]}"),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+                BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+                DownloadColumn(table_column=Column(no_wrap=True, min_width=11)),
+                TransferSpeedColumn(table_column=Column(no_wrap=True, min_width=10)),
+                TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+                TextColumn("[dim]{task.fields[item]}", table_column=Column(no_wrap=True, ratio=2)),
                 console=Console(stderr=True),
                 transient=True,
+                expand=True,
             )
 
     def __enter__(self) -> Progress:

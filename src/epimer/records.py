@@ -33,11 +33,13 @@ class MergeRecord:
 
     method: str
     parameters: dict[str, Any]
-    """where a value differs between tensors, the first tensor's"""
+    """where a value differs between tensors (see `recipe`), the first tensor's; so are the weights"""
     weights: tuple[float, ...]
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     models: tuple[tuple[str, str], ...] = ()
     """name and fingerprint of the base, if any, and of every model"""
+    recipe: str = ""
+    """the recipe in YAML, if there was one, without local paths"""
     request: str = ""
     """hash of what was asked for: if it is the same, so is the result"""
     files: dict[str, int] = field(default_factory=dict)

@@ -37,6 +37,8 @@ def main() -> None:
     except MemoryError:
         _fail("this machine has too little memory; set --max-memory to what it can spare.", 2)
     except Exception as error:
+        if hasattr(error, "format_message") and not error.format_message():
+            sys.exit(2)  # the help was shown
         if hasattr(error, "format_message"):
             _fail(error.format_message(), 2)
         if os.environ.get("EPIMER_DEBUG"):
@@ -104,7 +106,7 @@ def merge(
         raise EpimerError(f"{record} cannot be written: there is no folder {record.parent}; make it first.")
     plan = plan_recipe(recipe, progress=options.progress)
     if dry_run:
-        show.plan(plan, options, as_json=as_json)
+        show.plan(plan, options, as_json=as_json, quiet=quiet)
         if plan.problems:
             raise typer.Exit(2)
         return

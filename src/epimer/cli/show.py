@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ def done(record: MergeRecord, out: Path, notes: Sequence[str]) -> None:
         console.print(f"note: {note}", highlight=False, markup=False)
 
 
-def plan(plan: Plan, options: Options, *, as_json: bool) -> None:
+def plan(plan: Plan, options: Options, *, as_json: bool, quiet: bool = False) -> None:
     """Show a plan: every tensor's rule, what it costs, and all problems."""
     from epimer.engine.merge import check_memory
     from epimer.errors import EpimerError
@@ -98,6 +99,10 @@ def plan(plan: Plan, options: Options, *, as_json: bool) -> None:
     for row in rows:
         costs = [size(row[key]) for key in ("reads", "writes", "memory")]
         table.add_row(escape(row["name"]), row["rule"], _shape(row["shape"]), row["dtype"], *costs)
+    if quiet or not rows:
+        for problem in problems:
+            console.print(f"problem: {problem}", highlight=False, markup=False)
+        return
     console.print(table)
     console.print(
         f"{plan.method.name} of {len(plan.models)} models: read {size(plan.reads)}, write {size(plan.writes)}, "
@@ -182,4 +187,12 @@ def _shape(shape: Any) -> str:
 
 def _console() -> Console:
     """Return a console that cuts no line where nobody watches."""
-    return Console() if sys.stdout.isatty() else Console(width=10_000)
+    return Pipe() if sys.stdout.isatty() else Pipe(width=10_000)
+
+
+class Pipe(Console):
+    """A console whose reader may leave early, as `head` does."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

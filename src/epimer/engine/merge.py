@@ -196,7 +196,9 @@ def _check_output(out: Path, plan: Plan, options: Options) -> None:
     if not content:
         return
     if not options.overwrite:
-        raise OutputError(f"{out} exists and holds something else; choose another name, or pass --overwrite.")
+        raise OutputError(
+            f"{out} exists and holds something else, or another version's; choose another name, or pass --overwrite."
+        )
     try:
         ours = {*MergeRecord.from_dict(json.loads((out / RECORD).read_bytes())).files, RECORD, "README.md"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -244,8 +246,8 @@ def _prepare(plan: Plan, runner: Runner, draft: Draft, progress: Progress) -> Pr
     if "prepared" in draft.notes:
         runner.prepared = Prepared(**draft.notes["prepared"])
     else:
-        passes = sum(job.reads for job in plan.merged)
-        runner.prepared = runner.prepare(progress.begin("looking at the whole model", passes))
+        reads = plan.method.passes * sum(job.reads for job in plan.merged)
+        runner.prepared = runner.prepare(progress.begin("looking at the whole model", reads))
         if runner.prepared is not None:
             draft.note("prepared", asdict(runner.prepared))
     return runner.prepared
@@ -302,6 +304,7 @@ def _record(
         weights=tuple(weights),
         tensors=tensors,
         models=tuple((role.checkpoint.name, role.checkpoint.fingerprint) for role in plan.roles),
+        recipe=plan.public_recipe(),
         request=plan.request,
         files=indexed
         | {shard.file: shard.size for shard in shards}

@@ -223,6 +223,7 @@ METHODS = (
         elementwise=True,
         entrywise=True,
         prepare=thresholds,
+        passes=2,
         whole_model=frozenset({"density"}),
         workspace=(1.1, 6.0),
         laws=frozenset({"permutation", "scale_zero"}),

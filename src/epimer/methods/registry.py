@@ -208,6 +208,8 @@ class Method:
     absolute_weights: bool = False
     """uses the weights as given, instead of scaled to sum 1"""
     prepare: Callable[[Prepass, Any], Prepared] | None = None
+    passes: int = 1
+    """how often the pre-pass reads float32 models"""
     whole_model: frozenset[str] = frozenset()
     """parameters that the pre-pass reads, so that they cannot differ between tensors"""
     workspace: tuple[float, float] = (0.0, 4.0)
