@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from epimer.checkpoints.checkpoint import header
-from epimer.checkpoints.safetensors import as_bytes, encode_header
+from epimer.checkpoints.writer import save_tensors
 
 HIDDEN, INNER, VOCABULARY = 2048, 5632, 32000
 
@@ -41,17 +41,15 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
 def write_model(folder: Path, layers: int, seed: int) -> int:
     """Write a model of random numbers, taken from one block at places that differ between models."""
     folder.mkdir()
-    tensors = {name: header(shape, torch.bfloat16) for name, shape in shapes(layers).items()}
-    text, _ = encode_header(tensors, {"format": "pt"})
     generator = torch.Generator().manual_seed(seed)
-    largest = max(W.numel() for W in tensors.values())
+    largest = max(map(math.prod, shapes(layers).values()))
     block = (0.02 * torch.randn(largest + 4096, generator=generator)).bfloat16()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(text)
-        for i, W in enumerate(tensors.values()):
-            start = (997 * i) % 4096
-            file.write(as_bytes(block[start : start + W.numel()]))
-        return file.tell()
+    tensors = {
+        name: block[997 * i % 4096 :][: math.prod(shape)].view(shape)
+        for i, (name, shape) in enumerate(shapes(layers).items())
+    }
+    save_tensors(folder / "model.safetensors", tensors)
+    return (folder / "model.safetensors").stat().st_size
 
 
 def peak_of(command: list[str]) -> tuple[float, float]:

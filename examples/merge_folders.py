@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from epimer.checkpoints.checkpoint import header
-from epimer.checkpoints.safetensors import as_bytes, encode_header
+from epimer.checkpoints.writer import save_tensors
 
 RECIPE = """\
 merge_method: tsv          # any of `epimer methods`
@@ -28,8 +27,7 @@ dtype: bfloat16
 def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a model folder as `save_pretrained` would."""
     folder.mkdir()
-    text, _ = encode_header({name: header(W.shape, W.dtype) for name, W in tensors.items()}, {"format": "pt"})
-    (folder / "model.safetensors").write_bytes(text + b"".join(bytes(as_bytes(W)) for W in tensors.values()))
+    save_tensors(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float32"}))
 
 

@@ -46,6 +46,8 @@ class Job:
     """bytes to read"""
     memory: int
     """bytes in use at once while it is made"""
+    precision: torch.dtype = torch.float32
+    """of the task vectors and of all arithmetic"""
     rows: Rows = None
     """the part of the tensor that this job makes; None for all of it"""
 
@@ -255,18 +257,12 @@ def make_plan(recipe: Recipe, *, folder: Path | None = None, progress: bool = Fa
 
 def _placed(text: str, folder: Path | None) -> str:
     """Return a path that exists here or, failing that, beside the recipe; other names as they are."""
-    if folder is None:
+    if folder is None or os.path.exists(os.path.expanduser(text)):
         return text
-    if not os.path.exists(os.path.expanduser(text)) and os.path.exists(folder / text):
+    if os.path.exists(folder / text):
         return str(folder / text)
-
-    def exists(part: str) -> bool:
-        return os.path.exists(os.path.expanduser(part))
-
-    parts = [text] if exists(text) else [part.strip() for part in text.split("+")]
-    return "+".join(
-        str(folder / part) if not exists(part) and os.path.exists(folder / part) else part for part in parts
-    )
+    parts = [part.strip() for part in text.split("+")]
+    return text if len(parts) == 1 else "+".join(_placed(part, folder) for part in parts)
 
 
 def _open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> list[StoredCurvature] | None:
@@ -347,13 +343,9 @@ class _Planner:
             tensors.append(self.base.headers[name])
         curvature = self._curvature(name, rule)
         reads = 0 if name in self.inputs.ties else sum(map(nbytes, tensors)) + curvature
-        memory = needs(setting, reads, W, self.precision(name), curvature, len(self.models))
-        return Job(name, rule, template, setting, reads, memory)
-
-    def precision(self, name: str) -> torch.dtype:
-        """Return the precision a tensor is merged in."""
-        base = None if self.base is None else self.base.headers[name]
-        return torch.float64 if self.wide else precision([base, *(model.headers[name] for model in self.models)])
+        dtype = torch.float64 if self.wide else precision(tensors)
+        memory = needs(setting, reads, W, dtype, curvature, len(self.models))
+        return Job(name, rule, template, setting, reads, memory, dtype)
 
     def _curvature(self, name: str, rule: str) -> int:
         """Return the bytes of a tensor's curvature; refuse a method that needs what is not there."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_table
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,6 @@ def assign_roles(
 def _twin(model: Checkpoint, name: str, among: Mapping[str, Tensor]) -> str | None:
     """Return the embedding, named in `among`, that a model has also saved under this name, as its head."""
     for other, V in model.headers.items():
-        embeds = other != name and other in among and any(word in other for word in ("embed", "wte", "shared"))
-        if embeds and V.dim() == 2 and model.equal(name, model, other):
+        if other != name and other in among and is_table(other) and V.dim() == 2 and model.equal(name, model, other):
             return other
     return None

@@ -58,14 +58,17 @@ class Checkpoint(ABC):
         first: dict[str, str] = {}  # of a group of tied names, whichever the file keeps
         for name in sorted(self.headers):
             if first.setdefault(self.ties.get(name, name), name) == name:
-                digest.update(f"{name}\0{self.fingerprint_of(name)}\0".encode())
+                digest.update(f"{name}\0{self.fingerprints[name]}\0".encode())
         return digest.hexdigest()
 
-    def fingerprint_of(self, name: str) -> str:
-        """Return a hash of one tensor: its dtype, its shape and a sample of its data."""
-        W = self.headers[name]
-        content = f"{W.dtype}\0{tuple(W.shape)}\0".encode() + self.sample(name)
-        return hashlib.blake2b(content, digest_size=8).hexdigest()
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of every tensor: its dtype, its shape and a sample of its data."""
+        found = {}
+        for name, W in self.headers.items():
+            content = f"{W.dtype}\0{tuple(W.shape)}\0".encode() + self.sample(name)
+            found[name] = hashlib.blake2b(content, digest_size=8).hexdigest()
+        return found
 
     @property
     def state(self) -> list[tuple[str, int, int]]:
@@ -102,6 +105,11 @@ def is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def is_table(name: str) -> bool:
+    """Whether a tensor is by its name a table of embeddings, which models may share with their head."""
+    return any(word in name for word in ("embed", "wte", "shared"))
 
 
 def nbytes(W: Tensor) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 
-from epimer.checkpoints.checkpoint import header
 from epimer.checkpoints.folder import TORCH_SUFFIXES
-from epimer.checkpoints.safetensors import DTYPE_NAMES, as_bytes
+from epimer.checkpoints.safetensors import DTYPE_NAMES
 from epimer.checkpoints.torchfile import find_ties, load_tensors
-from epimer.checkpoints.writer import explained, lay_out
+from epimer.checkpoints.writer import save_tensors
 from epimer.errors import CheckpointError, OutputError
 
 
@@ -33,17 +31,5 @@ def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bo
         if W.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{source}: {name!r} is {W.dtype}, which safetensors cannot hold; convert it first.")
     ties = find_ties(tensors)
-    (shard,) = lay_out({name: header(W.shape, W.dtype) for name, W in tensors.items()}, ties, 1 << 62)
-    draft = target.parent / f".{target.name}.epimer"
-    with explained(target, "written"):
-        try:
-            with draft.open("wb") as file:
-                file.write(shard.header)
-                for name in shard.starts:
-                    file.write(as_bytes(tensors[name].contiguous()))
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
+    save_tensors(target, tensors, ties)
     return ties

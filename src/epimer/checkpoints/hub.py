@@ -9,7 +9,8 @@ from pathlib import Path
 from epimer.checkpoints.folder import NOT_WEIGHTS
 from epimer.errors import CheckpointError, listed
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
+REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
+HUB_ID = re.compile(rf"{REPO}(@[\w./-]+)?")
 CARRIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
 
 

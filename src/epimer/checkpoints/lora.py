@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_table
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.errors import CheckpointError, listed
 from epimer.geometry.linalg import LowRank, working
@@ -137,7 +137,7 @@ class Adapted(Checkpoint):
         """Give up ties of which only one side is replaced; refuse where the other side is not stored."""
         self.ties = {n: t for n, t in self.ties.items() if self.replaced.get(n) == self.replaced.get(t)}
         heads = [name for name in self.base.headers if name.endswith(("lm_head.weight", "embed_out.weight"))]
-        tables = [name for name in self.replaced if any(word in name for word in ("embed", "wte", "shared"))]
+        tables = [name for name in self.replaced if is_table(name)]
         names = self.model_config.get("architectures")
         kinds = " ".join(map(str, names)) if isinstance(names, list) else ""
         tied = any(word in kinds for word in ("LMHead", "CausalLM", "ConditionalGeneration", "MaskedLM"))

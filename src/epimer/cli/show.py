@@ -99,19 +99,16 @@ def plan(plan: Plan, options: Options, *, as_json: bool, quiet: bool = False) ->
     for row in rows:
         costs = [size(row[key]) for key in ("reads", "writes", "memory")]
         table.add_row(escape(row["name"]), row["rule"], _shape(row["shape"]), row["dtype"], *costs)
-    if quiet or not rows:
-        for problem in problems:
-            console.print(f"problem: {problem}", highlight=False, markup=False)
-        return
-    console.print(table)
-    console.print(
-        f"{plan.method.name} of {len(plan.models)} models: read {size(plan.reads)}, write {size(plan.writes)}, "
-        f"widest tensor needs {size(plan.memory)}"
-        + (", after a pre-pass over the whole model" if plan.method.prepare else ""),
-        highlight=False,
-    )
-    for note in plan.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
+    if rows and not quiet:
+        console.print(table)
+        console.print(
+            f"{plan.method.name} of {len(plan.models)} models: read {size(plan.reads)}, write {size(plan.writes)}, "
+            f"widest tensor needs {size(plan.memory)}"
+            + (", after a pre-pass over the whole model" if plan.method.prepare else ""),
+            highlight=False,
+        )
+        for note in plan.notes:
+            console.print(f"note: {note}", highlight=False, markup=False)
     for problem in problems:
         console.print(f"problem: {problem}", highlight=False, markup=False)
 
@@ -124,7 +121,7 @@ def checkpoint(model: Checkpoint, *, as_json: bool) -> None:
             "shape": list(W.shape),
             "dtype": _dtype(W),
             "bytes": model.size(name),
-            "fingerprint": model.fingerprint_of(name),
+            "fingerprint": model.fingerprints[name],
             "tied_to": model.ties.get(name),
         }
         for name, W in model.headers.items()

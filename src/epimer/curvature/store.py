@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from epimer.checkpoints.folder import inside, read_json
-from epimer.checkpoints.safetensors import SafetensorsFile, as_bytes, encode_header
-from epimer.checkpoints.writer import as_json, explained
+from epimer.checkpoints.safetensors import SafetensorsFile
+from epimer.checkpoints.writer import as_json, explained, save_tensors
 from epimer.errors import CheckpointError, CurvatureError
 from epimer.geometry.metric import Diagonal, Kronecker, Metric, Samples
 
@@ -76,16 +76,12 @@ def save_curvature(curvature: Mapping[str, Metric], folder: Path, *, fingerprint
         raise CurvatureError(f"a curvature folder holds one kind of {', '.join(PARTS)}; got {sorted(kinds)}.")
     (kind,) = kinds
     tensors = {
-        f"{name}.{part}": value.detach().cpu().contiguous()
+        f"{name}.{part}": value.detach().cpu()
         for name, metric in curvature.items()
         for part in PARTS[kind]
         if isinstance(value := getattr(metric, part), torch.Tensor)
     }
     with explained(folder, "written"):
         folder.mkdir(parents=True)
-        header, _ = encode_header(tensors, {"format": "pt"})
-        with (folder / "curvature.safetensors").open("wb") as file:
-            file.write(header)
-            for value in tensors.values():
-                file.write(as_bytes(value))
+        save_tensors(folder / "curvature.safetensors", tensors)
         (folder / "curvature.json").write_bytes(as_json({"format": FORMAT, "kind": kind, "model": fingerprint}))

@@ -8,10 +8,11 @@ from collections import Counter
 import yaml
 
 import epimer
+from epimer.checkpoints.hub import REPO
 from epimer.plan import Plan
 from epimer.records import MergeRecord
 
-HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)@[0-9a-f]{40}")
+HUB_NAME = re.compile(rf"({REPO})@[0-9a-f]{{40}}")
 
 
 def model_card(plan: Plan, record: MergeRecord) -> str:

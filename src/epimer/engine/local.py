@@ -68,8 +68,6 @@ class Runner:
         self.todo: Queue[tuple[list[Job], list[Any]] | None] = Queue(maxsize=ahead * len(devices))
         self.made: Queue[Any] = Queue()
         self.prepared: Prepared | None = None
-        wide = plan.recipe.dtype == "float64"
-        self.forced = torch.float64 if wide else None
         base = plan.base
         self.adapted = {
             role.label
@@ -107,9 +105,8 @@ class Runner:
         """Run jobs and yield what they made, in no particular order."""
         for device in set(self.devices):
             if device.type == "cuda":
-                torch.linalg.eigh(
-                    torch.eye(2, device=device)
-                )  # loads the library, which two threads must not do at once
+                # Loads a library, which two threads must not do at once.
+                torch.linalg.eigh(torch.eye(2, device=device))
         workers = [Thread(target=self._work, args=(device,), daemon=True) for device in self.devices]
         reader = Thread(target=self._load_all, args=(jobs,), daemon=True)
         for thread in (reader, *workers):
@@ -132,8 +129,6 @@ class Runner:
             while any(thread.is_alive() for thread in (reader, *workers)):
                 _drain(self.todo)
                 _drain(self.made)
-                with suppress(Full):
-                    self.todo.put_nowait(None)  # wakes a worker that waits
                 for thread in (reader, *workers):
                     thread.join(0.01)
 
@@ -144,19 +139,11 @@ class Runner:
                 self.budget.take(sum(job.memory for job in batch), self.stop)
                 if self.stop.is_set():
                     break
-                self._offer((batch, [self._load(job) for job in batch]))
+                offer(self.todo, (batch, [self._load(job) for job in batch]), self.stop)
         except BaseException as error:
             self.made.put(error)
         for _ in self.devices:
-            self._offer(None)
-
-    def _offer(self, item: Any) -> None:
-        while not self.stop.is_set():
-            try:
-                self.todo.put(item, timeout=0.1)
-                return
-            except Full:
-                continue
+            offer(self.todo, None, self.stop)
 
     def _next(self) -> tuple[list[Job], list[Any]] | None:
         while not self.stop.is_set():
@@ -246,7 +233,7 @@ class Runner:
             return result, replace(record, seconds=time.perf_counter() - started)
         setting = job.setting if self.prepared is None else job.setting.prepared(self.prepared)
         tensors = [W for W in models if isinstance(W, Tensor)]
-        dtype = self.forced or precision([W0, *tensors])
+        dtype = job.precision
         if W0 is not None and not tensors:
             check_finite("base", job.name, W0)
         like = [header(job.template.shape, dtype)] * len(models)
@@ -316,26 +303,28 @@ class Runner:
         return deltas
 
 
+def offer(queue: Queue[Any], item: Any, stop: Event) -> None:
+    """Put an item into a queue when there is room, unless the work stops first."""
+    while not stop.is_set():
+        with suppress(Full):
+            queue.put(item, timeout=0.1)
+            return
+
+
 def ahead(items: Iterable[T]) -> Iterator[T]:
     """Yield items, made by a thread that is always one ahead."""
     queue: Queue[tuple[T | None, BaseException | None]] = Queue(maxsize=1)
     stop = Event()
 
-    def offer(item: T | None, error: BaseException | None) -> None:
-        while not stop.is_set():
-            with suppress(Full):
-                queue.put((item, error), timeout=0.1)
-                return
-
     def make() -> None:
         try:
             for item in items:
-                offer(item, None)
+                offer(queue, (item, None), stop)
                 if stop.is_set():
                     return
-            offer(None, StopIteration())
+            offer(queue, (None, StopIteration()), stop)
         except BaseException as error:
-            offer(None, error)
+            offer(queue, (None, error), stop)
 
     Thread(target=make, daemon=True).start()
     try:

@@ -101,7 +101,7 @@ def run(plan: Plan, out: Path, options: Options) -> MergeRecord:
     devices = _devices(options)
     memory = check_memory(plan, options)
     shards = lay_out(plan.outputs, plan.ties, parse_size(options.max_shard_size, "max_shard_size"))
-    beside = _beside(plan)
+    beside = _beside(plan, shards)
     out = Path(os.path.abspath(out.expanduser()))
     _settle(out)
     if (found := finished(out, plan, shards, beside)) is not None:
@@ -118,7 +118,7 @@ def run(plan: Plan, out: Path, options: Options) -> MergeRecord:
             now = time.perf_counter()
             timings = {"prepass": before - started, "merge": now - before, "total": now - started}
             record = _record(plan, prepared, records, shards, beside, timings)
-            _publish(plan, draft, record, shards, beside)
+            _publish(plan, draft, record, beside)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:
@@ -163,12 +163,9 @@ def parse_size(text: str | int, name: str) -> int:
 
 def finished(out: Path, plan: Plan, shards: list[Shard], beside: dict[str, bytes]) -> MergeRecord | None:
     """Return the record of an output that is already what the plan would make."""
-    try:
-        record = MergeRecord.from_dict(json.loads((out / RECORD).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    record = _recorded(out)
     sizes = {shard.file: shard.size for shard in shards}
-    if record.request != plan.request or not sizes.items() <= record.files.items():
+    if record is None or record.request != plan.request or not sizes.items() <= record.files.items():
         return None
     try:
         there = all((out / file).stat().st_size == size for file, size in record.files.items())
@@ -176,6 +173,14 @@ def finished(out: Path, plan: Plan, shards: list[Shard], beside: dict[str, bytes
     except OSError:
         return None
     return record if there else None
+
+
+def _recorded(out: Path) -> MergeRecord | None:
+    """Return the record in a folder, if epimer made it."""
+    try:
+        return MergeRecord.from_dict(json.loads((out / RECORD).read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _check_output(out: Path, plan: Plan, options: Options) -> None:
@@ -199,10 +204,10 @@ def _check_output(out: Path, plan: Plan, options: Options) -> None:
         raise OutputError(
             f"{out} exists and holds something else, or another version's; choose another name, or pass --overwrite."
         )
-    try:
-        ours = {*MergeRecord.from_dict(json.loads((out / RECORD).read_bytes())).files, RECORD, "README.md"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.") from None
+    record = _recorded(out)
+    if record is None:
+        raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.")
+    ours = {*record.files, RECORD, "README.md"}
     if content - ours:
         raise OutputError(
             f"{out} also holds {listed(sorted(content - ours))}, which epimer did not make; move it away."
@@ -296,8 +301,6 @@ def _record(
     settings = [job.setting for job in plan.jobs if job.setting is not None]
     shown = {key: plain(value) for key, value in vars(settings[0].p).items()} if settings else {}
     weights = (prepared and prepared.weights) or (settings[0].weights if settings else ())
-    index = index_of(shards, plan.outputs)
-    indexed = {} if index is None else {INDEX: len(index)}
     return MergeRecord(
         method=plan.method.name,
         parameters=shown,
@@ -306,30 +309,28 @@ def _record(
         models=tuple((role.checkpoint.name, role.checkpoint.fingerprint) for role in plan.roles),
         recipe=plan.public_recipe(),
         request=plan.request,
-        files=indexed
-        | {shard.file: shard.size for shard in shards}
-        | {file: len(data) for file, data in beside.items()},
+        files={shard.file: shard.size for shard in shards} | {file: len(data) for file, data in beside.items()},
         version=epimer.__version__,
         timings=timings,
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
-def _beside(plan: Plan) -> dict[str, bytes]:
-    """Return the files that are carried over, and the note on those that are not."""
+def _beside(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
+    """Return the index and the files that are carried over; note those that are not."""
     dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
     files = carried(plan.donor.folder, plan.tokenizer, dtypes.pop() if len(dtypes) == 1 else None)
+    if (index := index_of(shards, plan.outputs)) is not None:
+        files[INDEX] = index
     left = code_files(plan.donor.folder)
     if left:
         plan.notes.append(f"Python files are not copied: {', '.join(left)}; add them yourself if you trust them.")
     return files
 
 
-def _publish(plan: Plan, draft: Draft, record: MergeRecord, shards: list[Shard], beside: dict[str, bytes]) -> None:
+def _publish(plan: Plan, draft: Draft, record: MergeRecord, beside: dict[str, bytes]) -> None:
     for file, data in beside.items():
         draft.add(file, data)
-    if (index := index_of(shards, plan.outputs)) is not None:
-        draft.add(INDEX, index)
     draft.add("README.md", model_card(plan, record).encode())
     draft.add(RECORD, as_json(record.lasting()))
     draft.publish()

@@ -8,27 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from epimer.checkpoints.convert import convert
-from epimer.checkpoints.safetensors import DTYPES, SafetensorsFile
+from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.checkpoints.torchfile import TorchFile
 from epimer.errors import CheckpointError, OutputError
+from tensors import bits, every_dtype
 
 W = torch.arange(6.0).reshape(2, 3)
 TOO_NEW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
 """what torch itself cannot load from its old format"""
 
 
-def bits(W: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """Return a tensor as its dtype, shape and bytes: equal for NaN too, and for dtypes that cannot be compared."""
-    return W.dtype, tuple(W.shape), bytes(W.contiguous().reshape(-1).view(torch.uint8).numpy()) if W.numel() else b""
-
-
 def everything() -> dict[str, Tensor]:
     """Return a tensor of random bytes for each dtype of safetensors, shapes, names and views of all kinds."""
     generator = torch.Generator().manual_seed(0)
-    found = {}
-    for name, dtype in DTYPES.items():
-        raw = torch.randint(0, 256, (3 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-        found[name] = (raw % 2).bool() if dtype == torch.bool else raw.view(dtype)
+    found = every_dtype(3)
     found |= {str(shape): torch.randn(shape, generator=generator) for shape in ((), (0,), (3, 0, 2), (2, 1, 4, 5))}
     found |= {name: torch.ones(3) for name in ("", "größe", "重み", 'quo"te', "line\nbreak", "../up")}
     big = torch.randn(10, 10, generator=generator)

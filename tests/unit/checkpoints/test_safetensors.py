@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from epimer.checkpoints.checkpoint import SAMPLE, header
-from epimer.checkpoints.safetensors import DTYPES, LONGEST_HEADER, SafetensorsFile, as_bytes, encode_header
+from epimer.checkpoints.safetensors import LONGEST_HEADER, SafetensorsFile, as_bytes, encode_header
 from epimer.errors import CheckpointError
+from tensors import bits, every_dtype
 
 NAMES = (
     "",
@@ -33,28 +34,12 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 123\n"
 
 
-def bits(W: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """Return a tensor as its dtype, shape and bytes: equal for NaN too, and for dtypes that cannot be compared."""
-    return W.dtype, tuple(W.shape), bytes(W.contiguous().reshape(-1).view(torch.uint8).numpy()) if W.numel() else b""
-
-
-def every_dtype() -> dict[str, Tensor]:
-    """Return a tensor of random bytes for each dtype of the format (booleans are 0 or 1)."""
-    generator = torch.Generator().manual_seed(0)
-    found = {}
-    for name, dtype in DTYPES.items():
-        raw = torch.randint(0, 256, (6 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-        found[name] = (raw % 2).bool() if dtype == torch.bool else raw.view(dtype)
-        found[name] = found[name].reshape(2, 3)
-    return found
-
-
 def shapes() -> dict[str, Tensor]:
     return {str(shape): torch.randn(shape) for shape in ((), (1,), (0,), (3, 0, 2), (2, 3, 4, 5), (1,) * 12)}
 
 
 def states() -> dict[str, dict[str, Tensor]]:
-    return {"dtypes": every_dtype(), "shapes": shapes(), "names": {name: torch.randn(3) for name in NAMES}}
+    return {"dtypes": every_dtype(2, 3), "shapes": shapes(), "names": {name: torch.randn(3) for name in NAMES}}
 
 
 def ours(path: Path) -> dict[str, Tensor]:
@@ -196,7 +181,7 @@ def fingerprint(file: Path, state: dict[str, Tensor], metadata: dict[str, str] |
 
 
 def test_fingerprint_knows_tensors_not_files(file):
-    state = {**every_dtype(), **shapes()}
+    state = {**every_dtype(2, 3), **shapes()}
     found = fingerprint(file, state)
     assert len(found) == 32
     assert found == fingerprint(file, dict(reversed(state.items())), {"by": "someone else"})
@@ -438,5 +423,5 @@ def test_any_damage_to_the_header_is_refused_or_read_as_the_library_does(fuzzed,
 
 
 def test_meta_tensors_are_enough_for_a_header():
-    state = every_dtype()
+    state = every_dtype(2, 3)
     assert encode_header({n: header(W.shape, W.dtype) for n, W in state.items()}, {}) == encode_header(state, {})

@@ -16,25 +16,18 @@ from torch import Tensor, nn
 from epimer.checkpoints import torchfile
 from epimer.checkpoints.convert import convert
 from epimer.checkpoints.folder import open_file
-from epimer.checkpoints.safetensors import DTYPES, SafetensorsFile
+from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.checkpoints.torchfile import TorchFile
 from epimer.errors import CheckpointError
+from tensors import bits, every_dtype
 
 W = torch.arange(6.0).reshape(2, 3)
-
-
-def bits(W: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """Return a tensor as its dtype, shape and bytes: equal for NaN too, and for dtypes that cannot be compared."""
-    return W.dtype, tuple(W.shape), bytes(W.contiguous().reshape(-1).view(torch.uint8).numpy()) if W.numel() else b""
 
 
 def everything() -> dict[str, Tensor]:
     """Return a tensor of random bytes for each dtype of safetensors, shapes and names of all kinds."""
     generator = torch.Generator().manual_seed(0)
-    found = {}
-    for name, dtype in DTYPES.items():
-        raw = torch.randint(0, 256, (6 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-        found[name] = ((raw % 2).bool() if dtype == torch.bool else raw.view(dtype)).reshape(2, 3)
+    found = every_dtype(2, 3)
     found |= {str(shape): torch.randn(shape, generator=generator) for shape in ((), (0,), (3, 0, 2), (2, 1, 4, 5))}
     return found | {name: torch.ones(3) for name in ("", "größe", "重み", 'quo"te', "line\nbreak", "../up")}
 
