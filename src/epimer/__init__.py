@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from epimer.curvature.curvature import Curvature as Curvature
+    from epimer.curvature.estimate import estimate_curvature as estimate_curvature
     from epimer.engine.merge import merge as merge
     from epimer.errors import CheckpointError as CheckpointError
     from epimer.errors import CurvatureError as CurvatureError
+    from epimer.errors import DataError as DataError
     from epimer.errors import EpimerError as EpimerError
     from epimer.errors import EpimerWarning as EpimerWarning
     from epimer.errors import OutputError as OutputError
     from epimer.errors import ParameterError as ParameterError
     from epimer.errors import RecipeError as RecipeError
     from epimer.errors import TensorError as TensorError
+    from epimer.geometry.metric import Corrected as Corrected
     from epimer.geometry.metric import Diagonal as Diagonal
     from epimer.geometry.metric import Kronecker as Kronecker
     from epimer.geometry.metric import Projected as Projected
@@ -36,10 +40,13 @@ if TYPE_CHECKING:
 # Where each public name lives; a module is imported when one of its names is first used (PEP 562),
 # so `import epimer` costs nothing and does not import torch.
 _HOMES = {
+    "epimer.curvature.curvature": ("Curvature",),
+    "epimer.curvature.estimate": ("estimate_curvature",),
     "epimer.engine.merge": ("merge",),
     "epimer.errors": (
         "CheckpointError",
         "CurvatureError",
+        "DataError",
         "EpimerError",
         "EpimerWarning",
         "OutputError",
@@ -47,7 +54,7 @@ _HOMES = {
         "RecipeError",
         "TensorError",
     ),
-    "epimer.geometry.metric": ("Diagonal", "Kronecker", "Projected", "Samples"),
+    "epimer.geometry.metric": ("Corrected", "Diagonal", "Kronecker", "Projected", "Samples"),
     "epimer.methods.diagnose": ("diagnose_state_dicts",),
     "epimer.methods.merge": ("build_basis", "merge_state_dicts"),
     "epimer.methods.registry": ("describe_method", "list_methods"),

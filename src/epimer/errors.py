@@ -27,6 +27,10 @@ class CheckpointError(EpimerError):
     """A checkpoint that is missing, damaged, hostile or of a kind that cannot be read."""
 
 
+class DataError(EpimerError):
+    """Data to measure on that is missing, malformed or not what the task needs."""
+
+
 class OutputError(EpimerError):
     """An output that cannot be written, or that would replace something else."""
 

@@ -19,8 +19,11 @@ import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes
 from epimer.checkpoints.hub import is_hub_id
-from epimer.curvature.store import StoredCurvature
+from epimer.curvature.basis import StoredBasis
+from epimer.curvature.curvature import Curvature
+from epimer.curvature.store import open_curvature, stored_fingerprint
 from epimer.errors import CurvatureError, EpimerError, ParameterError, RecipeError
+from epimer.geometry.subspace import clamp_rank
 from epimer.methods.curvatures import missing_metric, needs_metric
 from epimer.methods.curved import check_without_base
 from epimer.methods.inputs import Inputs, check_inputs, check_weights, matrix_shape, precision
@@ -97,7 +100,8 @@ class Plan:
     """whose config and other files the output gets"""
     tokenizer: Path | None
     """the folder whose tokenizer the output gets"""
-    curvatures: list[StoredCurvature] | None
+    curvatures: list[Curvature] | None
+    basis: StoredBasis | None
     jobs: list[Job]
     skipped: dict[str, Tensor]
     ties: dict[str, str]
@@ -149,9 +153,15 @@ class Plan:
     def request(self) -> str:
         """A hash of what was asked for: the recipe, with every model replaced by its fingerprint."""
         models = [one.fingerprint for one in (self.donor, *(role.checkpoint for role in self.roles))]
-        curvature = [[one.file.fingerprint, one.kind] for one in self.curvatures or ()]
-        text = json.dumps([epimer.__version__, self.public_recipe(), models, curvature])
+        beside = [one.fingerprint for one in self.beside]
+        text = json.dumps([epimer.__version__, self.public_recipe(), models, beside])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def beside(self) -> list[Checkpoint]:
+        """The files of curvature and bases."""
+        found = [one.file for one in self.curvatures or () if one.file is not None]
+        return [*found, *([self.basis.file] if self.basis else [])]
 
     @property
     def named(self) -> dict[str, Checkpoint]:
@@ -170,19 +180,22 @@ class Plan:
         if source != "base" and source not in names:
             cached = self.tokenizer is not None and "snapshots" in self.tokenizer.parts
             names[source] = source if is_hub_id(source) and cached else Path(source).name
-        for entry in self.recipe.models:
-            if entry.curvature is not None:
-                names[entry.curvature] = Path(entry.curvature).name
+        for path in (self.recipe.basis, *(entry.curvature for entry in self.recipe.models)):
+            if path is not None:
+                names[path] = Path(path).name
         return self.recipe.to_yaml(names)
 
 
-def make_plan(recipe: Recipe, *, folder: Path | None = None, progress: bool = False) -> Plan:
+def make_plan(
+    recipe: Recipe, *, folder: Path | None = None, progress: bool = False, any_curvature: bool = False
+) -> Plan:
     """Open everything a recipe names, read the headers, and plan each tensor; problems are collected, not raised.
 
     Args:
         recipe: what is wanted.
         folder: where relative paths are looked for when they do not exist here: the recipe's own folder.
         progress: show the progress of downloads.
+        any_curvature: use curvature even where it was measured on another model.
     """
     problems: list[EpimerError] = []
     notes: list[str] = []
@@ -204,6 +217,7 @@ def make_plan(recipe: Recipe, *, folder: Path | None = None, progress: bool = Fa
     placed = Path(_placed(source, folder)).expanduser()
     given = None if source == "base" else placed if placed.is_dir() else opening(source, "tokenizer_source")
     curvatures = _open_curvatures(recipe, folder, problems)
+    basis = _open_basis(recipe, folder, problems)
     if problems:
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in problems) + ".")
     present = [model for model in models if model is not None]
@@ -218,12 +232,15 @@ def make_plan(recipe: Recipe, *, folder: Path | None = None, progress: bool = Fa
         if other:
             notes.append(f"{role.label} equals {other[0].label}: it counts twice.")
     for role, curvature in zip(roles, curvatures or (), strict=False):
-        if curvature.about.get("model") not in (None, role.checkpoint.fingerprint):
-            problems.append(
-                CurvatureError(
-                    f"{curvature.where} was measured on another model than {role.label}; measure it on this one."
-                )
-            )
+        names = {name: role.stored.get(name, name) for name in curvature}
+        if curvature.about.model in (None, stored_fingerprint(role.checkpoint, names)):
+            continue
+        wrong = f"{curvature.where} was measured on another model than {role.label}"
+        if any_curvature:
+            notes.append(f"{wrong}; it is used as you asked.")
+        else:
+            problems.append(CurvatureError(f"{wrong}; measure it on this one, or pass --any-curvature."))
+    _check_curvatures(curvatures or [], basis, problems)
     inputs = check_inputs(
         None if base_role is None else base_role.headers,
         [role.headers for role in roles],
@@ -234,7 +251,7 @@ def make_plan(recipe: Recipe, *, folder: Path | None = None, progress: bool = Fa
         ties=ties,
         report=problems.append,
     )
-    planner = _Planner(recipe, method, base_role, roles, inputs, curvatures, problems)
+    planner = _Planner(recipe, method, base_role, roles, inputs, curvatures, basis, problems)
     jobs = [] if problems else planner.jobs()
     if curvatures is not None and not method.needs_curvature and "fisher" not in inputs.rules.values():
         notes.append(f"{method.name} uses no curvature; what the recipe gives is ignored.")
@@ -247,6 +264,7 @@ def make_plan(recipe: Recipe, *, folder: Path | None = None, progress: bool = Fa
         donor=donor,
         tokenizer=given if isinstance(given, Path) else (given or donor).folder,
         curvatures=curvatures,
+        basis=basis,
         jobs=jobs,
         skipped=skipped,
         ties=inputs.ties,
@@ -265,7 +283,7 @@ def _placed(text: str, folder: Path | None) -> str:
     return text if len(parts) == 1 else "+".join(_placed(part, folder) for part in parts)
 
 
-def _open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> list[StoredCurvature] | None:
+def _open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> list[Curvature] | None:
     given = [entry.curvature for entry in recipe.models]
     if all(path is None for path in given):
         return None
@@ -275,10 +293,36 @@ def _open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerE
             problems.append(CurvatureError(f"models[{t}] has no curvature, while others have; measure it for all."))
             continue
         try:
-            found.append(StoredCurvature(Path(_placed(path, folder)).expanduser(), path))
+            found.append(open_curvature(Path(_placed(path, folder)).expanduser(), path))
         except EpimerError as error:
             problems.append(type(error)(f"curvature of models[{t}]: {error}"))
     return found
+
+
+def _open_basis(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> StoredBasis | None:
+    if recipe.basis is None:
+        return None
+    try:
+        return StoredBasis(Path(_placed(recipe.basis, folder)).expanduser(), recipe.basis)
+    except EpimerError as error:
+        problems.append(type(error)(f"basis: {error}"))
+        return None
+
+
+def _check_curvatures(curvatures: list[Curvature], basis: StoredBasis | None, problems: list[EpimerError]) -> None:
+    """Refuse curvature of several kinds, and projected curvature whose basis is not the merge's."""
+    for curvature in curvatures:
+        first, about = curvatures[0], curvature.about
+        if (about.kind, about.basis) != (first.kind, first.about.basis):
+            other = curvature.kind if about.kind != first.kind else "on another basis"
+            problems.append(
+                CurvatureError(
+                    f"{first.where} is {first.kind} curvature, {curvature.where} is {other}; measure all models alike."
+                )
+            )
+        elif about.basis is not None and (basis is None or basis.fingerprint != about.basis):
+            remedy = "name its folder under 'basis'" if basis is None else "measure it on this one"
+            problems.append(CurvatureError(f"{curvature.where} is projected on a basis that is not here; {remedy}."))
 
 
 class _Planner:
@@ -291,11 +335,12 @@ class _Planner:
         base: Role | None,
         models: Sequence[Role],
         inputs: Inputs,
-        curvatures: list[StoredCurvature] | None,
+        curvatures: list[Curvature] | None,
+        basis: StoredBasis | None,
         problems: list[EpimerError],
     ) -> None:
         self.recipe, self.method, self.base, self.models = recipe, method, base, models
-        self.inputs, self.curvatures, self.problems = inputs, curvatures, problems
+        self.inputs, self.curvatures, self.basis, self.problems = inputs, curvatures, basis, problems
         self.resolved: dict[str, tuple[Any, list[float]]] = {}
         wanted = recipe.out_dtype or recipe.dtype
         self.out_dtype: torch.dtype | None = getattr(torch, wanted) if wanted else None
@@ -341,7 +386,7 @@ class _Planner:
         tensors = [model.headers[name] for model in self.models]
         if self.base is not None:
             tensors.append(self.base.headers[name])
-        curvature = self._curvature(name, rule)
+        curvature = self._curvature(name, rule) + self._basis(name, rule, W)
         reads = 0 if name in self.inputs.ties else sum(map(nbytes, tensors)) + curvature
         dtype = torch.float64 if self.wide else precision(tensors)
         memory = needs(setting, reads, W, dtype, curvature, len(self.models))
@@ -358,7 +403,8 @@ class _Planner:
             )
         wanted = "diagonal" if rule == "fisher" else self.method.curvature
         for curvature in self.curvatures:
-            if curvature.kind != wanted:
+            fits = curvature.kind == wanted or (curvature.kind == "ekfac" and wanted == "kronecker")
+            if not fits and (curvature.about.basis is None or rule != "matrix"):
                 raise CurvatureError(
                     f"{curvature.where} is {curvature.kind} curvature, but {self.method.name} needs {wanted} "
                     f"for {name!r}; measure that kind, or take a method that uses this one."
@@ -373,11 +419,24 @@ class _Planner:
             raise CurvatureError(f"{where} has nothing for {name!r}, which the others have; measure it again.")
         return sum(curvature.size(name) for curvature in self.curvatures)
 
+    def _basis(self, name: str, rule: str, W: Tensor) -> int:
+        """Return the bytes of a tensor's basis; refuse a basis that does not have it."""
+        if self.basis is None or rule != "matrix":
+            return 0
+        if name in self.basis:
+            return self.basis.size(name)
+        if clamp_rank(matrix_shape(W), len(self.models), None):
+            raise CurvatureError(f"{self.basis.where} has no basis for {name!r}; build it from these models.")
+        return 0
+
     def _resolve(self, settings: Settings) -> tuple[Any, list[float]]:
         """Return a tensor's parameters and weights; equal settings are resolved once."""
         key = json.dumps([settings.parameters, settings.weights], sort_keys=True)
         if key not in self.resolved:
-            p = self.method.resolve({**settings.parameters, "rules": list(self.recipe.rules)})
+            given = {**settings.parameters, "rules": list(self.recipe.rules)}
+            if self.basis is not None:
+                given["basis"] = self.basis
+            p = self.method.resolve(given)
             check_per_model(p, self.method, len(self.models))
             if self.base is None:
                 check_without_base(self.method, p)

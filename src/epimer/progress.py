@@ -8,15 +8,16 @@ from typing import Any
 
 
 class Progress:
-    """Counts bytes of work; shows the current item, the rate and an estimate where there is someone to see it."""
+    """Counts bytes or samples; shows the current item, the rate and an estimate where there is someone to see it."""
 
-    def __init__(self, shown: bool) -> None:
+    def __init__(self, shown: bool, unit: str = "bytes") -> None:
         self._bar: Any = None
         if shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import (
                 BarColumn,
                 DownloadColumn,
+                MofNCompleteColumn,
                 TextColumn,
                 TimeRemainingColumn,
                 TransferSpeedColumn,
@@ -24,11 +25,12 @@ class Progress:
             from rich.progress import Progress as Bar
             from rich.table import Column
 
+            narrow = Column(no_wrap=True, min_width=11)
+            amounts = [DownloadColumn(table_column=narrow), TransferSpeedColumn(table_column=narrow)]
             self._bar = Bar(
                 TextColumn("{task.description}", table_column=Column(no_wrap=True)),
                 BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
-                DownloadColumn(table_column=Column(no_wrap=True, min_width=11)),
-                TransferSpeedColumn(table_column=Column(no_wrap=True, min_width=10)),
+                *(amounts if unit == "bytes" else [MofNCompleteColumn(table_column=narrow), TextColumn(unit)]),
                 TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
                 TextColumn("[dim]{task.fields[item]}", table_column=Column(no_wrap=True, ratio=2)),
                 console=Console(stderr=True),
@@ -47,8 +49,8 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def begin(self, what: str, total: int) -> Stage:
-        """Start a stage of `total` bytes."""
+    def begin(self, what: str, total: int | None) -> Stage:
+        """Start a stage of `total` units, or of no one knows how many."""
         return Stage(self._bar, self._bar.add_task(what, total=total, item="") if self._bar else None)
 
 

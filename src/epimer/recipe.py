@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the registry imports torch; functions import it when they m
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 ALIASES = {"linear": "average", "dare_linear": "dare"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
-        "rules", "scale")  # fmt: skip
+        "basis", "rules", "scale")  # fmt: skip
 NOT_OURS = {
     "slices": "mergekit's 'slices' stacks layers of several models, which is not done here; list whole 'models'.",
     "modules": "mergekit's 'modules' merges the parts of a model apart, which is not done here; list whole 'models'.",
@@ -88,6 +88,8 @@ class Recipe(_Frozen):
     dtype: str | None = None
     out_dtype: str | None = None
     tokenizer_source: str = "base"
+    basis: str | None = None
+    """a folder made by `epimer basis`, to merge in instead of a basis of its own"""
     rules: tuple[tuple[str, str], ...] = ()
 
     def settings(self, name: str, t: float) -> Settings:
@@ -122,7 +124,7 @@ class Recipe(_Frozen):
         """Return `to_dict` as YAML, with models, base, curvature and tokenizer shown as `rename` has them."""
         data = self.to_dict()
         for place in (data, *data["models"]):
-            for key in {"base_model", "tokenizer_source", "model", "curvature"} & place.keys():
+            for key in {"base_model", "tokenizer_source", "model", "curvature", "basis"} & place.keys():
                 place[key] = (rename or {}).get(place[key], place[key])
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000)
 
@@ -272,8 +274,18 @@ class _Reader:
             dtype=given.get("dtype"),
             out_dtype=given.get("out_dtype"),
             tokenizer_source=self.text(("tokenizer_source",), given.get("tokenizer_source")) or "base",
+            basis=self.basis(given),
             rules=self.rules(given.get("rules", [])),
         )
+
+    def basis(self, given: Mapping[str, Any]) -> str | None:
+        """Return the folder of a basis that is to be used, where the method has one."""
+        folder = self.text(("basis",), given.get("basis"))
+        if folder is not None and "basis" not in self.known:
+            raise self.error(("basis",), f"{self.method.name} is not merged in a basis; remove 'basis'.")
+        if folder in ("tagged", "tensor", "full"):
+            raise self.error(("basis",), f"{folder!r} is a kind of basis; it belongs under 'parameters'.")
+        return folder
 
     def mapping(self, path: Path, raw: Any, known: Iterable[str], refused: Mapping[str, str], of: str = "") -> Any:
         """Return `raw` if it is a mapping of known keys; say of a `refused` one what is the matter with it."""

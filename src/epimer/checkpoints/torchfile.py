@@ -59,7 +59,7 @@ def find_ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def load_tensors(path: Path, where: str, *, key: str | None = None, mapped: bool = True) -> dict[str, Tensor]:
     """Return the state dict in a torch file, under `key` if it is nested."""
-    loaded = _load(path, where, mapped=mapped)
+    loaded = load(path, where, mapped=mapped)
     if key is not None:
         if not isinstance(loaded, Mapping) or key not in loaded:
             inside = listed(map(str, loaded)) if isinstance(loaded, Mapping) else type(loaded).__name__
@@ -77,25 +77,37 @@ def load_tensors(path: Path, where: str, *, key: str | None = None, mapped: bool
             raise CheckpointError(f"{where}: {name!r} is a {type(value).__name__}, expected only tensors; save those.")
         if not is_text(name):
             raise CheckpointError(f"{where}: {name!r} is not text that can be written down; rename it.")
-        if value.is_quantized or value.is_meta or value.is_nested:
-            raise CheckpointError(f"{where}: {name!r} is quantized, nested or without data, expected a dense tensor.")
-        if value.layout == torch.strided and value.nbytes > value.untyped_storage().nbytes():
-            raise CheckpointError(f"{where}: {name!r} claims more entries than are stored; save it contiguous.")
-        if value.layout != torch.strided:
-            raise CheckpointError(f"{where}: {name!r} is stored as {value.layout}, expected a dense tensor.")
+        if problem := not_dense(value):
+            raise CheckpointError(f"{where}: {name!r} {problem}.")
     return {name: value.detach().resolve_conj().resolve_neg() for name, value in loaded.items()}
 
 
-def _load(path: Path, where: str, *, mapped: bool) -> Any:
+def not_dense(value: Tensor) -> str | None:
+    """Say why a tensor cannot be read as plain numbers, or None."""
+    if value.is_quantized or value.is_meta or value.is_nested:
+        return "is quantized, nested or without data, expected a dense tensor"
+    if value.layout != torch.strided:
+        return f"is stored as {value.layout}, expected a dense tensor"
+    if value.nbytes > value.untyped_storage().nbytes():
+        return "claims more entries than are stored; save it contiguous"
+    return None
+
+
+def load(path: Path, where: str, *, mapped: bool, save: str = "model.state_dict()") -> Any:
+    """Return what a torch file holds; `save` is what to save instead where that would have to be executed."""
     try:
-        if mapped and not zipfile.is_zipfile(path):
+        if not zipfile.is_zipfile(path):
             with path.open("rb") as file:
-                if file.read(8) == b"version ":
-                    raise CheckpointError(f"{where} is a Git LFS pointer, not the weights; run `git lfs pull` there.")
-            raise CheckpointError(
-                f"{where} is not in torch's zip format (old, or cut short), so it cannot be read tensor by tensor; "
-                f"convert it: epimer convert {path.name} {path.stem}.safetensors"
-            )
+                start = file.read(8)
+            if start == b"version ":
+                raise CheckpointError(f"{where} is a Git LFS pointer, not the weights; run `git lfs pull` there.")
+            if start.startswith(b"PK"):
+                raise CheckpointError(f"{where} is cut short; copy or download it again.")
+            if mapped:
+                raise CheckpointError(
+                    f"{where} is not in torch's zip format (old, or cut short), so it cannot be read tensor by tensor; "
+                    f"convert it: epimer convert {path.name} {path.stem}.safetensors"
+                )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -104,7 +116,7 @@ def _load(path: Path, where: str, *, mapped: bool) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{where} holds Python objects that would have to be executed to be read, which epimer never does; "
-            "where you trust the file, load it and save the tensors alone: torch.save(model.state_dict(), path)."
+            f"where you trust the file, load it and save the tensors alone: torch.save({save}, path)."
         ) from error
     except CheckpointError:
         raise

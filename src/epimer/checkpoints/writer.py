@@ -246,6 +246,48 @@ def save_tensors(target: Path, tensors: Mapping[str, Tensor], ties: Mapping[str,
             draft.unlink(missing_ok=True)
 
 
+def check_new(out: Path, marker: str, *, overwrite: bool) -> None:
+    """Refuse to write where something else is; a folder that holds `marker` may be replaced if `overwrite` says so."""
+    out = out.expanduser()
+    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not out.is_dir() or not (out / marker).is_file():
+        raise OutputError(f"{out} exists and is not a folder with {marker}; choose another name.")
+    if not overwrite:
+        raise OutputError(f"{out} exists; choose another name, or pass --overwrite to replace it.")
+
+
+@contextmanager
+def whole_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterator[Path]:
+    """Make a folder of files that appears under its name when the block ends well, and not at all otherwise.
+
+    Only a folder that holds `marker`, so one of the same kind, is replaced, and only if `overwrite` says so.
+    """
+    out = Path(os.path.abspath(out.expanduser()))
+    draft, old = draft_of(out), draft_of(out).with_name(f".{out.name}.epimer-old")
+    with explained(out, "written"):
+        check_new(out, marker, overwrite=overwrite)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        try:
+            yield draft
+            for file in draft.iterdir():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+            _sync(draft)
+            check_new(out, marker, overwrite=overwrite)
+            if out.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                out.rename(old)
+            draft.rename(out)
+            _sync(out.parent)
+            shutil.rmtree(old, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+
 def settle(out: Path) -> None:
     """End what a run began when it let its output appear: bring the old one back, or let it and the draft go."""
     root = draft_of(out)

@@ -7,13 +7,15 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from epimer.cli import show
-from epimer.errors import EpimerError
+from epimer.errors import EpimerError, EpimerWarning
 
 app = typer.Typer(
     help="Merge fine-tuned models of one ancestor into one model that keeps their skills.",
@@ -84,6 +86,9 @@ def merge(
         str | None, typer.Option(help="Most memory to use, as 3GB.", show_default="most of what is free")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+    any_curvature: Annotated[
+        bool, typer.Option("--any-curvature", help="Use curvature even where it was measured on another model.")
+    ] = False,
     workers: Annotated[int | None, typer.Option(help="Tensors merged at a time.", show_default="one per core")] = None,
     threads: Annotated[int, typer.Option(help="Threads for each of them.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that epimer made.")] = False,
@@ -104,7 +109,7 @@ def merge(
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     if record is not None and not record.parent.is_dir():
         raise EpimerError(f"{record} cannot be written: there is no folder {record.parent}; make it first.")
-    plan = plan_recipe(recipe, progress=options.progress)
+    plan = plan_recipe(recipe, progress=options.progress, any_curvature=any_curvature)
     if dry_run:
         show.plan(plan, options, as_json=as_json, quiet=quiet)
         if plan.problems:
@@ -113,17 +118,142 @@ def merge(
     assert out is not None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
+        with _stoppable("the same command goes on from here"):
             done = run(plan, out, options)
-        except KeyboardInterrupt:
-            typer.echo("stopped; the same command goes on from here.", err=True)
-            raise typer.Exit(130) from None
     if record is not None:
         show.write(record, done.to_dict())
     if as_json:
         show.dump(done.to_dict())
     elif not quiet:
         show.done(done, out, [*plan.notes, *(str(warning.message) for warning in caught)])
+
+
+@app.command()
+def curvature(
+    model: Annotated[str, typer.Argument(help="A model folder, a hub id, or base+adapter.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The curvature folder to make.", show_default=False)],
+    task: Annotated[
+        str,
+        typer.Option(help="causal-lm, text-classification or image-classification.", show_default=False),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A .jsonl, .csv, .parquet or .txt file, an image folder, or a hub dataset id.", show_default=False
+        ),
+    ] = None,
+    kind: Annotated[str, typer.Option(help="diagonal, kronecker, ekfac, samples, hessian or ggn.")] = "kronecker",
+    samples: Annotated[int, typer.Option(help="How many samples to measure on.")] = 256,
+    fraction: Annotated[
+        float | None,
+        typer.Option(help="Share of the data instead, as 0.005; one batch at least.", show_default=False),
+    ] = None,
+    labels: Annotated[str, typer.Option(help="model (sampled from its prediction), true or expected.")] = "model",
+    seed: Annotated[int, typer.Option(help="Of the choice of samples and of sampled labels.")] = 0,
+    basis: Annotated[
+        Path | None, typer.Option(help="Keep only what lies in this basis (epimer basis).", show_default=False)
+    ] = None,
+    layers: Annotated[
+        list[str] | None, typer.Option(help="Name pattern of tensors to measure; may be repeated.", show_default=False)
+    ] = None,
+    sequence: Annotated[str, typer.Option(help="How tokens enter Kronecker factors: expand or reduce.")] = "expand",
+    split: Annotated[str | None, typer.Option(help="Split of a data set.", show_default="train")] = None,
+    subset: Annotated[str | None, typer.Option(help="Configuration of a data set.", show_default=False)] = None,
+    text: Annotated[str | None, typer.Option(help="Column of texts.", show_default="text, sentence, …")] = None,
+    label: Annotated[str | None, typer.Option(help="Column of labels.", show_default="label, labels")] = None,
+    image: Annotated[str | None, typer.Option(help="Column of images.", show_default="image, img")] = None,
+    head: Annotated[
+        Path | None,
+        typer.Option(help="A classifier outside the model: safetensors with weight and bias.", show_default=False),
+    ] = None,
+    pooling: Annotated[str, typer.Option(help="Features for --head: auto, pooler, cls or mean.")] = "auto",
+    optimizer: Annotated[
+        Path | None,
+        typer.Option(help="Read Adam's moments from this optimizer.pt instead of --data.", show_default=False),
+    ] = None,
+    moment: Annotated[str, typer.Option(help="Which of Adam's moments: second, or first (squared).")] = "second",
+    batch_size: Annotated[int, typer.Option(help="Samples at a time.")] = 16,
+    max_length: Annotated[int, typer.Option(help="Most tokens of a text.")] = 512,
+    dtype: Annotated[str, typer.Option(help="What the model computes in; sums are in float32 or wider.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a curvature folder.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the curvature of a model's loss on a little data, for every later merge.
+
+    Without labels it is measured under the model's own predictions, which is the default.
+    Under torchrun or accelerate every process measures its share, and the sum is saved.
+    """
+    from epimer.curvature.measure import Request, measure
+
+    request = Request(
+        model=model,
+        task=task,
+        out=out,
+        data=data,
+        split=split,
+        subset=subset,
+        text=text,
+        label=label,
+        image=image,
+        head=head,
+        pooling=pooling,
+        kind=kind,
+        labels=labels,
+        sequence=sequence,
+        samples=samples,
+        fraction=fraction,
+        seed=seed,
+        basis=basis,
+        layers=tuple(layers or ()),
+        optimizer=optimizer,
+        moment=moment,
+        batch_size=batch_size,
+        max_length=max_length,
+        dtype=dtype,
+        device=device,
+        overwrite=overwrite,
+        progress=not (quiet or as_json),
+    )
+    with _stoppable("nothing was written"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", EpimerWarning)
+        found = measure(request)
+    if found is not None and not quiet:
+        show.curvature(found, out, [str(warning.message) for warning in caught], as_json=as_json)
+
+
+@app.command()
+def basis(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="The basis folder to make.", show_default=False)],
+    kind: Annotated[
+        str | None, typer.Option(help="tagged or tensor.", show_default="what the recipe's method takes")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Directions per task.", show_default="what the recipe says")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a basis folder.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Build the basis of a recipe's models, to measure only the curvature that lies in it.
+
+    Give it to `epimer curvature --basis`, and to the recipe as `basis: FOLDER`.
+    """
+    from epimer.engine.basis import make_basis
+
+    with _stoppable("nothing was written"):
+        made = make_basis(recipe, out, kind=kind, rank=rank, overwrite=overwrite, progress=not quiet)
+    if not quiet:
+        show.basis(made, out)
+
+
+@contextmanager
+def _stoppable(consequence: str) -> Iterator[None]:
+    """Say what it means that the user stopped the work."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; {consequence}.", err=True)
+        raise typer.Exit(130) from None
 
 
 @app.command()

@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from epimer.errors import listed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from epimer.checkpoints.checkpoint import Checkpoint
+    from epimer.curvature.basis import StoredBasis
+    from epimer.curvature.curvature import Curvature
     from epimer.engine.merge import Options
     from epimer.methods.registry import Method
     from epimer.plan import Plan
@@ -45,6 +50,38 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
+
+
+def curvature(found: Curvature, out: Path, notes: Sequence[str], *, as_json: bool) -> None:
+    """Say what was measured."""
+    about = found.about
+    if as_json:
+        dump({**asdict(about), "tensors": len(found), "bytes": found.nbytes, "clipped": found.clipped})
+        return
+    console = _console()
+    source = about.source
+    if about.samples is not None:
+        source = f"{about.samples} samples, {about.tokens} tokens, {about.labels} labels"
+    kind = f"projected {found.kind}" if about.basis else found.kind
+    console.print(f"{out}: {kind} of {len(found)} tensors, {size(found.nbytes)} ({source})", markup=False)
+    for reason in dict.fromkeys(about.left_out.values()):
+        names = [name for name, why in about.left_out.items() if why == reason]
+        console.print(f"note: left out {listed(names)}: {reason}.", markup=False)
+    if found.clipped:
+        worst = max(found.clipped, key=lambda name: found.clipped[name])
+        console.print(
+            f"note: negative curvature taken as 0 in {len(found.clipped)} tensors, most in {worst}: "
+            f"{found.clipped[worst]:.1%} of its spectrum.",
+            markup=False,
+        )
+    for note in dict.fromkeys(notes):
+        console.print(f"note: {note}", markup=False)
+
+
+def basis(made: StoredBasis, out: Path) -> None:
+    """Say what basis was built."""
+    total = size(sum(made.size(name) for name in made))
+    _console().print(f"{out}: {made.kind} basis of {len(made)} tensors, {total}", markup=False)
 
 
 def done(record: MergeRecord, out: Path, notes: Sequence[str]) -> None:

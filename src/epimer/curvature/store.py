@@ -1,87 +1,143 @@
 """Curvature on disk: a folder with `curvature.json` (what was measured) and `curvature.safetensors` (the numbers).
 
-A tensor's curvature lies under its name and a letter: `.F` (diagonal), `.A` and `.G` (kronecker), `.g` and `.x`
-(samples). It is read one tensor at a time.
+A tensor's curvature lies under its name and a letter: `.F` (diagonal), `.A` and `.G` (kronecker), `.S`, `.P` and `.Q`
+(ekfac), `.g` and `.x` (samples), `.H` (projected). It is read one tensor at a time. docs/curvature.md specifies it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside, read_json
 from epimer.checkpoints.safetensors import SafetensorsFile
-from epimer.checkpoints.writer import as_json, explained, save_tensors
+from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
+from epimer.curvature.curvature import KINDS, About, Curvature, tensors_of
 from epimer.errors import CheckpointError, CurvatureError
-from epimer.geometry.metric import Diagonal, Kronecker, Metric, Samples
+from epimer.geometry.metric import Corrected, Diagonal, Kronecker, Metric, Projected, Samples
 
 FORMAT = 1
-PARTS = {"diagonal": ("F",), "kronecker": ("A", "G"), "samples": ("g", "x")}
-_KINDS: dict[str, type[Diagonal] | type[Kronecker] | type[Samples]] = {
+NUMBERS, HEADER = "curvature.safetensors", "curvature.json"
+EDGE = 256  # entries of a tensor's first and last row that enter a fingerprint
+
+_CLASSES: dict[str, type[Any]] = {
     "diagonal": Diagonal,
     "kronecker": Kronecker,
+    "ekfac": Corrected,
     "samples": Samples,
 }
 
 
-class StoredCurvature(Mapping[str, Metric]):
-    """Curvature of one model, read from its folder when it is asked for."""
+class _Stored(Mapping[str, Metric]):
+    """The metrics of a curvature folder, read when they are asked for."""
 
-    def __init__(self, folder: Path, where: str = "") -> None:
-        self.where = where or str(folder)
-        if not folder.is_dir():
-            raise CheckpointError(f"{self.where} is not a curvature folder: it does not exist or is not a folder.")
-        about = read_json(inside(folder, "curvature.json"), f"{self.where}/curvature.json")
-        kind = about.get("kind")
-        if about.get("format") != FORMAT or kind not in PARTS:
-            raise CurvatureError(
-                f"{self.where} holds {kind!r} curvature in format {about.get('format')!r}; expected format {FORMAT} "
-                f"and one of {', '.join(PARTS)}: measure it again, or update epimer."
-            )
-        self.kind, self.about = str(kind), about
-        self.file = SafetensorsFile(inside(folder, "curvature.safetensors"), f"{self.where}/curvature.safetensors")
-        self._names = dict.fromkeys(
-            name for key in self.file.headers for name, _, part in [key.rpartition(".")] if part in PARTS[self.kind]
-        )
+    def __init__(self, file: SafetensorsFile, about: About, where: str, inputs: Mapping[str, int]) -> None:
+        self.file, self.where, self.inputs = file, where, inputs
+        self.kind = Projected if about.basis is not None else _CLASSES[about.kind]
+        known = {field.name for field in fields(self.kind)}
+        self.keys_of: dict[str, dict[str, str]] = {}
+        for key in file.headers:
+            name, _, part = key.rpartition(".")
+            if part in known:
+                self.keys_of.setdefault(name, {})[part] = key
 
     def __getitem__(self, name: str) -> Metric:
-        if name not in self._names:
-            raise KeyError(name)
-        keys = {part: f"{name}.{part}" for part in PARTS[self.kind]}
-        if self.kind == "samples" and any(key not in self.file.headers for key in keys.values()):
-            raise CurvatureError(f"{self.where} has only one of g and x for {name!r}; measure it again.")
-        return _KINDS[self.kind](**{p: self.file.read(key) for p, key in keys.items() if key in self.file.headers})
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        keys = self.keys_of[name]
+        given: dict[str, Any] = {part: self.file.read(key) for part, key in keys.items()}
+        if self.kind in (Kronecker, Projected):
+            given["inputs"] = self.inputs.get(name, 1)
+        lacking = {"F", "S", "P", "Q", "g", "x"} & {field.name for field in fields(self.kind)} - given.keys()
+        if lacking:
+            raise CurvatureError(f"{self.where} has no {sorted(lacking)[0]} for {name!r}; measure it again.")
+        return self.kind(**given)
 
     def size(self, name: str) -> int:
-        """Return the bytes one tensor's curvature takes."""
-        keys = [f"{name}.{part}" for part in PARTS[self.kind]]
-        return sum(self.file.size(key) for key in keys if key in self.file.headers)
+        """Return the bytes of one tensor's curvature."""
+        return sum(self.file.size(key) for key in self.keys_of[name].values())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys_of)
+
+    def __len__(self) -> int:
+        return len(self.keys_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys_of
 
 
-def save_curvature(curvature: Mapping[str, Metric], folder: Path, *, fingerprint: str | None = None) -> None:
-    """Write curvature of one kind into a new folder."""
-    kinds = {metric.kind for metric in curvature.values()}
-    if len(kinds) != 1 or not kinds <= PARTS.keys():
-        raise CurvatureError(f"a curvature folder holds one kind of {', '.join(PARTS)}; got {sorted(kinds)}.")
-    (kind,) = kinds
+def open_curvature(folder: Path, where: str = "") -> Curvature:
+    """Open a curvature folder; its numbers are read when they are asked for."""
+    where = where or str(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{where} is not a curvature folder: it does not exist or is not a folder.")
+    header = read_json(inside(folder, HEADER), f"{where}/{HEADER}")
+    kind = header.get("kind")
+    if header.get("format") != FORMAT or kind not in KINDS:
+        raise CurvatureError(
+            f"{where} holds {kind!r} curvature in format {header.get('format')!r}; expected format {FORMAT} "
+            f"and one of {', '.join(KINDS)}: measure it again, or update epimer."
+        )
+    known = {field.name for field in fields(About)}
+    given: dict[str, Any] = {key: value for key, value in header.items() if key in known and value is not None}
+    for key in ("counts", "left_out", "ties"):
+        if not isinstance(given.get(key, {}), dict):
+            raise CurvatureError(f"{where}/{HEADER}: {key} must be an object; measure it again.")
+    about = About(**given)
+    file = SafetensorsFile(inside(folder, NUMBERS), f"{where}/{NUMBERS}")
+    first = header.get("inputs_first")
+    inputs = dict.fromkeys(first if isinstance(first, list) else (), 0)
+    if about.basis is None and kind not in _CLASSES:
+        raise CurvatureError(f"{where} holds {kind} curvature without a basis; measure it again.")
+    found = Curvature(_Stored(file, about, where, inputs), about, where=where)
+    found.file = file
+    return found
+
+
+def save_curvature(curvature: Curvature, folder: Path, *, overwrite: bool = False) -> None:
+    """Write curvature into a new folder, which appears whole or not at all."""
     tensors = {
         f"{name}.{part}": value.detach().cpu()
-        for name, metric in curvature.items()
-        for part in PARTS[kind]
-        if isinstance(value := getattr(metric, part), torch.Tensor)
+        for name, metric in curvature.metrics.items()
+        for part, value in tensors_of(metric).items()
     }
-    with explained(folder, "written"):
-        folder.mkdir(parents=True)
-        save_tensors(folder / "curvature.safetensors", tensors)
-        (folder / "curvature.json").write_bytes(as_json({"format": FORMAT, "kind": kind, "model": fingerprint}))
+    if not tensors:
+        raise CurvatureError("there is no curvature to save: no tensor was measured.")
+    transposed = [name for name, metric in curvature.metrics.items() if getattr(metric, "inputs", 1) == 0]
+    header = {"format": FORMAT, **asdict(curvature.about), "inputs_first": transposed}
+    with whole_folder(folder, HEADER, overwrite=overwrite) as draft:
+        save_tensors(draft / NUMBERS, tensors)
+        (draft / HEADER).write_bytes(as_json(header))
+
+
+def model_fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of tensors' names, shapes and edges, in bfloat16: a model is known again in another precision."""
+    return _fingerprint({name: W.shape for name, W in tensors.items()}, lambda name, a, b: tensors[name].detach()[a:b])
+
+
+def stored_fingerprint(checkpoint: Checkpoint, names: Mapping[str, str]) -> str | None:
+    """Return the same hash of a checkpoint's tensors, name -> name in the checkpoint; None where one is missing."""
+    if any(stored not in checkpoint.headers for stored in names.values()):
+        return None
+    shapes = {name: checkpoint.headers[stored].shape for name, stored in names.items()}
+    return _fingerprint(shapes, lambda name, a, b: checkpoint.read(names[name], (a, b)))
+
+
+def _fingerprint(shapes: Mapping[str, torch.Size], rows: Callable[[str, int, int], Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(shapes):
+        shape = shapes[name]
+        digest.update(f"{name}\0{tuple(shape)}\0".encode())
+        if shape and shape.numel():
+            edges = rows(name, 0, 1).flatten()[:EDGE], rows(name, shape[0] - 1, shape[0]).flatten()[-EDGE:]
+            if len(shape) == 1:
+                edges = rows(name, 0, min(EDGE, shape[0])), rows(name, max(0, shape[0] - EDGE), shape[0])
+            for edge in edges:
+                digest.update(edge.cpu().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

@@ -60,6 +60,7 @@ def merge(
     engine: str = "local",
     progress: bool = True,
     overwrite: bool = False,
+    any_curvature: bool = False,
     max_shard_size: str | int = "5GB",
     max_memory: str | int | None = None,
     workers: int | None = None,
@@ -74,6 +75,7 @@ def merge(
         engine: local.
         progress: show a bar on a terminal.
         overwrite: replace a model folder that epimer made before.
+        any_curvature: use curvature even where it was measured on another model.
         max_shard_size: largest file of weights, as "5GB".
         max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
         workers: tensors merged at the same time; by default one per core.
@@ -83,15 +85,16 @@ def merge(
     if engine not in ENGINES:
         raise ParameterError(f"There is no engine {engine!r}; engines: {', '.join(ENGINES)}.")
     options = Options(device, workers, threads, max_memory, max_shard_size, overwrite, progress)
-    return run(plan_recipe(recipe, progress=progress), Path(out), options)
+    return run(plan_recipe(recipe, progress=progress, any_curvature=any_curvature), Path(out), options)
 
 
-def plan_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, *, progress: bool = False) -> Plan:
+def plan_recipe(
+    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, *, progress: bool = False, any_curvature: bool = False
+) -> Plan:
     """Read a recipe and plan its merge."""
-    if isinstance(recipe, Recipe):
-        return make_plan(recipe, progress=progress)
-    folder = None if isinstance(recipe, Mapping) else Path(recipe).parent
-    return make_plan(load_recipe(recipe), folder=folder, progress=progress)
+    folder = None if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
+    given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    return make_plan(given, folder=folder, progress=progress, any_curvature=any_curvature)
 
 
 def run(plan: Plan, out: Path, options: Options) -> MergeRecord:
@@ -338,7 +341,7 @@ def _publish(plan: Plan, draft: Draft, record: MergeRecord, beside: dict[str, by
 
 def _key(plan: Plan, shards: list[Shard], device: str, threads: int) -> str:
     """Return a hash of all that the bytes of a half-made output depend on."""
-    state = [role.checkpoint.state for role in plan.roles] + [one.file.state for one in plan.curvatures or ()]
+    state = [role.checkpoint.state for role in plan.roles] + [one.state for one in plan.beside]
     how = [plan.request, state, [shard.size for shard in shards], device, threads, torch.__version__]
     return hashlib.blake2b(json.dumps(how).encode(), digest_size=16).hexdigest()
 

@@ -136,37 +136,49 @@ def project_diagonal_lowrank(F_mn: Tensor, U_mp: Tensor, V_np: Tensor, tolerance
 
 @dataclass(frozen=True)
 class PairDiagonal(Form):
-    """A diagonal metric on all pairs u_i v_jᵀ: X -> Uᵀ(F ∘ (U X Vᵀ))V, matrix-free."""
+    """Diagonal metrics on all pairs u_i v_jᵀ: X -> Σ Uᵀ(F ∘ (U X Vᵀ))V, matrix-free.
 
-    F: Tensor
-    U: Tensor
-    V: Tensor
+    Tasks share U and V where the diagonal is in the weights' own coordinates, so that their F add up to one term.
+    """
+
+    terms: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    """F, U and V of each"""
 
     def apply(self, x: Tensor) -> Tensor:
-        lifted = self.U @ x.to(self.U.dtype) @ self.V.T
-        return (self.U.T @ (self.F.to(self.U.dtype) * lifted) @ self.V).double()
+        total = torch.zeros_like(x)
+        for F, U, V in self.terms:
+            total += (U.T @ (F.to(U.dtype) * (U @ x.to(U.dtype) @ V.T)) @ V).double()
+        return total
 
     def diagonal(self) -> Tensor:
         """Return the p x q diagonal of H̃."""
-        return (self.U.square().T @ self.F.to(self.U.dtype) @ self.V.square()).double()
+        parts = [(U.square().T @ F.to(U.dtype) @ V.square()).double() for F, U, V in self.terms]
+        return torch.stack(parts).sum(0)
 
     def mean_diagonal(self) -> float:
         diagonal = self.diagonal()
         return float(diagonal.mean()) if diagonal.numel() else 0.0
 
     def plus(self, other: Self, weight: float) -> PairDiagonal:
-        return PairDiagonal(self.F + weight * other.F.double(), self.U, self.V)
+        terms = list(self.terms)
+        for F, U, V in other.times(weight).terms:
+            shared = [i for i, (_, mine, _) in enumerate(terms) if mine is U]
+            if shared:
+                terms[shared[0]] = (terms[shared[0]][0] + F, U, V)
+            else:
+                terms.append((F, U, V))
+        return PairDiagonal(tuple(terms))
 
     def times(self, weight: float) -> PairDiagonal:
-        return PairDiagonal(self.F.double() * weight, self.U, self.V)
+        return PairDiagonal(tuple((F.double() * weight, U, V) for F, U, V in self.terms))
 
     def solve(self, b: Tensor, shift: float) -> Solved:
-        diagonal = self.diagonal()
-        noise = rounding(self.U.dtype) * float(diagonal.max())
+        diagonal, dtype = self.diagonal(), self.terms[0][1].dtype
+        noise = rounding(dtype) * float(diagonal.max())
         damping = noise if shift < noise else 0.0  # a preconditioner would carry a singular solve out of its range
         diagonal, shift = diagonal + shift + damping, shift + damping
-        tolerance = 1e-11 if self.U.dtype == torch.float64 else 1e-6
-        cast = replace(self, F=self.F.to(self.U.dtype))  # once, instead of in every product
+        tolerance = 1e-11 if dtype == torch.float64 else 1e-6
+        cast = PairDiagonal(tuple((F.to(dtype), U, V) for F, U, V in self.terms))  # once, not in every product
         y, residual = conjugate_gradients(
             lambda x: cast.apply(x) + shift * x, b, lambda r: r / diagonal, tolerance=tolerance
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epimer.geometry.diagonal import AtomDiagonal, PairDiagonal
+from epimer.geometry.diagonal import AtomDiagonal, PairDiagonal, project_diagonal
 from epimer.geometry.form import Dense, Elementwise, Form, OuterSum
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.linalg import nonfinite, rounding
@@ -120,7 +120,7 @@ class Diagonal(Metric):
         return self.F * D_mn
 
     def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
-        return Elementwise(self.F) if U is None or V is None else PairDiagonal(self.F, U, V)
+        return Elementwise(self.F) if U is None or V is None else PairDiagonal(((self.F, U, V),))
 
     def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
         return AtomDiagonal(self.F, U, V, mix, tolerance)
@@ -144,6 +144,8 @@ class Kronecker(Metric):
 
     A: Tensor | None = None
     G: Tensor | None = None
+    inputs: int = 1
+    """the dimension of the stored tensor that the layer's inputs belong to: 1, or 0 for GPT-2's Conv1D"""
     kind = "kronecker"
 
     def apply(self, D_mn: Tensor) -> Tensor:
@@ -159,11 +161,13 @@ class Kronecker(Metric):
         return _mixed(left.double() * right.double(), mix, U.dtype)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Kronecker:
-        return Kronecker(A=_symmetric(self.A, device, dtype), G=_symmetric(self.G, device, dtype))
+        return Kronecker(A=_symmetric(self.A, device, dtype), G=_symmetric(self.G, device, dtype), inputs=self.inputs)
 
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2:
             return f"Kronecker factors need a matrix, the tensor has shape {tuple(shape)}"
+        if self.inputs not in (0, 1):
+            return f"inputs must be 0 or 1, the dimension that the inputs belong to, got {self.inputs!r}"
         for name, factor, size in (("G", self.G, shape[0]), ("A", self.A, shape[1])):
             if factor is not None and (problem := _not_psd(name, factor, size)):
                 return problem
@@ -179,6 +183,47 @@ def _sandwich(M: Tensor | None, U: Tensor | None) -> Tensor | None:
     if M is None:
         return None
     return M.double() if U is None else (U.T @ M @ U).double()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrected(Metric):
+    """Kronecker's eigenvectors with exact second moments along them (EKFAC): D -> P (S ∘ (Pᵀ D Q)) Qᵀ."""
+
+    S: Tensor
+    """m x n, none negative"""
+    P: Tensor
+    """m x m, orthogonal: the eigenvectors of G"""
+    Q: Tensor
+    """n x n, orthogonal: the eigenvectors of A"""
+    kind = "ekfac"
+
+    def apply(self, D_mn: Tensor) -> Tensor:
+        return self.P @ (self.S * (self.P.T @ D_mn @ self.Q)) @ self.Q.T
+
+    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+        left = self.P.T if U is None else self.P.T @ U
+        return PairDiagonal(((self.S, left, self.Q.T if V is None else self.Q.T @ V),))
+
+    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+        return _mixed(project_diagonal(self.S.to(U.dtype), self.P.T @ U, self.Q.T @ V), mix, U.dtype)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Corrected:
+        return Corrected(S=self.S.to(device, dtype), P=self.P.to(device, dtype), Q=self.Q.to(device, dtype))
+
+    def problem(self, shape: Sequence[int]) -> str | None:
+        if len(shape) != 2 or tuple(self.S.shape) != tuple(shape):
+            return f"S must have the shape of the tensor's matrix {tuple(shape)}, got {tuple(self.S.shape)}"
+        if problem := _not_finite("S", self.S):
+            return problem
+        if self.S.numel() and float(self.S.min()) < 0:
+            return f"S must not be negative; its lowest entry is {float(self.S.min()):.3g}"
+        for name, E, size in (("P", self.P, shape[0]), ("Q", self.Q, shape[1])):
+            if tuple(E.shape) != (size, size) or _not_finite(name, E):
+                return f"{name} must be a finite {size} x {size} matrix, got shape {tuple(E.shape)}"
+            probe = E.double() @ (E.double().T @ torch.ones(size, dtype=torch.float64, device=E.device))
+            if float((probe - 1).abs().max()) > 1e-3:
+                return f"{name} must be orthogonal"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +309,8 @@ class Projected(Metric):
     G: Tensor | None = None
     basis: object = None
     """the Subspace it was projected on; may be left to the merge's own `basis=`"""
+    inputs: int = 1
+    """the dimension of the stored tensor that the layer's inputs belong to"""
     kind = "projected"
 
     def apply(self, D_mn: Tensor) -> Tensor:
@@ -282,7 +329,7 @@ class Projected(Metric):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Projected:
         H, A, G = (_symmetric(M, device, dtype) for M in (self.H, self.A, self.G))
-        return Projected(H=H, A=A, G=G, basis=self.basis)
+        return Projected(H=H, A=A, G=G, basis=self.basis, inputs=self.inputs)
 
     def problem(self, shape: Sequence[int]) -> str | None:
         """Check the matrices themselves; whether their sizes fit the basis is checked where it is known."""

@@ -68,7 +68,8 @@ def check_layer(
     metrics: tuple[Metric, ...] = ()
     if rule == "fisher" or method.needs_curvature:
         kind = "diagonal" if rule == "fisher" else method.curvature or ""
-        kinds = (kind, "projected") if matrix else (kind,)
+        kinds: tuple[str, ...] = (kind, "projected") if matrix else (kind,)
+        kinds += ("ekfac",) if kind == "kronecker" else ()
         metrics = layer_metrics(curvatures or (), name, [W0, *tensors], matrix=matrix, kinds=kinds, user=method.name)
         if not metrics and needs_metric(name, rule, tensors[0]):
             raise missing_metric(name, method)
@@ -139,7 +140,7 @@ def check_metric(
     narrow = all(W.dtype != torch.float64 for W in present)
     for field in fields(metric):  # type: ignore[arg-type]
         value = getattr(metric, field.name)
-        if field.name == "basis" or (value is None and metric.kind in ("kronecker", "projected")):
+        if field.name in ("basis", "inputs") or (value is None and metric.kind in ("kronecker", "projected")):
             continue
         if not isinstance(value, Tensor):
             raise CurvatureError(f"{where}: {field.name} must be a tensor, got {type(value).__name__}.")

@@ -103,10 +103,14 @@ def input_grams(layer: Layer, p: Any) -> list[Metric]:
     """Keep the input factor only, its off-diagonal entries shrunk."""
     grams: list[Metric] = []
     for t, metric in enumerate(layer.metrics):
-        if not isinstance(metric, Kronecker) or metric.A is None:
-            raise CurvatureError(f"curvature[{t}][{layer.name!r}] has no A; regmean needs the inputs' Gram matrix.")
-        A = p.off_diagonal * metric.A + (1 - p.off_diagonal) * torch.diag(metric.A.diagonal())
-        grams.append(Kronecker(A=A))
+        gram = (metric.G, metric.A)[metric.inputs] if isinstance(metric, Kronecker) else None
+        if not isinstance(metric, Kronecker) or gram is None:
+            side = "G" if isinstance(metric, Kronecker) and metric.inputs == 0 else "A"
+            raise CurvatureError(
+                f"curvature[{t}][{layer.name!r}] has no {side}; regmean needs the inputs' Gram matrix."
+            )
+        gram = p.off_diagonal * gram + (1 - p.off_diagonal) * torch.diag(gram.diagonal())
+        grams.append(Kronecker(A=gram) if metric.inputs else Kronecker(G=gram))
     return grams
 
 

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 import epimer
 from epimer.checkpoints import open_checkpoint
-from epimer.curvature.store import StoredCurvature, save_curvature
+from epimer.curvature.curvature import About
+from epimer.curvature.store import stored_fingerprint
 from epimer.errors import CheckpointError, CurvatureError
 
 SHAPES = {"layers.0.w": (24, 20), "layers.1.w": (16, 24), "norm.weight": (20,)}
@@ -32,6 +33,14 @@ def measured(kind, seed):
                 for n, s in SHAPES.items()
                 if len(s) == 2
             }
+
+
+def save(metrics, folder, model=None):
+    fingerprint = None
+    if model is not None:
+        fingerprint = stored_fingerprint(open_checkpoint(str(model)), {name: name for name in metrics})
+    (kind,) = {metric.kind for metric in metrics.values()}
+    epimer.Curvature(metrics, About(kind, samples=6, model=fingerprint)).save(folder)
 
 
 @pytest.fixture
@@ -69,8 +78,7 @@ def recipe(tmp_path, method):
 def test_a_recipe_with_curvature_merges_as_in_memory(models, tmp_path, method, kind):
     curvatures = [measured(kind, t) for t in (1, 2)]
     for t, curvature in enumerate(curvatures, 1):
-        fingerprint = open_checkpoint(str(tmp_path / f"m{t}.safetensors")).fingerprint
-        save_curvature(curvature, tmp_path / f"c{t}", fingerprint=fingerprint)
+        save(curvature, tmp_path / f"c{t}", tmp_path / f"m{t}.safetensors")
     epimer.merge(recipe(tmp_path, method), tmp_path / "out", progress=False)
     expected = epimer.merge_state_dicts(models[0], models[1:], method, curvature=curvatures)
     merged = open_checkpoint(str(tmp_path / "out"))
@@ -81,8 +89,8 @@ def test_a_recipe_with_curvature_merges_as_in_memory(models, tmp_path, method, k
 
 def test_what_is_stored_is_what_is_read(tmp_path):
     curvature = measured("kronecker", 0)
-    save_curvature(curvature, tmp_path / "c")
-    stored = StoredCurvature(tmp_path / "c")
+    save(curvature, tmp_path / "c")
+    stored = epimer.Curvature.load(tmp_path / "c")
     assert set(stored) == set(curvature)
     assert len(stored) == 2
     assert "norm.weight" not in stored
@@ -96,17 +104,18 @@ def test_what_is_stored_is_what_is_read(tmp_path):
 
 def test_curvature_of_another_model_is_refused(models, tmp_path):
     for t in (1, 2):
-        fingerprint = open_checkpoint(str(tmp_path / "m1.safetensors")).fingerprint
-        save_curvature(measured("diagonal", t), tmp_path / f"c{t}", fingerprint=fingerprint)
+        save(measured("diagonal", t), tmp_path / f"c{t}", tmp_path / "m1.safetensors")
     with pytest.raises(CurvatureError, match=r"c2 was measured on another model than models\[1\]"):
         epimer.merge(recipe(tmp_path, "epimer"), tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
+    epimer.merge(recipe(tmp_path, "epimer"), tmp_path / "out", progress=False, any_curvature=True)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_missing_curvature_is_refused_before_any_work(models, tmp_path):
     for t in (1, 2):
         whole = measured("diagonal", t)
-        save_curvature({n: F for n, F in whole.items() if n != "layers.1.w"}, tmp_path / f"c{t}")
+        save({n: F for n, F in whole.items() if n != "layers.1.w"}, tmp_path / f"c{t}")
     with pytest.raises(CurvatureError, match=r"no model has curvature for 'layers\.1\.w'"):
         epimer.merge(recipe(tmp_path, "epimer"), tmp_path / "out", progress=False)
     one = recipe(tmp_path, "epimer")
@@ -117,28 +126,28 @@ def test_missing_curvature_is_refused_before_any_work(models, tmp_path):
 
 def test_the_wrong_kind_is_refused(models, tmp_path):
     for t in (1, 2):
-        save_curvature(measured("diagonal", t), tmp_path / f"c{t}")
+        save(measured("diagonal", t), tmp_path / f"c{t}")
     with pytest.raises(CurvatureError, match="c1 is diagonal curvature, but epimer_kron needs kronecker"):
         epimer.merge(recipe(tmp_path, "epimer_kron"), tmp_path / "out", progress=False)
     assert not (tmp_path / ".out.epimer").exists()
 
 
-def test_mixed_kinds_are_not_stored(tmp_path):
-    with pytest.raises(CurvatureError, match="one kind"):
-        save_curvature(
-            {"a": measured("diagonal", 0)["norm.weight"], "b": measured("samples", 0)["layers.0.w"]}, tmp_path
-        )
+def test_models_measured_differently_are_refused(models, tmp_path):
+    for t, kind in ((1, "diagonal"), (2, "kronecker")):
+        save(measured(kind, t), tmp_path / f"c{t}")
+    with pytest.raises(CurvatureError, match=r"c1 is diagonal curvature, .*c2 is kronecker; measure all models alike"):
+        epimer.merge(recipe(tmp_path, "epimer"), tmp_path / "out", progress=False)
 
 
 @pytest.mark.parametrize(("change", "words"), [({"format": 2}, "format 2"), ({"kind": "spline"}, "'spline'")])
 def test_another_format_is_refused(tmp_path, change, words):
-    save_curvature(measured("diagonal", 0), tmp_path / "c")
+    save(measured("diagonal", 0), tmp_path / "c")
     about = json.loads((tmp_path / "c" / "curvature.json").read_text())
     (tmp_path / "c" / "curvature.json").write_text(json.dumps(about | change))
     with pytest.raises(CurvatureError, match=words):
-        StoredCurvature(tmp_path / "c")
+        epimer.Curvature.load(tmp_path / "c")
 
 
 def test_what_is_no_folder_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="not a curvature folder"):
-        StoredCurvature(tmp_path / "nowhere")
+        epimer.Curvature.load(tmp_path / "nowhere")

@@ -1,0 +1,113 @@
+"""nn.MultiheadAttention in the open: the same result, from projections that can be watched one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from epimer.curvature.uses import Layout, Outer, Reader, Use, Whole
+
+Seen = Callable[[str, Tensor, Tensor], Tensor]
+"""(part, input, output) -> the output to go on with"""
+
+
+def can_open(module: nn.Module) -> bool:
+    """Whether a module is an attention that `open_forward` reproduces."""
+    return isinstance(module, nn.MultiheadAttention) and module.bias_k is None and not module.add_zero_attn
+
+
+def parts(module: Any) -> dict[str, Reader]:
+    """Return the projections of queries, keys and values, together and apart; out_proj is a module of its own."""
+    if module.in_proj_weight is None:
+        return {name: _part(i, name) for i, name in enumerate(("q_proj_weight", "k_proj_weight", "v_proj_weight"))}
+    return {"in_proj": _all} | {f"in_proj.{i}": _part(i, None) for i in range(3)}
+
+
+def _all(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
+    g_ntm = layout.tokens(g, N)
+    return {"in_proj_weight": Outer(g_ntm, layout.tokens(x, N)), "in_proj_bias": Whole(g_ntm.sum(1))}
+
+
+def _part(i: int, own: str | None) -> Reader:
+    """Return the reader of one third of the projections, in a weight of its own or in the common one."""
+
+    def read(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
+        g_nte, x_ntn = layout.tokens(g, N), layout.tokens(x, N)
+        width = g_nte.shape[-1]
+        placed = functional.pad(g_nte, (i * width, (2 - i) * width))
+        found: dict[str, Use] = {"in_proj_bias": Whole(placed.sum(1))}
+        found[own or "in_proj_weight"] = Outer(g_nte if own else placed, x_ntn)
+        return found
+
+    return read
+
+
+def open_forward(module: Any, seen: Seen) -> Callable[..., Any]:
+    """Return a replacement of the module's forward that shows every projection to `seen`."""
+
+    def projected(x: Tensor, part: str, W: Tensor, bias: Tensor | None) -> Tensor:
+        return seen(part, x, functional.linear(x, W, bias))
+
+    def project(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        bias = module.in_proj_bias
+        if module.in_proj_weight is not None and query is key and key is value:
+            return list(projected(query, "in_proj", module.in_proj_weight, bias).chunk(3, dim=-1))
+        biases = [None] * 3 if bias is None else bias.chunk(3)
+        if module.in_proj_weight is None:
+            named = {name: getattr(module, name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")}
+        else:
+            named = {f"in_proj.{i}": W for i, W in enumerate(module.in_proj_weight.chunk(3))}
+        inputs = (query, key, value)
+        return [projected(x, part, W, b) for x, (part, W), b in zip(inputs, named.items(), biases, strict=True)]
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        H, batched = module.num_heads, query.dim() == 3
+        q, k, v = project(query, key, value)
+        if not batched:
+            q, k, v = q[:, None], k[:, None], v[:, None]
+        if module.batch_first and batched:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        q, k, v = (torch.unflatten(t, -1, (H, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
+        N, L, S = len(q), q.shape[2], k.shape[2]
+        mask = torch.zeros(N, H, L, S, dtype=q.dtype, device=q.device)
+        if attn_mask is not None:
+            mask = mask + _additive(attn_mask, q).expand(N * H, L, S).reshape(N, H, L, S)
+        if key_padding_mask is not None:
+            mask = mask + _additive(key_padding_mask, q).reshape(N, 1, 1, S)
+        given = None if attn_mask is None and key_padding_mask is None else mask
+        if need_weights:
+            weights = ((q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5 + mask).softmax(-1)
+            mixed = weights @ v
+        else:
+            weights, mixed = None, functional.scaled_dot_product_attention(q, k, v, given)
+        mixed = mixed.permute(2, 0, 1, 3).flatten(2)  # tokens, batch, width
+        if not batched:
+            mixed = mixed[:, 0]
+        elif module.batch_first:
+            mixed = mixed.transpose(0, 1)
+        if weights is not None:
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if batched else weights[0]
+        return module.out_proj(mixed), weights
+
+    return forward
+
+
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask to be added to the scores; a boolean one marks what is not to be seen."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
+    return mask.to(like.dtype)

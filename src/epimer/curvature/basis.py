@@ -1,0 +1,116 @@
+"""Bases on disk: a folder with `basis.json` and `basis.safetensors`, read one tensor at a time.
+
+A tensor's basis lies under its name and a letter: `.U`, `.V`, `.sigma` and `.owner` of the tagged atoms, `.mix` where
+there is one, and then, for a tensor basis, `.left` and `.right`, whose pairs it consists of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from epimer.checkpoints.folder import inside, read_json
+from epimer.checkpoints.safetensors import SafetensorsFile
+from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
+from epimer.curvature.store import model_fingerprint
+from epimer.errors import CheckpointError, CurvatureError, ParameterError
+from epimer.geometry.subspace import Pairs, Tagged
+
+FORMAT = 1
+NUMBERS, HEADER = "basis.safetensors", "basis.json"
+PARTS = ("U", "V", "sigma", "owner", "mix", "left", "right")
+
+
+class StoredBasis(Mapping[str, Tagged | Pairs]):
+    """A basis folder: tensor name -> its basis, read when it is asked for."""
+
+    def __init__(self, folder: Path, where: str = "") -> None:
+        self.where = where or str(folder)
+        if not folder.is_dir():
+            raise CheckpointError(f"{self.where} is not a basis folder: it does not exist or is not a folder.")
+        header = read_json(inside(folder, HEADER), f"{self.where}/{HEADER}")
+        self.kind, self.fingerprint = header.get("kind"), str(header.get("fingerprint"))
+        if header.get("format") != FORMAT or self.kind not in ("tagged", "tensor"):
+            raise CurvatureError(
+                f"{self.where} holds a {self.kind!r} basis in format {header.get('format')!r}; "
+                f"expected format {FORMAT}, tagged or tensor: build it again, or update epimer."
+            )
+        self.file = SafetensorsFile(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}")
+        self._names = dict.fromkeys(key.removesuffix(".U") for key in self.file.headers if key.endswith(".U"))
+
+    def __getitem__(self, name: str) -> Tagged | Pairs:
+        if name not in self._names:
+            raise KeyError(name)
+        found = {part: self.file.read(key) for part in PARTS if (key := f"{name}.{part}") in self.file.headers}
+        lacking = {"U", "V", "sigma", "owner"} - found.keys()
+        if lacking:
+            raise CurvatureError(f"{self.where} has no {sorted(lacking)[0]} for {name!r}; build it again.")
+        atoms = Tagged(found["U"], found["V"], found["sigma"], found["owner"], found.get("mix"))
+        if self.kind == "tagged":
+            return atoms
+        return Pairs(found.get("left", atoms.U), found.get("right", atoms.V), atoms)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def size(self, name: str) -> int:
+        """Return the bytes of one tensor's basis."""
+        return sum(self.file.size(key) for part in PARTS if (key := f"{name}.{part}") in self.file.headers)
+
+
+def basis_fingerprint(basis: Mapping[str, Tagged | Pairs]) -> str:
+    """Return a hash by which projected curvature knows its basis again."""
+    if isinstance(basis, StoredBasis):
+        return basis.fingerprint
+    return combined((name, one_fingerprint(one)) for name, one in basis.items())
+
+
+def one_fingerprint(basis: Tagged | Pairs) -> str:
+    """Return a hash of one tensor's basis."""
+    kind = "tensor" if isinstance(basis, Pairs) else "tagged"
+    return model_fingerprint({f"{kind}.U": basis.U.T, f"{kind}.V": basis.V.T})
+
+
+def combined(fingerprints: Iterable[tuple[str, str]]) -> str:
+    """Return one hash of many tensors' bases."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, fingerprint in sorted(fingerprints):
+        digest.update(f"{name}\0{fingerprint}\0".encode())
+    return digest.hexdigest()
+
+
+def save_basis(
+    bases: Iterable[tuple[str, Tagged | Pairs]],
+    folder: Path,
+    *,
+    about: Mapping[str, Any],
+    overwrite: bool = False,
+) -> None:
+    """Write bases, and what there is to say about them, into a new folder; it appears whole or not at all."""
+    with whole_folder(folder, HEADER, overwrite=overwrite) as draft:
+        tensors: dict[str, Tensor] = {}
+        prints: list[tuple[str, str]] = []
+        kind = "tagged"
+        for name, basis in bases:
+            atoms = basis.atoms if isinstance(basis, Pairs) else basis
+            parts = {"U": atoms.U, "V": atoms.V, "sigma": atoms.sigma, "owner": atoms.owner, "mix": atoms.mix}
+            if isinstance(basis, Pairs):
+                kind = "tensor"
+                parts |= {} if atoms.mix is None else {"left": basis.U, "right": basis.V}
+            tensors |= {f"{name}.{part}": W.cpu().contiguous() for part, W in parts.items() if W is not None}
+            prints.append((name, one_fingerprint(basis)))
+        if not tensors:
+            raise ParameterError("no tensor of these models is a matrix with room for a basis; see docs/recipes.md.")
+        save_tensors(draft / NUMBERS, tensors)
+        header = {"format": FORMAT, "kind": kind, "fingerprint": combined(prints), **about}
+        (draft / HEADER).write_bytes(as_json(header))

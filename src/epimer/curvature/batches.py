@@ -1,0 +1,81 @@
+"""Batches as users have them: (inputs, targets), inputs a tensor, a tuple or a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epimer.errors import CurvatureError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N samples and what is expected of them."""
+
+    inputs: Any
+    targets: Any
+    N: int
+
+    def run(self, model: nn.Module) -> Any:
+        """Call the model on the inputs."""
+        if isinstance(self.inputs, Mapping):
+            return model(**self.inputs)
+        return model(*self.inputs) if isinstance(self.inputs, tuple | list) else model(self.inputs)
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Return some of the samples."""
+
+        def cut(t: Tensor) -> Tensor:
+            return t[start:stop] if t.dim() and len(t) == self.N else t
+
+        return Batch(_each(self.inputs, cut), _each(self.targets, cut), min(stop, self.N) - start)
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        return Batch(_each(self.inputs, lambda t: t.to(device)), _each(self.targets, lambda t: t.to(device)), self.N)
+
+
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `change` to every tensor in a structure of dicts, tuples and lists."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _each(item, change) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_each(item, change) for item in value)
+    return value
+
+
+def _first(value: Any) -> Tensor | None:
+    found: list[Tensor] = []
+    _each(value, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
+    return next((t for t in found if t.dim()), None)
+
+
+def read_batches(batches: Iterable[Any], samples: int | None, device: torch.device) -> Iterator[Batch]:
+    """Yield batches until `samples` samples have been seen; the last one is cut."""
+    seen = 0
+    for i, given in enumerate(batches):
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise CurvatureError(
+                f"batch {i} is {type(given).__name__}, expected a pair (inputs, targets); targets may be None."
+            )
+        inputs, targets = given
+        first = targets if isinstance(targets, Tensor) and targets.dim() else _first(inputs)
+        if first is None:
+            raise CurvatureError(f"batch {i} holds no tensor with a batch dimension; inputs need one.")
+        batch = Batch(inputs, targets, len(first)).to(device)
+        if not batch.N:
+            continue
+        if samples is not None and seen + batch.N > samples:
+            batch = batch.part(0, samples - seen)
+        seen += batch.N
+        yield batch
+        if seen == samples:
+            return
+    if not seen:
+        raise CurvatureError("there are no batches to measure on: batches is empty; give at least one sample.")

@@ -1,0 +1,37 @@
+"""Measurements of several processes: each rank measures its own part of the data, the sum is one measurement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from epimer.curvature.curvature import Curvature, joined, mean, tensors_of
+from epimer.errors import CurvatureError
+
+
+def ranks() -> tuple[int, int]:
+    """Return this process's rank and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def sum_over_ranks(curvature: Curvature) -> Curvature:
+    """Return the sum of all ranks' measurements, the same on every rank; one tensor is exchanged at a time."""
+    _, count = ranks()
+    if count == 1:
+        return curvature
+    gathered: list[Any] = [None] * count
+    dist.all_gather_object(gathered, (curvature.about, list(curvature)))
+    abouts = [about for about, _ in gathered]
+    about = joined(abouts)
+    if any(names != list(curvature) for _, names in gathered):
+        raise CurvatureError("the ranks measured different tensors; give every rank the same model and layers.")
+    total = {}
+    for name, metric in curvature.metrics.items():
+        dtype = next(iter(tensors_of(metric).values())).dtype
+        dist.all_gather_object(gathered, metric.to(torch.device("cpu"), dtype))
+        total[name] = mean(name, gathered, abouts)
+    return Curvature(total, about)

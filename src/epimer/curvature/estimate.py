@@ -1,0 +1,349 @@
+"""Measure curvature: one ordinary forward and backward pass per batch, watched layer by layer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epimer.curvature.basis import basis_fingerprint
+from epimer.curvature.batches import Batch, read_batches
+from epimer.curvature.collectors import (
+    Collector,
+    CorrectedCollector,
+    DiagonalCollector,
+    KroneckerCollector,
+    SamplesCollector,
+)
+from epimer.curvature.curvature import EXACT, KINDS, About, Curvature, tensors_of
+from epimer.curvature.labels import POLICIES, Labels, Loss, logits_of, per_sample
+from epimer.curvature.store import model_fingerprint
+from epimer.curvature.tape import Tape
+from epimer.curvature.uses import alike
+from epimer.errors import CurvatureError, EpimerWarning, ParameterError, listed, nearest
+from epimer.geometry.diagonal import AtomDiagonal
+from epimer.geometry.linalg import nonfinite
+from epimer.geometry.metric import Diagonal, Kronecker, Metric, Projected
+from epimer.geometry.subspace import Pairs, Tagged
+from epimer.progress import Progress, Stage
+
+GAIN = 1024.0  # of the loss, where gradients are in float16 and small ones would vanish
+
+
+class SampleError(CurvatureError):
+    """A sample that cannot be measured, by its number."""
+
+    def __init__(self, message: str, sample: int) -> None:
+        super().__init__(message)
+        self.sample = sample
+
+
+def estimate_curvature(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: Loss,
+    *,
+    kind: str = "kronecker",
+    labels: str = "model",
+    samples: int | None = 256,
+    basis: Mapping[str, Tagged | Pairs] | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    sequence: str = "expand",
+    layers: Sequence[str] | None = None,
+    progress: bool = True,
+    total: int | None = None,
+) -> Curvature:
+    """Measure the curvature of a model's loss, for use in any later merge.
+
+    Args:
+        model: any PyTorch model; it is run in eval mode and left as it was. Frozen parameters are measured too.
+        batches: pairs (inputs, targets); inputs is a tensor, a tuple or a dict, and is passed on accordingly.
+            kind "ekfac" goes through them twice. Targets may be None where labels are the model's own.
+        loss_fn: takes (outputs, targets) and returns a loss per sample, or their sum.
+        kind: diagonal, kronecker, ekfac, samples; or hessian, ggn, which need a basis.
+        labels: model, sampled from the model's own prediction; true, the given targets; expected, all of them, each
+            weighed by the model's probability. Targets of -100 stay ignored.
+        samples: stop after this many; None takes all.
+        basis: from `build_basis`; only what lies in it is measured and kept.
+        dtype: of the sums; float32, or float64 where the model is.
+        seed: of the sampled labels.
+        sequence: expand (tokens count one by one) or reduce (a sample is its mean input and summed gradient).
+        layers: name patterns of the tensors to measure; by default all that can be.
+        progress: show a bar on a terminal.
+        total: how many samples there are, for the bar, where `samples` does not say.
+
+    Returns:
+        The curvature, by tensor name; `.save(folder)` keeps it.
+    """
+    for name, value, known in (
+        ("kind", kind, KINDS),
+        ("labels", labels, POLICIES),
+        ("sequence", sequence, ("expand", "reduce")),
+    ):
+        if value not in known:
+            raise ParameterError(f"The {name!r} parameter must be one of {', '.join(known)}. Got {value!r} instead.")
+    if samples is not None and (not isinstance(samples, int) or samples < 1):
+        raise ParameterError(f"The 'samples' parameter must be an integer at least 1, or None. Got {samples!r}.")
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ParameterError(f"The 'dtype' parameter must be torch.float32 or torch.float64. Got {dtype}.")
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        model = model.module
+    parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    if not parameters:
+        raise CurvatureError("the model has no parameters, so there is nothing to measure.")
+    wide = any(p.dtype == torch.float64 for p in parameters.values())
+    dtype = dtype or (torch.float64 if wide else torch.float32)
+    chosen = _chosen(parameters, layers, basis)
+    _check_basis(basis, kind, parameters)
+    measurement = _Measurement(model, chosen, Labels(labels, loss_fn, seed), dtype, samples)
+    again = batches if kind != "ekfac" or not isinstance(batches, Iterator) else list(batches)
+    with Progress(progress, unit="samples") as bar:
+        if kind in EXACT:
+            from epimer.curvature.exact import projected_hessians
+
+            assert basis is not None
+            read = read_batches(batches, samples, measurement.device)
+            metrics, count = projected_hessians(model, read, measurement.labels, kind, basis, chosen, dtype, bar)
+            tokens, left_out = dict.fromkeys(chosen, count), dict[str, str]()
+        else:
+            collector = _collector(kind, measurement, sequence, basis)
+            metrics = measurement.run(again, collector, bar.begin("measuring", samples or total))
+            count, tokens = collector.samples, collector.tokens
+            left_out = {**measurement.left_out, **collector.refused}
+            if kind == "diagonal" and basis is not None:
+                metrics = {name: _project(metric, basis[name]) for name, metric in metrics.items()}
+            if kind == "ekfac":
+                factors = {name: metric for name, metric in metrics.items() if isinstance(metric, Kronecker)}
+                second = CorrectedCollector(factors, dtype, measurement.device)
+                measurement.labels = Labels(labels, loss_fn, seed)
+                metrics = measurement.run(again, second, bar.begin("correcting", samples or total))
+    metrics = {name: metric for name, metric in metrics.items() if name not in left_out}
+    if not metrics:
+        why = f" ({next(iter(left_out.values()))})" if left_out else ""
+        raise CurvatureError(
+            f"none of the model's tensors can be measured as {kind}{why}; "
+            "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D."
+        )
+    counts = {name: tokens[name] for name in metrics}
+    about = About(
+        kind=kind,
+        samples=count,
+        tokens=max(counts.values()),
+        labels=labels,
+        seed=seed,
+        dtype=str(dtype).removeprefix("torch."),
+        sequence=sequence,
+        model=model_fingerprint({name: parameters[name] for name in metrics}),
+        basis=None if basis is None else basis_fingerprint(basis),
+        counts=counts,
+        left_out=left_out,
+        ties=_ties(model, metrics),
+    )
+    return Curvature(metrics, about)
+
+
+class _Measurement:
+    """A model with hooks on it, and what has been learned about its loss."""
+
+    def __init__(
+        self, model: nn.Module, chosen: dict[str, Tensor], labels: Labels, dtype: torch.dtype, samples: int | None
+    ) -> None:
+        self.model, self.labels, self.dtype, self.limit = model, labels, dtype, samples
+        self.shapes = {name: p.shape for name, p in chosen.items()}
+        self.device = next(iter(chosen.values())).device
+        self.half = any(p.dtype == torch.float16 for p in chosen.values())
+        self.left_out: dict[str, str] = {}
+        self.seen = 0
+
+    def run(self, batches: Iterable[Any], collector: Collector, stage: Stage) -> dict[str, Metric]:
+        """Show every batch to a collector; return what it found."""
+        reached: set[str] = set()
+
+        def emit(name: str, uses: Any) -> None:
+            reached.add(name)
+            if name in collector.shapes:
+                collector.add(name, uses)
+
+        tape = Tape(self.model, {name: name for name in self.shapes}, emit)
+        known = False
+        self.seen = 0
+        with tape.watching():
+            for batch in read_batches(batches, self.limit, self.device):
+                probe = None
+                if not known and batch.N > 1:
+                    known, probe = True, self._probe(tape, batch)
+                self._measure(tape, batch, collector, probe)
+                self.seen += batch.N
+                collector.samples = self.seen
+                stage.advance(batch.N, "")
+        self.left_out = dict(tape.unread)
+        metrics = collector.finish()
+        for name, metric in metrics.items():
+            self._check_finite(name, metric)
+        unreached = [name for name in metrics if name not in reached and name not in self.left_out]
+        if unreached:
+            warnings.warn(
+                f"no gradient reached {listed(unreached)}: the loss does not depend on them, so their curvature is 0.",
+                EpimerWarning,
+                stacklevel=4,
+            )
+        return metrics
+
+    def _measure(self, tape: Tape, batch: Batch, collector: Collector, probe: Any) -> None:
+        with tape.recording(batch.N), torch.enable_grad():
+            outputs = batch.run(self.model)
+            if probe is not None:
+                _check_independent(outputs, probe, batch.N)
+            collector.mask, collector.repeated = tape.mask, False
+            passes = self.labels.passes(outputs, batch.targets, tape.mask, batch.N)
+            losses = next(passes, None)
+            while losses is not None:
+                self._check_losses(losses)
+                following = next(passes, None)
+                tape.backward(losses.sum(), again=following is not None, gain=GAIN if self.half else 1.0)
+                collector.repeated, losses = True, following
+
+    def _check_losses(self, losses: Tensor) -> None:
+        bad = (~torch.isfinite(losses.detach().flatten())).nonzero().flatten().tolist()
+        if bad:
+            where = f"sample {self.seen + bad[0]}" if losses.dim() else f"a batch that starts at sample {self.seen}"
+            value = float(losses.detach().flatten()[bad[0]])
+            raise SampleError(
+                f"the loss of {where} is {value}; look at that sample, or run the model in float32 or bfloat16.",
+                self.seen + bad[0],
+            )
+
+    def _check_finite(self, name: str, metric: Metric) -> None:
+        for part, value in tensors_of(metric).items():
+            if nonfinite(value):
+                raise CurvatureError(
+                    f"the curvature of {name!r} came out as NaN or Inf (in {part}): gradients overflowed; "
+                    "run the model in float32 or bfloat16."
+                )
+
+    def _probe(self, tape: Tape, batch: Batch) -> Any:
+        """Run a few samples alone, to learn where layers keep their samples; check that a sum of losses is one."""
+        k = 2 if batch.N > 2 else 1
+        try:
+            with tape.probing(k):
+                outputs = batch.part(0, k).run(self.model)
+        except Exception:  # a model that takes batches of one size only
+            return None
+        with torch.no_grad():
+            if not self._loss(outputs, batch.part(0, k)).dim():
+                middle = batch.N // 2
+                halves = [batch.part(0, middle), batch.part(middle, batch.N)]
+                _check_sum(*(float(self._loss(part.run(self.model), part)) for part in (batch, *halves)))
+        return outputs
+
+    def _loss(self, outputs: Any, batch: Batch) -> Tensor:
+        targets = logits_of(outputs).argmax(-1) if batch.targets is None else batch.targets
+        return per_sample(self.labels.loss_fn(outputs, targets), batch.N)
+
+
+def _check_sum(whole: float, first: float, second: float) -> None:
+    """Refuse a single loss that is not the sum over the batch's samples."""
+    summed = first + second
+    if math.isfinite(whole) and math.isfinite(summed) and abs(whole - summed) > 0.02 * abs(summed) + 1e-12:
+        mean = min(first, second) * 0.98 <= whole <= max(first, second) * 1.02
+        raise CurvatureError(
+            f"loss_fn returned {whole:.4g} for a batch whose halves give {first:.4g} and {second:.4g}: that is "
+            f"{'the batch mean' if mean else 'not the sum over samples'}; return a loss per sample "
+            "(reduction='none'), or their sum (reduction='sum')."
+        )
+
+
+def _check_independent(outputs: Any, probe: Any, N: int) -> None:
+    """Refuse a model whose samples see each other."""
+    one, other = (x if isinstance(x, Tensor) else getattr(x, "logits", None) for x in (outputs, probe))
+    if one is None or other is None or one.dim() != other.dim() or len(one) != N or one.shape[1:] != other.shape[1:]:
+        return
+    if not alike(one[: len(other)], other):
+        raise CurvatureError(
+            "a sample's output depends on the other samples of its batch, so it has no curvature of its own; "
+            "measure with batches of one sample."
+        )
+
+
+def _collector(kind: str, of: _Measurement, sequence: str, basis: Mapping[str, Tagged | Pairs] | None) -> Collector:
+    if kind == "diagonal":
+        return DiagonalCollector(of.shapes, of.dtype, of.device)
+    matrices = {name: shape for name, shape in of.shapes.items() if len(shape) > 1}
+    if basis is not None:
+        basis = {name: basis[name].to(torch.empty(0, dtype=of.dtype, device=of.device)) for name in matrices}
+    if kind == "samples":
+        return SamplesCollector(matrices, of.dtype, of.device, basis=basis)  # type: ignore[arg-type]
+    return KroneckerCollector(matrices, of.dtype, of.device, reduce=sequence == "reduce", basis=basis)
+
+
+def _project(metric: Metric, basis: Any) -> Projected:
+    """Return a diagonal in the coordinates of tagged atoms."""
+    assert isinstance(metric, Diagonal)
+    assert isinstance(basis, Tagged)
+    F_mn = metric.F.reshape(len(metric.F), -1)
+    form = basis.to(F_mn).restrict(Diagonal(F_mn))
+    assert isinstance(form, AtomDiagonal)
+    return Projected(H=form.dense().to(F_mn.dtype), basis=basis)
+
+
+def _chosen(
+    parameters: Mapping[str, Tensor], layers: Sequence[str] | None, basis: Mapping[str, object] | None
+) -> dict[str, Tensor]:
+    """Return the parameters to measure: those that patterns name, and that a basis has."""
+    patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in parameters):
+            raise CurvatureError(
+                f"the model has no tensor {pattern!r}.{nearest(pattern, parameters)} "
+                f"It has {listed(parameters)}; a pattern is a glob over the whole name."
+            )
+    missing = [name for name in basis or () if name not in parameters]
+    if missing:
+        raise CurvatureError(
+            f"the basis has {missing[0]!r}, which is not in the model.{nearest(missing[0], parameters)} "
+            "Build the basis from models with these names."
+        )
+    return {
+        name: p
+        for name, p in parameters.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns) and (basis is None or name in basis)
+    }
+
+
+def _check_basis(basis: Mapping[str, Any] | None, kind: str, parameters: Mapping[str, Tensor]) -> None:
+    if basis is None:
+        if kind in EXACT:
+            raise CurvatureError(f"kind={kind!r} needs basis=: it is measured in a basis only (epimer.build_basis).")
+        return
+    if kind == "ekfac":
+        raise CurvatureError("kind='ekfac' cannot be projected while it is measured; use kronecker, or no basis.")
+    for name, one in basis.items():
+        if not isinstance(one, Tagged | Pairs):
+            raise CurvatureError(f"basis[{name!r}] must be made by epimer.build_basis, got {type(one).__name__}.")
+        shape = len(one.U), len(one.V)
+        W = parameters[name]
+        if shape != (len(W), W[0].numel()):
+            raise CurvatureError(
+                f"basis[{name!r}] is of {shape[0]} x {shape[1]} matrices, but the model's has shape {tuple(W.shape)}; "
+                "build it from models of this shape."
+            )
+        if isinstance(one, Pairs) and kind != "kronecker":
+            raise CurvatureError(
+                f"kind={kind!r} on all pairs of a tensor basis would take {one.U.shape[1] * one.V.shape[1]} squared "
+                "numbers; build a tagged basis, or measure kronecker."
+            )
+
+
+def _ties(model: nn.Module, metrics: Mapping[str, object]) -> dict[str, str]:
+    """Return the other names of measured tensors."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    found = {name: first[id(p)] for name, p in every if first[id(p)] != name}
+    return {name: twin for name, twin in found.items() if twin in metrics}

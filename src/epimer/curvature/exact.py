@@ -1,0 +1,172 @@
+"""The exact projected Hessian and Gauss-Newton matrix: one product per direction of a layer's basis.
+
+A layer's block is H̃ = SᵀHS, the second derivative of the loss along W + S x at x = 0. This is slow, and the
+reference that every approximation is ranked against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from epimer.curvature.batches import Batch
+from epimer.curvature.labels import Labels, logits_of, per_sample
+from epimer.errors import CurvatureError
+from epimer.geometry.metric import Metric, Projected
+from epimer.geometry.subspace import Pairs, Tagged
+from epimer.progress import Progress
+
+
+def projected_hessians(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    labels: Labels,
+    kind: str,
+    basis: Mapping[str, Tagged | Pairs],
+    chosen: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    progress: Progress,
+) -> tuple[dict[str, Metric], int]:
+    """Return every layer's H̃ of the mean loss (kind hessian), or of its Gauss-Newton part (ggn), and the samples."""
+    atoms = {name: basis[name] for name in chosen}
+    sums: dict[str, Tensor] = {}
+    count = 0
+    with _still(model):
+        for batch in batches:
+            targets = _targets(model, batch, labels)
+            stage = progress.begin(f"samples {count} to {count + batch.N}", len(atoms))
+            for name, one in atoms.items():
+                assert isinstance(one, Tagged)
+                W = chosen[name].detach()
+                along = _Along(model, batch, targets, labels, name, W, one.to(W))
+                H = along.hessian() if kind == "hessian" else along.ggn()
+                sums[name] = sums[name] + H.to(dtype) if name in sums else H.to(dtype)
+                stage.advance(1, name)
+            count += batch.N
+    for name, H in sums.items():
+        if not torch.isfinite(H).all():
+            raise CurvatureError(f"the curvature of {name!r} came out as NaN or Inf; run the model in float32.")
+    return {name: Projected(H=0.5 * (H + H.T) / count, basis=atoms[name]) for name, H in sums.items()}, count
+
+
+class _Along:
+    """The loss of one batch along the directions of one layer's basis."""
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, targets: Any, labels: Labels, name: str, W: Tensor, atoms: Tagged
+    ) -> None:
+        self.model, self.batch, self.targets, self.loss_fn = model, batch, targets, labels.loss_fn
+        self.name, self.W, self.atoms = name, W, atoms
+        self.p = atoms.U.shape[1] if atoms.mix is None else atoms.mix.shape[1]
+        self.zero = torch.zeros(self.p, dtype=W.dtype, device=W.device)
+
+    def outputs(self, x: Tensor) -> Any:
+        """Run the model at W + S x."""
+        coefficients = x if self.atoms.mix is None else self.atoms.mix.to(x) @ x
+        step = ((self.atoms.U * coefficients) @ self.atoms.V.T).reshape(self.W.shape)
+        moved = _Moved(self.model, {self.name: self.W + step})
+        return self.batch.run(moved)  # type: ignore[arg-type]
+
+    def loss(self, x: Tensor) -> Tensor:
+        return per_sample(self.loss_fn(self.outputs(x), self.targets), self.batch.N).sum()
+
+    def directions(self) -> Iterator[Tensor]:
+        yield from torch.eye(self.p, dtype=self.zero.dtype, device=self.zero.device)
+
+    def hessian(self) -> Tensor:
+        """Return the second derivatives, one Hessian-vector product per direction."""
+        gradient = torch.func.grad(self.loss)
+        return torch.stack([_derivative(gradient, self.zero, e) for e in self.directions()])
+
+    def ggn(self) -> Tensor:
+        """Return JᵀHJ, with J the outputs' derivative and H the loss's own second derivative in them."""
+        with torch.no_grad():
+            at = logits_of(self.outputs(self.zero))
+        J = torch.stack([_derivative(lambda x: logits_of(self.outputs(x)), self.zero, e) for e in self.directions()])
+
+        def of_logits(z: Tensor) -> Tensor:
+            return per_sample(self.loss_fn(_like(self.plain, z), self.targets), self.batch.N).sum()
+
+        gradient = torch.func.grad(of_logits)
+        HJ = torch.stack([_derivative(gradient, at, u) for u in J])
+        return HJ.flatten(1) @ J.flatten(1).T
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model returns its logits as a tensor."""
+        with torch.no_grad():
+            return isinstance(self.outputs(self.zero), Tensor)
+
+
+class _Logits:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+def _like(plain: bool, logits: Tensor) -> Any:
+    return logits if plain else _Logits(logits)
+
+
+class _Moved:
+    """A model with some of its parameters replaced, callable as the model is."""
+
+    def __init__(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+        self.model, self.tensors = model, tensors
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self.model, self.tensors, args, kwargs, tie_weights=True)
+
+
+def _derivative(f: Callable[[Tensor], Tensor], at: Tensor, along: Tensor) -> Tensor:
+    try:
+        return torch.func.jvp(f, (at,), (along,))[1].detach()
+    except (RuntimeError, NotImplementedError) as error:
+        raise CurvatureError(
+            f"the model has no second derivative that torch can form ({str(error).splitlines()[0][:160]}); "
+            "use attn_implementation='eager', or another kind."
+        ) from error
+
+
+def _targets(model: nn.Module, batch: Batch, labels: Labels) -> Any:
+    """Return the targets of a batch under the label policy; a Hessian is of one loss, so `expected` has none."""
+    if labels.policy == "true":
+        if batch.targets is None:
+            raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
+        return batch.targets
+    if labels.policy == "expected":
+        raise CurvatureError("kinds 'hessian' and 'ggn' take labels='true' or 'model', not 'expected'.")
+    drawn: list[Any] = []
+    recording = Labels(labels.policy, lambda outputs, targets: _kept(drawn, labels.loss_fn, outputs, targets), 0)
+    recording.generator, recording.shift = labels.generator, labels.shift
+    with torch.no_grad():
+        outputs = batch.run(model)
+        for _ in recording.passes(outputs, batch.targets, None, batch.N):
+            pass
+    labels.shift = recording.shift
+    return drawn[-1]
+
+
+def _kept(drawn: list[Any], loss_fn: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Tensor:
+    drawn.append(targets)
+    return loss_fn(outputs, targets)
+
+
+@contextmanager
+def _still(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode and by operations that have second derivatives; leave it as it was."""
+    training = {module: module.training for module in model.modules()}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        model.eval()
+        torch.backends.mha.set_fastpath_enabled(False)
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, flag in training.items():
+            module.training = flag

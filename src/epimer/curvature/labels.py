@@ -1,0 +1,202 @@
+"""Whose labels the loss is taken with: the given ones, the model's own, or all of them weighed by the model.
+
+The second moment of gradients under the model's own labels is the Fisher information, which for cross-entropy and
+squared error is the generalised Gauss-Newton matrix. Under the given labels it is the empirical Fisher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epimer.errors import CurvatureError
+
+POLICIES = ("true", "model", "expected")
+IGNORED = -100
+PASSES = 1024  # most backward passes per batch that `expected` may take
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """Return the logits of a model's output: a tensor, or its `.logits`."""
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise CurvatureError(
+            f"labels='model' and 'expected' need logits: a tensor, or an output with .logits; "
+            f"the model returned {type(outputs).__name__}. Wrap it, or use labels='true'."
+        )
+    return logits
+
+
+def per_sample(losses: Any, N: int) -> Tensor:
+    """Return the losses whose sum is differentiated: N of them, or a sum that cannot be told apart."""
+    if not isinstance(losses, Tensor):
+        raise CurvatureError(f"loss_fn must return a tensor with a loss per sample, got {type(losses).__name__}.")
+    if losses.dim() and len(losses) != N:
+        raise CurvatureError(
+            f"loss_fn returned losses of shape {tuple(losses.shape)} for {N} samples; "
+            "return one per sample (reduction='none', a sample's tokens summed), or their sum."
+        )
+    return losses.flatten(1).sum(1) if losses.dim() > 1 else losses
+
+
+class Labels:
+    """Turns the outputs of a batch into the losses whose gradients are measured."""
+
+    def __init__(self, policy: str, loss_fn: Loss, seed: int) -> None:
+        self.policy, self.loss_fn = policy, loss_fn
+        self.generator = torch.Generator().manual_seed(seed)
+        self.shift: int | None = None
+        """how far before its target a sequence loss looks for the logits"""
+
+    def passes(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
+        """Yield losses to send back, one after the other; the second moments of their gradients are summed."""
+        if self.policy == "true":
+            if targets is None:
+                raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
+            yield per_sample(self.loss_fn(outputs, targets), N)
+            return
+        logits = logits_of(outputs)
+        if isinstance(targets, Tensor) and targets.is_floating_point():
+            yield from self._gaussian(outputs, logits.detach(), targets, N)
+        else:
+            yield from self._categorical(outputs, logits.detach(), targets, mask, N)
+
+    def _categorical(self, outputs: Any, logits: Tensor, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
+        if targets is None:
+            targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+            if mask is not None and mask.shape == targets.shape:
+                targets[~mask] = IGNORED
+        if not isinstance(targets, Tensor):
+            raise CurvatureError(f"labels={self.policy!r} needs targets as a tensor, got {type(targets).__name__}.")
+        aligned = self._aligned(outputs, logits, targets, N)
+        probabilities = aligned.double().softmax(-1)
+        if not torch.isfinite(probabilities).all():
+            raise CurvatureError("the model's logits are NaN or Inf, so no labels can be drawn from them.")
+        live = targets != IGNORED
+        if self.policy == "model":
+            flat = probabilities.flatten(0, -2).cpu()
+            drawn = torch.multinomial(flat, 1, generator=self.generator).view(targets.shape).to(targets.device)
+            yield per_sample(self.loss_fn(outputs, torch.where(live, drawn, targets)), N)
+            return
+        classes = probabilities.shape[-1]
+        places = live.flatten(1).any(0).nonzero().flatten().tolist() if targets.dim() > 1 else [None]
+        if classes * len(places) > PASSES:
+            raise CurvatureError(
+                f"labels='expected' would take {classes * len(places)} backward passes per batch "
+                f"({classes} classes at {len(places)} places); use labels='model'."
+            )
+        if len(places) > 1:
+            self._check_additive(outputs, targets, places, N)
+        for place in places:
+            for label in range(classes):
+                yield self._weighed(outputs, targets, live, probabilities, place, label, N)
+
+    def _weighed(
+        self, outputs: Any, targets: Tensor, live: Tensor, p: Tensor, place: int | None, label: int, N: int
+    ) -> Tensor:
+        """Return each sample's loss for one label at one place, times the root of the label's probability."""
+        if place is None:
+            chosen, weight = torch.where(live, label, targets), p[..., label] * live
+        else:
+            chosen = torch.full_like(targets, IGNORED).flatten(1)
+            there = live.flatten(1)[:, place]
+            chosen[:, place] = torch.where(there, label, IGNORED)
+            chosen, weight = chosen.view_as(targets), p.flatten(1, -2)[:, place, label] * there
+        losses = per_sample(self.loss_fn(outputs, chosen), N)
+        if not losses.dim():
+            raise CurvatureError("labels='expected' needs a loss per sample; let loss_fn return N losses, not a sum.")
+        root = weight.sqrt().to(losses)
+        return torch.where(root > 0, losses, 0) * root
+
+    def _check_additive(self, outputs: Any, targets: Tensor, places: list[Any], N: int) -> None:
+        """Refuse a loss that is not the sum over a sample's places."""
+        with torch.no_grad():
+            whole = per_sample(self.loss_fn(outputs, targets), N)
+            total = torch.zeros_like(whole)
+            for place in places:
+                only = torch.full_like(targets, IGNORED).flatten(1)
+                only[:, place] = targets.flatten(1)[:, place]
+                total += torch.nan_to_num(per_sample(self.loss_fn(outputs, only.view_as(targets)), N))
+        if not torch.allclose(total, whole, rtol=1e-2, atol=1e-4):
+            raise CurvatureError(
+                "labels='expected' needs a loss that sums over a sample's places (-100 left out); "
+                "sum instead of averaging, or use labels='model'."
+            )
+
+    def _aligned(self, outputs: Any, logits: Tensor, targets: Tensor, N: int) -> Tensor:
+        """Return the logits that belong to each target, classes last."""
+        if targets.dim() > 1 and targets.shape == logits.shape[:1] + logits.shape[2:] != logits.shape[:-1]:
+            return logits.movedim(1, -1)
+        if targets.dim() == 1 and logits.dim() == 2 and len(targets) == len(logits):
+            return logits
+        if targets.dim() != 2 or logits.dim() != 3 or len(targets) != len(logits):
+            raise CurvatureError(
+                f"labels={self.policy!r} cannot tell which of the logits {tuple(logits.shape)} belong to "
+                f"targets {tuple(targets.shape)}; give a target for every place, or use labels='true'."
+            )
+        if self.shift is None:
+            self.shift = self._find_shift(outputs, logits, targets)
+        index = torch.arange(targets.shape[1], device=logits.device) - self.shift
+        return logits[:, index.clamp(0, logits.shape[1] - 1)]
+
+    def _find_shift(self, outputs: Any, logits: Tensor, targets: Tensor) -> int:
+        """Find out by the gradient of a single target which logits it is compared with."""
+        live = (targets != IGNORED).sum(0)
+        live[0] = 0 if len(live) > 1 else live[0]
+        place = int(live.argmax())
+        only = torch.full_like(targets, IGNORED)
+        only[:, place] = torch.where(targets[:, place] != IGNORED, targets[:, place], IGNORED)
+        probe = logits.clone().requires_grad_()
+        with torch.enable_grad():
+            loss = self.loss_fn(probe if isinstance(outputs, Tensor) else _Outputs(outputs, probe), only)
+            (gradient,) = torch.autograd.grad(torch.nan_to_num(loss).sum(), probe, allow_unused=True)
+        touched = [] if gradient is None else gradient.abs().sum((0, 2)).nonzero().flatten().tolist()
+        if len(touched) != 1 or place - touched[0] not in (0, 1):
+            raise CurvatureError(
+                f"labels={self.policy!r} cannot tell which logits a target is compared with: target {place} depends on "
+                f"places {touched[:5]} of the logits; use labels='true', or a loss that keeps -100 ignored."
+            )
+        return place - touched[0]
+
+    def _gaussian(self, outputs: Any, mean: Tensor, targets: Tensor, N: int) -> Iterator[Tensor]:
+        """Squared error: the model's own labels are normal around its output, as wide as the loss says."""
+        if targets.shape != mean.shape:
+            raise CurvatureError(
+                f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(mean.shape)}."
+            )
+        noise = torch.randn(mean.shape, generator=self.generator, dtype=torch.float64).to(mean)
+        with torch.no_grad():
+            size = noise.square().flatten(1).sum(1)
+            half = per_sample(self.loss_fn(outputs, mean + noise), N)
+            double = per_sample(self.loss_fn(outputs, mean + 2 * noise), N)
+        ratio = half / (size if half.dim() else size.sum())
+        if not torch.allclose(double, 4 * half, rtol=1e-2) or not torch.allclose(ratio, ratio.mean(), rtol=1e-2):
+            raise CurvatureError(
+                f"labels={self.policy!r} knows cross-entropy (integer targets) and squared error; "
+                "for any other loss use labels='true'."
+            )
+        width = float((2 * ratio.mean()).rsqrt())
+        if self.policy == "model":
+            yield per_sample(self.loss_fn(outputs, mean + width * noise), N)
+            return
+        if mean[0].numel() > PASSES:
+            raise CurvatureError(f"labels='expected' would take {mean[0].numel()} backward passes; use labels='model'.")
+        for place in range(mean[0].numel()):
+            step = torch.zeros_like(mean).flatten(1)
+            step[:, place] = width
+            yield per_sample(self.loss_fn(outputs, mean + step.view_as(mean)), N)
+
+
+class _Outputs:
+    """A model's output with other logits."""
+
+    def __init__(self, outputs: Any, logits: Tensor) -> None:
+        self._outputs, self.logits = outputs, logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._outputs, name)

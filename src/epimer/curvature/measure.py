@@ -1,0 +1,220 @@
+"""Measure a checkpoint on a file of data: load, choose samples, measure, save."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from epimer.checkpoints.writer import check_new
+from epimer.curvature.basis import StoredBasis
+from epimer.curvature.curvature import EXACT, KINDS, Curvature
+from epimer.curvature.data import choose, open_data
+from epimer.curvature.distributed import ranks
+from epimer.curvature.estimate import SampleError, estimate_curvature
+from epimer.curvature.labels import POLICIES
+from epimer.curvature.store import HEADER, stored_fingerprint
+from epimer.curvature.tasks import Task, load_task
+from epimer.errors import CurvatureError, DataError, ParameterError, listed, nearest
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+PATIENCE = timedelta(hours=12)  # for the slowest rank
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure, on what, and how."""
+
+    model: str
+    task: str
+    out: Path
+    data: str | None = None
+    split: str | None = None
+    subset: str | None = None
+    text: str | None = None
+    label: str | None = None
+    image: str | None = None
+    head: Path | None = None
+    pooling: str = "auto"
+    kind: str = "kronecker"
+    labels: str = "model"
+    sequence: str = "expand"
+    samples: int = 256
+    fraction: float | None = None
+    seed: int = 0
+    basis: Path | None = None
+    layers: tuple[str, ...] = ()
+    optimizer: Path | None = None
+    moment: str = "second"
+    batch_size: int = 16
+    max_length: int = 512
+    dtype: str = "float32"
+    device: str = "auto"
+    overwrite: bool = False
+    progress: bool = True
+
+
+def measure(request: Request) -> Curvature | None:
+    """Measure and save; returns what was saved, or None on every rank of torch.distributed but the first."""
+    for name, known in (("kind", KINDS), ("labels", POLICIES), ("dtype", DTYPES)):
+        value = getattr(request, name)
+        if value not in known:
+            raise ParameterError(f"--{name} must be one of {', '.join(known)}, got {value!r}.{nearest(value, known)}")
+    for name in ("samples", "batch_size", "max_length"):
+        if getattr(request, name) < 1:
+            raise ParameterError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(request, name)}.")
+    if request.fraction is not None and not 0 < request.fraction <= 1:
+        raise ParameterError(f"--fraction must be above 0 and at most 1, got {request.fraction}.")
+    if (request.data is None) == (request.optimizer is None):
+        raise ParameterError("give either --data, to measure on, or --optimizer, an optimiser's state to read.")
+    if request.kind in EXACT and request.basis is None:
+        raise ParameterError(f"--kind {request.kind} is measured in a basis only; make one with `epimer basis`.")
+    check_new(request.out, HEADER, overwrite=request.overwrite)
+    basis = None if request.basis is None else StoredBasis(request.basis.expanduser(), str(request.basis))
+    with _processes():
+        rank, _ = ranks()
+        found = _from_optimizer(request) if request.optimizer else _from_data(request, basis)
+        if rank:
+            return None
+        found.save(request.out, overwrite=request.overwrite)
+    return found
+
+
+def _load(request: Request) -> Task:
+    device = request.device
+    if device == "auto":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    return load_task(
+        request.model,
+        request.task,
+        head=request.head,
+        pooling=request.pooling,
+        dtype=getattr(torch, request.dtype),
+        device=device,
+        progress=request.progress and sys.stderr.isatty(),
+    )
+
+
+def _from_optimizer(request: Request) -> Curvature:
+    assert request.optimizer is not None
+    task = _load(request)
+    return _under_stored_names(Curvature.from_optimizer(request.optimizer, task.model, moment=request.moment), task)
+
+
+def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
+    assert request.data is not None
+    table = open_data(request.data, split=request.split, subset=request.subset, progress=request.progress)
+    task = _load(request)
+    task.require_labels = request.labels == "true"
+    rows = _rows(request, len(table))
+    rank, count = ranks()
+    mine = rows[rank::count]
+    if not mine:
+        raise DataError(f"{table.name} gives {len(rows)} samples to {count} processes; start fewer of them.")
+    batches = task.batches(
+        table,
+        mine,
+        batch_size=request.batch_size,
+        max_length=request.max_length,
+        text=request.text,
+        label=request.label,
+        image=request.image,
+    )
+    try:
+        found = estimate_curvature(
+            task.model,
+            batches,
+            task.loss,
+            kind=request.kind,
+            labels=request.labels,
+            samples=None,
+            basis=None if basis is None else _for_model(basis, task),
+            seed=request.seed + rank,
+            sequence=request.sequence,
+            layers=_patterns(request.layers, task),
+            progress=request.progress and rank == 0,
+            total=len(mine),
+        )
+    except SampleError as error:
+        raise CurvatureError(str(error).replace(f"sample {error.sample}", table.where(mine[error.sample]))) from error
+    if basis is not None:
+        found = Curvature(found.metrics, replace(found.about, basis=basis.fingerprint))
+    total = _under_stored_names(found, task).summed_over_ranks()
+    return Curvature(total.metrics, replace(total.about, seed=request.seed))
+
+
+def _rows(request: Request, count: int) -> list[int]:
+    """Return which rows to measure on: by number, or a fraction of all, then one batch at least."""
+    if request.fraction is None:
+        return choose(count, samples=request.samples, fraction=None, seed=request.seed)
+    rows = choose(count, samples=None, fraction=1.0, seed=request.seed)
+    some = len(choose(count, samples=None, fraction=request.fraction, seed=request.seed))
+    return rows[: max(some, request.batch_size)]
+
+
+def _patterns(layers: tuple[str, ...], task: Task) -> list[str]:
+    """Return the parameters to measure, by the names the model has in memory."""
+    for pattern in layers:
+        if not any(fnmatchcase(stored, pattern) for stored in task.names.values()):
+            raise CurvatureError(
+                f"{task.checkpoint.where} has no tensor {pattern!r}.{nearest(pattern, task.names.values())} "
+                f"It has {listed(task.names.values())}; a pattern is a glob over the whole name."
+            )
+    wanted = layers or ("*",)
+    return [name for name, stored in task.names.items() if any(fnmatchcase(stored, pattern) for pattern in wanted)]
+
+
+def _for_model(basis: StoredBasis, task: Task) -> dict[str, Any]:
+    """Return a basis under the names the model has in memory."""
+    loaded = {stored: name for name, stored in task.names.items()}
+    missing = [name for name in basis if name not in loaded]
+    if missing:
+        raise CurvatureError(
+            f"{basis.where} has a basis for {missing[0]!r}, which {task.checkpoint.where} does not hold; "
+            "build it from a recipe with this model."
+        )
+    return {loaded[name]: basis[name] for name in basis}
+
+
+def _under_stored_names(curvature: Curvature, task: Task) -> Curvature:
+    """Return curvature under the names that the checkpoint on disk has."""
+
+    def renamed(given: Any) -> dict[str, Any]:
+        return {task.names[name]: value for name, value in given.items() if name in task.names}
+
+    metrics = renamed(curvature.metrics)
+    about = curvature.about
+    left_out = dict.fromkeys(task.unmatched, "it is not in the checkpoint under a name of its own")
+    twins = {name: task.names[twin] for name, twin in about.ties.items() if twin in task.names}
+    about = replace(
+        about,
+        model=stored_fingerprint(task.checkpoint, {name: name for name in metrics}),
+        counts=renamed(about.counts),
+        left_out={**renamed(about.left_out), **left_out},
+        ties={name: twin for name, twin in twins.items() if name in task.checkpoint.headers},
+    )
+    return Curvature(metrics, about)
+
+
+@contextmanager
+def _processes() -> Iterator[None]:
+    """Join the other processes of torchrun or accelerate, where there are any."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

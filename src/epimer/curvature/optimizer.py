@@ -1,0 +1,326 @@
+"""Curvature without data: what Adam measured while it trained, read from the state it leaves beside a checkpoint.
+
+    second:  F = v / (1 - β₂ᵗ)       v: running mean of squared gradients
+    first:   F = (m / (1 - β₁ᵗ))²    m: running mean of gradients
+
+The state knows its parameters by number, in the order of the optimiser's groups. Where it carries no names, the usual
+orders are tried, and one is taken only if every shape fits and no other order that fits says something else.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epimer.checkpoints.folder import inside
+from epimer.checkpoints.torchfile import load, not_dense
+from epimer.errors import CheckpointError, CurvatureError, ParameterError, listed, nearest, short
+from epimer.geometry.metric import Diagonal
+
+MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
+FILES = ("optimizer.pt", "optimizer.bin")  # of transformers, of accelerate
+NESTED = ("optimizer", "optimizer_state_dict", "optimizer_states")  # the last is Lightning's: a list
+SHARDS = re.compile(
+    r"^global_step\d+$|zero_pp_rank_\d+|mp_rank_\d+_|^rank\d+-of-\d+-|^optimizer_\d+$|^optimizer_\d+_rank\d+|\.distcp$"
+)
+SHARD_KEYS = ("zero_stage", "ds_version", "single_partition_of_fp32_groups", "shard_metadata")
+NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")  # transformers' Trainer
+SETTLE = "give names=, one name per parameter in the optimiser's order"
+GATHER = "gather it where it was trained (FSDP: state dict type FULL_STATE_DICT), or measure curvature on data"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter as the optimiser knows it; without `state` if it was never stepped."""
+
+    key: int | str
+    state: Mapping[str, Any]
+    group: Mapping[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        return tuple(self.state["exp_avg_sq"].shape) if self.state else None
+
+
+def moments(
+    path: Path | str, model: nn.Module, *, moment: str = "second", names: Sequence[str] | None = None
+) -> dict[str, Diagonal]:
+    """Return the diagonal curvature in the state of Adam or AdamW, for every parameter that was stepped.
+
+    path: a saved `optimizer.state_dict()`, a checkpoint that holds one, or the folder of `optimizer.pt`.
+    model: names the parameters and gives their shapes; its values are not read, so it may be on the meta device.
+    names: the parameters' names in the optimiser's order, where they cannot be found out.
+    """
+    if moment not in MOMENTS:
+        raise ParameterError(f"The 'moment' parameter must be {' or '.join(MOMENTS)}. Got {short(moment)} instead.")
+    where = str(path)
+    groups = _read_groups(Path(path), where)
+    slots = dict(zip(_assign(groups, model, names, where), (slot for group in groups for slot in group), strict=True))
+    curvature = {
+        name: _diagonal(slots[name], parameter.shape, moment, f"{where}: {name!r}")
+        for name, parameter in model.named_parameters()
+        if name in slots and slots[name].state and _steps(slots[name], f"{where}: {name!r}")
+    }
+    if not curvature:
+        raise CurvatureError(f"{where} has taken no step yet: every 'step' is 0; use a later checkpoint.")
+    return curvature
+
+
+def _diagonal(slot: Slot, shape: torch.Size, moment: str, where: str) -> Diagonal:
+    """Return one parameter's moment with the pull of its zero start taken out."""
+    x = _tensor(slot.state, MOMENTS[moment], where)
+    x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    beta = _betas(slot, where)[list(MOMENTS).index(moment)]
+    x = x / (1 - beta ** _steps(slot, where))
+    metric = Diagonal(x.square() if moment == "first" else x)
+    if problem := metric.problem(shape):
+        raise CurvatureError(f"{where} has a {moment} moment that is no curvature: {problem}; use another checkpoint.")
+    return metric
+
+
+def _tensor(state: Mapping[str, Any], key: str, where: str) -> Tensor:
+    x = state.get(key)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise CurvatureError(f"{where} has {key} of type {found}, expected a floating-point tensor: Adam or AdamW.")
+    if type(x) not in (Tensor, nn.Parameter):
+        raise CheckpointError(f"{where} has {key} as a {type(x).__name__}, expected a plain tensor; {GATHER}.")
+    if problem := not_dense(x):
+        raise CheckpointError(f"{where} has {key} that {problem}.")
+    return x.detach()
+
+
+def _steps(slot: Slot, where: str) -> float:
+    steps = _number(slot.state.get("step", slot.group.get("step")))  # apex keeps it with the group
+    if steps is None or not 0 <= steps < float("inf"):
+        raise CurvatureError(f"{where} has no count of steps that can be used; expected 'step', a number from 0 on.")
+    return steps
+
+
+def _betas(slot: Slot, where: str) -> tuple[float, float]:
+    betas = slot.group.get("betas")
+    values = [_number(beta) for beta in betas] if isinstance(betas, list | tuple) else []
+    match values:
+        case [float(first), float(second)] if 0 <= first < 1 and 0 <= second < 1:
+            return first, second
+    raise CurvatureError(f"{where} has betas {short(betas)}, expected two numbers in [0, 1): Adam or AdamW.")
+
+
+def _number(value: object) -> float | None:
+    """Return a number that may be stored as a tensor, or None."""
+    if isinstance(value, Tensor):
+        value = None if value.numel() != 1 or not_dense(value) else value.item()
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
+
+
+# The file
+
+
+def _read_groups(path: Path, where: str) -> list[list[Slot]]:
+    """Return the parameters of each of the optimiser's groups, in order."""
+    file = _find(path, where)
+    found = _unnest(load(file, where, mapped=zipfile.is_zipfile(file), save="optimizer.state_dict()"), where)
+    state, groups = found.get("state"), found["param_groups"]
+    if not isinstance(state, Mapping) or not isinstance(groups, list):
+        raise CheckpointError(f"{where} is not a whole optimizer.state_dict(): expected 'state' and 'param_groups'.")
+    keys: list[int | str] = []
+    for group in groups:
+        numbers = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(numbers, list) or not all(isinstance(number, int | str) for number in numbers):
+            raise CheckpointError(f"{where} has a group without numbered 'params'; save optimizer.state_dict().")
+        keys += numbers
+    if len(set(keys)) != len(keys):
+        raise CheckpointError(f"{where} has a parameter in two places; save optimizer.state_dict() as it is.")
+    if stray := state.keys() - set(keys):
+        raise CheckpointError(f"{where} has state that is no parameter's: {listed(sorted(map(str, stray)))}.")
+    _check_adam(state, groups, where)
+    return [[Slot(key, state.get(key, {}), group) for key in group["params"]] for group in groups]
+
+
+def _find(path: Path, where: str) -> Path:
+    """Return the file of optimiser state that a path stands for."""
+    if SHARDS.search(path.name):
+        raise CheckpointError(f"{where} is part of a sharded optimiser's state; {GATHER}.")
+    if not path.is_dir():
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{where} is not a regular file; copy the optimiser's state to one.")
+        return path
+    held = sorted(entry.name for entry in path.iterdir())
+    for name in FILES:
+        if name in held:
+            return inside(path, name)
+    if shards := [name for name in held if SHARDS.search(name)]:
+        raise CheckpointError(f"{where} holds a sharded optimiser's state ({listed(shards)}); {GATHER}.")
+    if runs := [name for name in held if re.fullmatch(r"checkpoint-\d+", name)]:
+        raise CheckpointError(f"{where} is a whole run, expected one checkpoint of it; give one of {listed(runs)}.")
+    raise CheckpointError(
+        f"{where} holds no {FILES[0]}; expected a Trainer's checkpoint folder, saved without save_only_model."
+    )
+
+
+def _unnest(loaded: Any, where: str) -> Mapping[str, Any]:
+    """Return the optimiser's state dict in what a file holds."""
+    outer = loaded if isinstance(loaded, Mapping) else {}
+    for found in (outer, *(outer[key] for key in NESTED if key in outer)):
+        if isinstance(found, list):
+            if len(found) != 1:
+                raise CheckpointError(f"{where} holds the state of {len(found)} optimisers; save one on its own.")
+            found = found[0]
+        if isinstance(found, Mapping) and any(key in found for key in SHARD_KEYS):
+            raise CheckpointError(f"{where} is part of a sharded optimiser's state; {GATHER}.")
+        if isinstance(found, Mapping) and "param_groups" in found:
+            return found
+    holds = listed(map(str, outer)) if outer else f"a {type(loaded).__name__}"
+    raise CheckpointError(
+        f"{where} holds no optimiser's state but {holds}; expected optimizer.state_dict(), alone or under "
+        f"{', '.join(NESTED)}."
+    )
+
+
+def _check_adam(state: Mapping[Any, Any], groups: list[Mapping[str, Any]], where: str) -> None:
+    """Refuse the state of an optimiser that does not keep Adam's moments for every parameter it stepped."""
+    for key, entry in state.items():
+        if not isinstance(entry, Mapping):
+            raise CheckpointError(f"{where}: parameter {key!r} has a {type(entry).__name__} as state, expected a dict.")
+    stepped = {key: entry for key, entry in state.items() if entry}
+    if not stepped:
+        settings = [str(key) for group in groups[:1] for key in group if key != "params"]
+        why = "it never stepped" if "betas" in settings else f"its settings are {listed(settings)}"
+        raise CurvatureError(f"{where} has no state ({why}); expected Adam or AdamW after its first step.")
+    for key, entry in stepped.items():  # all, before any is taken: small parameters have whole moments in most of them
+        if kind := _not_adam([str(part) for part in entry]):
+            raise CurvatureError(
+                f"{where} is the state of {kind}: parameter {key!r} has {listed(map(str, entry))}, expected exp_avg "
+                "and exp_avg_sq (Adam or AdamW); measure curvature on data."
+            )
+    for key, entry in stepped.items():
+        _tensor(entry, "exp_avg_sq", f"{where}: parameter {key!r}")
+
+
+def _not_adam(held: list[str]) -> str | None:
+    """Name the optimiser whose state has these entries, or None where it may be Adam."""
+    if any("absmax" in part or part in ("state2", "__bnb_optimizer_quant_state__") for part in held):
+        return "an 8-bit optimiser (bitsandbytes)"
+    if "exp_avg_sq_row" in held or "row_var" in held:
+        return "Adafactor"
+    if "exp_avg_sq" not in held:
+        return "SGD or Muon" if "momentum_buffer" in held else "another optimiser"
+    return None
+
+
+# Names
+
+
+def _assign(groups: list[list[Slot]], model: nn.Module, names: Sequence[str] | None, where: str) -> list[str]:
+    """Return the name of each parameter in the optimiser's order."""
+    slots = [slot for group in groups for slot in group]
+    if names is not None:
+        if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(n, str) for n in names):
+            raise ParameterError(f"The 'names' parameter must be a list of names. Got {short(names)} instead.")
+        if len(names) != len(slots):
+            raise ParameterError(
+                f"names has {len(names)} entries for the {len(slots)} parameters in {where}; {SETTLE}."
+            )
+        return _checked(list(names), slots, model, "names", where)
+    if carried := _carried(groups, where):
+        return _checked(carried, slots, model, where, where)
+    shapes = _shapes(model)
+    fitting = [(label, order) for label, order in _orders(groups, model) if not _misfit(order, slots, shapes)]
+    if not fitting:
+        raise CurvatureError(_no_order(slots, model, where))
+    label, first = fitting[0]
+    for other, order in fitting[1:]:
+        for slot, one, two in zip(slots, first, order, strict=True):
+            if one != two and slot.state:
+                raise CurvatureError(
+                    f"{where} fits the model in two ways: parameter {slot.key!r} is {one!r} with {label} and "
+                    f"{two!r} with {other}; {SETTLE}."
+                )
+    return first
+
+
+def _carried(groups: list[list[Slot]], where: str) -> list[str] | None:
+    """Return the names in the file: those of `named_parameters`, or the keys where they are names (FSDP)."""
+    names: list[str] = []
+    for group in filter(None, groups):
+        given = group[0].group.get("param_names", [slot.key for slot in group])
+        if not isinstance(given, list) or len(given) != len(group):
+            raise CheckpointError(f"{where} has a group whose param_names are not one per parameter; {SETTLE}.")
+        names += [name for name in given if isinstance(name, str)]
+    if any("flat_param" in name for name in names):
+        raise CheckpointError(f"{where} has the state of parameters that FSDP has flattened; {GATHER}.")
+    return names if len(names) == sum(map(len, groups)) else None
+
+
+def _checked(names: list[str], slots: list[Slot], model: nn.Module, source: str, where: str) -> list[str]:
+    """Return given names as the model's own (a tied parameter has several); refuse those that do not fit."""
+    error, remedy = (ParameterError, "correct it") if source == "names" else (CurvatureError, SETTLE)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    known = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name in names:
+        if name not in known:
+            raise error(f"{source} has {name!r}, which is no parameter of the model; {remedy}.{nearest(name, known)}")
+    own = [known[name] for name in names]
+    if twice := [name for name, times in Counter(own).items() if times > 1]:
+        raise error(f"{source} has {twice[0]!r} twice (tied parameters are one); {remedy}.")
+    if misfit := _misfit(own, slots, _shapes(model)):
+        raise error(f"{where} does not fit {'names' if source == 'names' else 'the model'}: {misfit}; {remedy}.")
+    return own
+
+
+def _orders(groups: list[list[Slot]], model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Yield the usual orders of a model's parameters in an optimiser with groups of these sizes."""
+    shapes, norms = _shapes(model), _layer_norms(model)
+    decays = {name for name in shapes if not name.startswith(norms) and not NO_DECAY.search(name.lower())}
+    matrices = {name for name, shape in shapes.items() if len(shape) >= 2}
+    for chosen in (_trained(model), list(shapes)):
+        yield "the model's order", chosen
+        for label, ahead in (("weight decay first", decays), ("matrices first", matrices)):
+            split = [[n for n in chosen if n in ahead], [n for n in chosen if n not in ahead]]
+            if [len(part) for part in split] == [len(group) for group in groups]:
+                yield label, [*split[0], *split[1]]
+
+
+def _layer_norms(model: nn.Module) -> tuple[str, ...]:
+    modules = model.named_modules(remove_duplicate=False)
+    return tuple(f"{name}." for name, module in modules if name and isinstance(module, nn.LayerNorm))
+
+
+def _trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _misfit(names: list[str], slots: list[Slot], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Say where the state does not fit parameters in this order, or None."""
+    if len(names) != len(slots):
+        return f"it has {len(slots)} parameters, expected {len(names)}"
+    for name, slot in zip(names, slots, strict=True):
+        if slot.shape not in (None, shapes[name]):
+            return f"{name!r} has shape {shapes[name]}, but the state of parameter {slot.key!r} has {slot.shape}"
+    return None
+
+
+def _no_order(slots: list[Slot], model: nn.Module, where: str) -> str:
+    """Say why no order fits: the counts, or the first shape that is wrong in the model's own order."""
+    shapes, trained = _shapes(model), _trained(model)
+    chosen = next((order for order in (trained, list(shapes)) if len(order) == len(slots)), None)
+    if chosen is None:
+        why = f"it has {len(slots)} parameters, the model {len(shapes)} ({len(trained)} of them require a gradient)"
+    else:
+        why = f"in the model's order {_misfit(chosen, slots, shapes)}, and no usual split into two groups fits"
+    return f"{where} does not fit the model: {why}; give the model that was trained, or {SETTLE}."

@@ -1,0 +1,327 @@
+"""Rows of data in files: looked up one at a time, each with a name to call it by when something is wrong with it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from epimer.errors import DataError, listed, nearest, short
+
+BOM = b"\xef\xbb\xbf"
+PEEK = 100  # rows of a .jsonl file whose keys are its columns
+KEPT = 1 << 30  # bytes of row groups of a .parquet file that are kept once read
+
+
+class Table(ABC):
+    """Rows by number. Only what a row needs is parsed when the row is asked for, where the format allows it."""
+
+    name: str
+    """what to call it without its path"""
+    columns: list[str]
+    classes: list[str] | None = None
+    """the names of its class folders, if it is a folder of images"""
+    folder: Path
+    """where the paths in its rows begin"""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    @abstractmethod
+    def row(self, i: int) -> dict[str, Any]:
+        """Return one row, by column; a row may lack some."""
+
+    @abstractmethod
+    def where(self, i: int) -> str:
+        """Name a row for an error: lines count from 1, as editors do, and rows from 0, as data frames do."""
+
+    def column(self, asked: str | None, usual: Sequence[str], what: str) -> str | None:
+        """Return the column that was asked for, or the first of the usual ones that there is."""
+        if asked is None:
+            return next((name for name in usual if name in self.columns), None)
+        if asked not in self.columns:
+            raise DataError(
+                f"{self.name} has no column {asked!r} for the {what}; it has {listed(self.columns, 12)}."
+                f"{nearest(asked, self.columns)}"
+            )
+        return asked
+
+    def image(self, i: int, column: str) -> Any:
+        """Return the image of a row, in RGB; it is a path, bytes, or a struct of `bytes` and `path`."""
+        value: Any = self.row(i).get(column)
+        if isinstance(value, dict):
+            value = value.get("path") if value.get("bytes") is None else value["bytes"]
+        if isinstance(value, str | Path) and str(value):
+            value = self.folder / value
+        elif not isinstance(value, bytes) or not value:
+            raise DataError(
+                f"{self.where(i)} has no image in {column!r}: {short(value)}; expected a path or its bytes."
+            )
+        return decode(value, self.where(i))
+
+
+def decode(source: Path | bytes, where: str) -> Any:
+    """Return an image in RGB."""
+    pil = needed("PIL.Image", "pillow", "reading images")
+    try:
+        with pil.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            # Transparency of a palette survives only by way of RGBA; Pillow warns where it is skipped.
+            return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+    except FileNotFoundError as error:
+        raise DataError(f"{where}: the image {Path(str(source)).name} does not exist; copy it there.") from error
+    except Exception as error:  # each of Pillow's decoders has errors of its own
+        raise DataError(f"{where} is not an image that can be decoded ({short(str(error))}); replace it.") from error
+
+
+def needed(module: str, package: str, purpose: str) -> Any:
+    """Import a module of the `hf` extra."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise DataError(f"{purpose} needs {package}; install it: pip install 'epimer[hf]'") from error
+
+
+class Lines(Table):
+    """A `.jsonl` or `.txt` file: where each line begins is noted, and a line is read when its row is asked for."""
+
+    def __init__(self, path: Path, *, plain: bool = False) -> None:
+        self.path, self.name, self.folder, self.plain = path, path.name, path.parent, plain
+        self.starts, self.numbers = array("Q"), array("Q")
+        position = 0
+        with reading(path), path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.removeprefix(BOM if number == 1 else b"").strip():
+                    self.starts.append(position)
+                    self.numbers.append(number)
+                position += len(line)
+        rows = [] if plain else [self.row(i) for i in range(min(PEEK, len(self)))]
+        self.columns = ["text"] if plain else list(dict.fromkeys(key for row in rows for key in row))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def row(self, i: int) -> dict[str, Any]:
+        with reading(self.path), self.path.open("rb") as file:
+            file.seek(self.starts[i])
+            line = file.readline().removeprefix(BOM if self.starts[i] == 0 else b"")
+        try:
+            text = line.decode("utf-8").strip()
+            value = {"text": text} if self.plain else json.loads(text)
+        except (ValueError, RecursionError) as error:
+            kind = "UTF-8 text" if self.plain or isinstance(error, UnicodeDecodeError) else "JSON"
+            raise DataError(f"{self.where(i)} is not {kind}: {error}; write one row per line.") from error
+        return _object(value, self.where(i))
+
+    def where(self, i: int) -> str:
+        return f"{self.path.name} line {self.numbers[i]}"
+
+
+class Records(Table):
+    """Rows that are held in memory: a `.json` list, a `.csv` or a `.tsv` file."""
+
+    def __init__(self, path: Path, rows: list[dict[str, Any]], places: Sequence[str], columns: Sequence[str]) -> None:
+        self.path, self.name, self.folder = path, path.name, path.parent
+        self.rows, self.places = rows, places
+        self.columns = list(columns)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, i: int) -> dict[str, Any]:
+        return self.rows[i]
+
+    def where(self, i: int) -> str:
+        return f"{self.path.name} {self.places[i]}"
+
+
+def read_json_table(path: Path) -> Table:
+    """Read a `.json` file: a list of objects, or, as many are, one object per line."""
+    with reading(path):
+        data = path.read_bytes()
+    first = data.removeprefix(BOM).lstrip()
+    if first.startswith(b"{") and _is_json(first.splitlines()[0]):
+        return Lines(path)
+    try:
+        values = json.loads(data.decode("utf-8-sig")) if first else []
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path.name} is not JSON: {error}; expected a list of objects.") from error
+    if not isinstance(values, list):
+        raise DataError(f"{path.name} holds a {type(values).__name__}, expected a list of objects, one per row.")
+    rows = [_object(value, f"{path.name} row {i}") for i, value in enumerate(values)]
+    columns = dict.fromkeys(key for row in rows for key in row)
+    return Records(path, rows, [f"row {i}" for i in range(len(rows))], list(columns))
+
+
+def read_csv_table(path: Path) -> Table:
+    """Read a `.csv` or `.tsv` file whose first line names the columns."""
+    rows, places = [], []
+    longest = csv.field_size_limit(sys.maxsize)  # a text may be longer than the module's 128 KiB
+    try:
+        with reading(path), path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            columns = next(reader, [])
+            if len(set(columns)) != len(columns):
+                raise DataError(f"{path.name} line 1 names a column twice: {listed(columns, 12)}; rename one.")
+            before = reader.line_num
+            for values in reader:
+                place, before = f"line {before + 1}", reader.line_num
+                if values and len(values) != len(columns):
+                    raise DataError(
+                        f"{path.name} {place} has {len(values)} fields, but line 1 names {len(columns)} columns; "
+                        "quote fields that hold a separator."
+                    )
+                if values:
+                    rows.append(dict(zip(columns, values, strict=True)))
+                    places.append(place)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path.name} cannot be read near line {len(rows) + 2}: {error}; save it as UTF-8.") from error
+    finally:
+        csv.field_size_limit(longest)
+    return Records(path, rows, places, columns)
+
+
+class Parquet(Table):
+    """A `.parquet` file, read by row group; the latest groups are kept."""
+
+    def __init__(self, path: Path) -> None:
+        parquet = needed("pyarrow.parquet", "pyarrow", "reading .parquet files")
+        self.path, self.name, self.folder = path, path.name, path.parent
+        with self._reading():
+            self.file = parquet.ParquetFile(path)
+        groups = self.file.metadata
+        self.ends = list(accumulate(groups.row_group(g).num_rows for g in range(groups.num_row_groups)))
+        self.columns = list(self.file.schema_arrow.names)
+        self.kept: OrderedDict[int, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def row(self, i: int) -> dict[str, Any]:
+        group = bisect_right(self.ends, i)
+        if group not in self.kept:
+            with self._reading():
+                self.kept[group] = self.file.read_row_group(group)
+            while len(self.kept) > 1 and sum(table.nbytes for table in self.kept.values()) > KEPT:
+                self.kept.popitem(last=False)
+        self.kept.move_to_end(group)
+        start = self.ends[group - 1] if group else 0
+        (row,) = self.kept[group].slice(i - start, 1).to_pylist()
+        return dict(row)
+
+    def where(self, i: int) -> str:
+        return f"{self.path.name} row {i}"
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        arrow = needed("pyarrow", "pyarrow", "reading .parquet files")
+        try:
+            yield
+        except (arrow.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(f"{self.path.name} cannot be read as parquet: {reason}; download it again.") from error
+
+
+class Images(Table):
+    """A folder of images in class folders."""
+
+    def __init__(self, folder: Path, name: str, classes: dict[str, list[str]]) -> None:
+        self.name, self.folder, self.classes, self.columns = name, folder, sorted(classes), ["image", "label"]
+        self.files = [(file, label) for label in self.classes for file in classes[label]]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def row(self, i: int) -> dict[str, Any]:
+        return {"image": self.files[i][0], "label": self.files[i][1]}
+
+    def where(self, i: int) -> str:
+        return self.files[i][0]
+
+
+class Joined(Table):
+    """Several files, one after the other."""
+
+    def __init__(self, name: str, parts: Sequence[Table]) -> None:
+        self.name, self.parts = name, list(parts)
+        self.columns, self.folder = parts[0].columns, parts[0].folder
+        for part in parts:
+            if set(part.columns) != set(self.columns):
+                raise DataError(
+                    f"{part.name} has columns {listed(part.columns, 12)}, but {parts[0].name} has "
+                    f"{listed(self.columns, 12)}; give one of the files."
+                )
+        self.ends = list(accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def row(self, i: int) -> dict[str, Any]:
+        part, j = self._find(i)
+        return part.row(j)
+
+    def where(self, i: int) -> str:
+        part, j = self._find(i)
+        return part.where(j)
+
+    def image(self, i: int, column: str) -> Any:
+        part, j = self._find(i)
+        return part.image(j, column)
+
+    def _find(self, i: int) -> tuple[Table, int]:
+        part = bisect_right(self.ends, i)
+        return self.parts[part], i - (self.ends[part - 1] if part else 0)
+
+
+READERS: dict[str, Callable[[Path], Table]] = {
+    ".parquet": Parquet,
+    ".jsonl": Lines,
+    ".json": read_json_table,
+    ".csv": read_csv_table,
+    ".tsv": read_csv_table,
+    ".txt": lambda path: Lines(path, plain=True),
+}
+"""how each kind of file is read; where a folder holds several kinds, the first of them is its data"""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say it kindly where a file cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path.name} cannot be read: {error.strerror}.") from error
+
+
+def files_under(folder: Path) -> Iterator[str]:
+    """Yield the visible files of a folder and of those below it, by name, with `/` between."""
+    for top, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        below = Path(top).relative_to(folder)
+        yield from ((below / name).as_posix() for name in sorted(files) if not name.startswith("."))
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is {short(value)}, expected an object such as {{'text': '...', 'label': 0}}.")
+    return value
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
