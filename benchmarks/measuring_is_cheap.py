@@ -1,4 +1,4 @@
-"""Measuring curvature costs little more than training does: ViT-B/32 shapes, batch 32, against plain forward + backward.
+"""Measuring curvature costs little more than training: ViT-B/32 shapes, batch 32, against plain forward + backward.
 
 Peers in the same run: a plain forward and backward pass with weight gradients, and per-sample gradients by
 torch.func.vmap(grad) in chunks of 8, as the paper computed its diagonal. Times are the best of several runs.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from epimer.checkpoints.folder import NOT_WEIGHTS
-from epimer.errors import CheckpointError, listed
+from epimer.errors import CheckpointError, EpimerError, listed
 
 REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
 HUB_ID = re.compile(rf"{REPO}(@[\w./-]+)?")
@@ -21,6 +22,26 @@ def is_hub_id(text: str) -> bool:
 
 def fetch(text: str, *, progress: bool = False) -> tuple[Path, str]:
     """Return the folder of a hub model, downloaded where it is not cached, and `id@commit`."""
+    return fetch_repo(text, "model", lambda files: needed(files, text), CheckpointError, progress=progress)
+
+
+def fetch_repo(
+    text: str,
+    kind: str,
+    choose: Callable[[Sequence[str]], list[str]],
+    failure: type[EpimerError],
+    *,
+    progress: bool,
+) -> tuple[Path, str]:
+    """Return the folder of a hub repository, and `id@commit`.
+
+    Args:
+        text: `id` or `id@revision`.
+        kind: model or dataset.
+        choose: which of its files to fetch.
+        failure: the error that says why it could not be had.
+        progress: show the progress of downloads.
+    """
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -41,27 +62,31 @@ def fetch(text: str, *, progress: bool = False) -> tuple[Path, str]:
             disable_progress_bars()
         if constants.HF_HUB_OFFLINE:
             raise OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        files = [sibling.rfilename for sibling in HfApi().model_info(repo, revision=wanted).siblings or ()]
-        folder = Path(snapshot_download(repo, revision=wanted, allow_patterns=needed(files, text)))
+        about: Any = HfApi().repo_info(repo, repo_type=kind, revision=wanted)
+        files = choose([sibling.rfilename for sibling in about.siblings or ()])
+        patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in files]
+        folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, allow_patterns=patterns))
     except GatedRepoError as error:
-        raise CheckpointError(f"{repo} is gated; accept its terms on the hub and log in: hf auth login") from error
+        raise failure(f"{repo} is gated; accept its terms on the hub and log in: hf auth login") from error
     except RevisionNotFoundError as error:
-        raise CheckpointError(f"{repo} has no revision {revision!r} on the hub; see its page for branches.") from error
+        raise failure(f"{repo} has no revision {revision!r} on the hub; see its page for branches.") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise CheckpointError(
-            f"{text} is neither a path here nor a model on the hub (a private one needs `hf auth login`)."
+        raise failure(
+            f"{text} is neither a path here nor a {kind} on the hub (a private one needs `hf auth login`)."
         ) from error
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError, _network_errors()) as error:
         try:
-            folder = Path(snapshot_download(repo, revision=wanted, local_files_only=True))
+            folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, local_files_only=True))
         except (LocalEntryNotFoundError, OSError, ValueError) as missing:
             # The cache holds the files we fetched and no others, which this error calls incomplete.
             cached = getattr(missing, "snapshot_path", None)
             if cached is None:
-                at = f" --revision {revision}" if revision else ""
+                at = (" --repo-type dataset" if kind == "dataset" else "") + (
+                    f" --revision {revision}" if revision else ""
+                )
                 refused = getattr(getattr(error, "response", None), "status_code", None)
                 problem = f"refused it ({refused})" if refused else f"cannot be reached ({_reason(error)})"
-                raise CheckpointError(
+                raise failure(
                     f"{text} is neither a path here nor in the hub's cache, and the hub {problem}; "
                     f"download it where there is a network: hf download {repo}{at}"
                 ) from error

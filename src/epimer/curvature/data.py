@@ -7,9 +7,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path, PurePosixPath
 from random import Random
 
+from epimer.checkpoints.hub import fetch_repo, is_hub_id
 from epimer.curvature.tables import READERS, Images, Joined, Table, files_under
 from epimer.errors import DataError, listed, nearest
 
@@ -202,13 +204,12 @@ def _check_complete(files: Sequence[str], name: str) -> None:
 
 
 def _open_hub(text: str, split: str | None, subset: str | None, *, progress: bool) -> Table:
-    from epimer.checkpoints.hub import is_hub_id
-
     if text.lower().endswith(tuple(READERS)) or not is_hub_id(text):
         raise DataError(
             f"{text} does not exist; give a file ({', '.join(READERS)}), a folder or a hub dataset (org/name@revision)."
         )
-    folder, name = _fetch(text, split, subset, progress=progress)
+    choose = partial(_needed, text=text, split=split, subset=subset)
+    folder, name = fetch_repo(text, "dataset", choose, DataError, progress=progress)
     return _join(folder, _needed(files_under(folder), text, split, subset), name)
 
 
@@ -218,60 +219,3 @@ def _needed(files: Iterable[str], text: str, split: str | None, subset: str | No
     if not data:
         raise DataError(f"{text} holds no data files that can be read: expected {', '.join(READERS)}.")
     return pick(data, text, split, subset)
-
-
-def _fetch(text: str, split: str | None, subset: str | None, *, progress: bool) -> tuple[Path, str]:
-    """Return the folder of a hub dataset, its split downloaded where it is not cached, and `id@commit`."""
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    from epimer.checkpoints.hub import _network_errors, _reason
-
-    repo, _, revision = text.partition("@")
-    wanted = revision or None
-    quiet = are_progress_bars_disabled()
-    try:
-        if not progress:
-            disable_progress_bars()
-        if constants.HF_HUB_OFFLINE:
-            raise OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        about = HfApi().dataset_info(repo, revision=wanted)
-        files = _needed([sibling.rfilename for sibling in about.siblings or ()], text, split, subset)
-        patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in files]
-        folder = Path(snapshot_download(repo, repo_type="dataset", revision=wanted, allow_patterns=patterns))
-    except GatedRepoError as error:
-        raise DataError(f"{repo} is gated; accept its terms on the hub and log in: hf auth login") from error
-    except RevisionNotFoundError as error:
-        raise DataError(f"{repo} has no revision {revision!r} on the hub; see its page for branches.") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise DataError(
-            f"{text} is neither a path here nor a dataset on the hub (a private one needs `hf auth login`)."
-        ) from error
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, _network_errors()) as error:
-        try:
-            folder = Path(snapshot_download(repo, repo_type="dataset", revision=wanted, local_files_only=True))
-        except (LocalEntryNotFoundError, OSError, ValueError) as missing:
-            # The cache holds the files we fetched and no others, which this error calls incomplete.
-            cached = getattr(missing, "snapshot_path", None)
-            if cached is None:
-                at = f" --revision {revision}" if revision else ""
-                refused = getattr(getattr(error, "response", None), "status_code", None)
-                problem = f"refused it ({refused})" if refused else f"cannot be reached ({_reason(error)})"
-                raise DataError(
-                    f"{text} is neither a path here nor in the hub's cache, and the hub {problem}; "
-                    f"download it where there is a network: hf download {repo} --repo-type dataset{at}"
-                ) from error
-            folder = Path(cached)
-    finally:
-        if not progress and not quiet:
-            enable_progress_bars()
-    return folder, f"{repo}@{folder.resolve().name}"
