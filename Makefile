@@ -41,9 +41,10 @@ bench: $(STAMP)  ## run every benchmark and print its ratios
 docs: $(STAMP)  ## rewrite the pages that are generated from the code
 	$(BIN)/python docs/generate.py
 
-$(PEERS_STAMP): tests/conformance/requirements.txt pyproject.toml constraints.txt
+$(PEERS_STAMP): tests/conformance/requirements.txt tests/conformance/requirements-no-deps.txt pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -r tests/conformance/requirements.txt -e .
+	$(PEERS)/bin/python -m pip install --quiet --no-deps -r tests/conformance/requirements-no-deps.txt
 	@touch $@
 
 conformance: $(PEERS_STAMP)  ## compare with implementations that nobody here wrote (own environment)

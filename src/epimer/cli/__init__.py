@@ -220,7 +220,8 @@ def curvature(
         warnings.simplefilter("always", EpimerWarning)
         found = measure(request)
     if found is not None and not quiet:
-        show.curvature(found, out, [str(warning.message) for warning in caught], as_json=as_json)
+        notes = [str(warning.message) for warning in caught if issubclass(warning.category, EpimerWarning)]
+        show.curvature(found, out, notes, as_json=as_json)
 
 
 @app.command()

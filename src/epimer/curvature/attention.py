@@ -29,7 +29,7 @@ def parts(module: Any) -> dict[str, Reader]:
 
 def _all(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
     g_ntm = layout.tokens(g, N)
-    return {"in_proj_weight": Outer(g_ntm, layout.tokens(x, N)), "in_proj_bias": Whole(g_ntm.sum(1))}
+    return {"in_proj_weight": Outer(g_ntm, layout.tokens(x, N)), "in_proj_bias": Whole(g_ntm)}
 
 
 def _part(i: int, own: str | None) -> Reader:
@@ -39,7 +39,7 @@ def _part(i: int, own: str | None) -> Reader:
         g_nte, x_ntn = layout.tokens(g, N), layout.tokens(x, N)
         width = g_nte.shape[-1]
         placed = functional.pad(g_nte, (i * width, (2 - i) * width))
-        found: dict[str, Use] = {"in_proj_bias": Whole(placed.sum(1))}
+        found: dict[str, Use] = {"in_proj_bias": Whole(placed)}
         found[own or "in_proj_weight"] = Outer(g_nte if own else placed, x_ntn)
         return found
 

@@ -20,7 +20,7 @@ from epimer.geometry.subspace import Pairs, Tagged
 
 ROOM = 1 << 20  # entries of a block of per-sample gradients: what a cache holds
 GPU_ROOM = 1 << 26  # the same where it takes more to keep all units busy
-TILE = 512  # side of the blocks in which a symmetric product is formed
+TILE, GPU_TILE = 512, 1024  # side of the blocks in which a symmetric product is formed
 WIDEST = 16384  # longest side of a Kronecker factor; beyond it (vocabularies) there is none
 
 
@@ -89,9 +89,8 @@ class DiagonalCollector(Collector):
             assert both is not None
             add_squares(F.view(len(F), -1), both.left, both.right)
         elif all(isinstance(use, Whole) for use in uses):
-            s = sum(use.s.to(self.dtype) for use in uses if isinstance(use, Whole))
-            assert isinstance(s, Tensor)
-            F += s.square().sum(0)
+            parts = torch.cat([use.parts for use in uses if isinstance(use, Whole)], dim=1)
+            F += parts.to(self.dtype).sum(1).square().sum(0)
         elif len(uses) == 1 and isinstance(uses[0], Rows):
             add_squared_rows(F, uses[0])
         else:
@@ -105,9 +104,12 @@ class DiagonalCollector(Collector):
 
 
 def _tokens(use: Use) -> int:
-    if isinstance(use, Whole):
-        return len(use.s)
-    return use.left.shape[:2].numel() if isinstance(use, Outer) else use.ids.numel()
+    return _per_token(use).shape[:2].numel()
+
+
+def _per_token(use: Use) -> Tensor:
+    """Return a tensor of N x tokens, or more."""
+    return use.left if isinstance(use, Outer) else use.parts if isinstance(use, Whole) else use.ids
 
 
 def add_squares(F_mn: Tensor, left: Tensor, right: Tensor) -> None:
@@ -140,8 +142,9 @@ def add_squared_rows(F: Tensor, use: Rows) -> None:
 def _sample_gradients(F: Tensor, uses: Sequence[Use]) -> Iterator[Tensor]:
     """Form one sample's gradient at a time, from uses of several kinds: a table that is also the head."""
     first = uses[0]
-    N = len(first.s) if isinstance(first, Whole) else len(first.left if isinstance(first, Outer) else first.ids)
-    for n in range(N):
+    for n in range(
+        len(first.left if isinstance(first, Outer) else first.ids if isinstance(first, Rows) else first.parts)
+    ):
         total = torch.zeros_like(F)
         flat = total.view(len(F), -1)
         for use in uses:
@@ -150,7 +153,7 @@ def _sample_gradients(F: Tensor, uses: Sequence[Use]) -> Iterator[Tensor]:
             elif isinstance(use, Rows):
                 total.index_add_(0, use.ids[n], use.g[n].to(F.dtype))
             else:
-                total += use.s[n].to(F.dtype)
+                total += use.parts[n].to(F.dtype).sum(0)
         yield total
 
 
@@ -235,12 +238,9 @@ class KroneckerCollector(Collector):
 
 def add_gram(total: Tensor, rows: Tensor) -> None:
     """Add rowsᵀ rows to a symmetric matrix, of which only the blocks on and above the diagonal are kept."""
-    size = len(total)
-    if size <= TILE:
-        total.addmm_(rows.T, rows)
-        return
-    for start in range(0, size, TILE):
-        stop = min(start + TILE, size)
+    size, tile = len(total), TILE if total.device.type == "cpu" else GPU_TILE
+    for start in range(0, size, tile):
+        stop = min(start + tile, size)
         total[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
 
 
@@ -297,7 +297,7 @@ class SamplesCollector(Collector):
             kept = self.kept.pop(name, [])
             if not kept:
                 widths = shape[0], shape[1:].numel()
-                kept = [(torch.zeros(self.samples, 1, widths[0]), torch.zeros(self.samples, 1, widths[1]))]
+                kept = [(self._zeros(self.samples, 1, widths[0]).cpu(), self._zeros(self.samples, 1, widths[1]).cpu())]
             left, right = (padded([pair[side] for pair in kept]) for side in (0, 1))
             # under `expected` every sample is there once per class, its gradient times the root of the probability
             found[name] = Samples(g=left * math.sqrt(len(left) / self.samples), x=right)

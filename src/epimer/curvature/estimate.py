@@ -168,10 +168,9 @@ class _Measurement:
 
         def emit(name: str, uses: Any) -> None:
             reached.add(name)
-            if name in collector.shapes:
-                collector.add(name, uses)
+            collector.add(name, uses)
 
-        tape = Tape(self.model, {name: name for name in self.shapes}, emit)
+        tape = Tape(self.model, collector.shapes, emit)
         known = False
         self.seen = 0
         with tape.watching():

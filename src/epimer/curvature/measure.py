@@ -22,11 +22,23 @@ from epimer.curvature.data import choose, open_data
 from epimer.curvature.distributed import ranks
 from epimer.curvature.estimate import SampleError, estimate_curvature
 from epimer.curvature.labels import POLICIES
+from epimer.curvature.loading import AUTO, POOLINGS
+from epimer.curvature.optimizer import MOMENTS
 from epimer.curvature.store import HEADER, stored_fingerprint
 from epimer.curvature.tasks import Task, load_task
-from epimer.errors import CurvatureError, DataError, ParameterError, listed, nearest
+from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, listed, nearest
+from epimer.geometry.linalg import nonfinite
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "task": tuple(AUTO),
+    "kind": KINDS,
+    "labels": POLICIES,
+    "sequence": ("expand", "reduce"),
+    "pooling": POOLINGS,
+    "moment": tuple(MOMENTS),
+    "dtype": DTYPES,
+}
 PATIENCE = timedelta(hours=12)  # for the slowest rank
 
 
@@ -65,7 +77,7 @@ class Request:
 
 def measure(request: Request) -> Curvature | None:
     """Measure and save; returns what was saved, or None on every rank of torch.distributed but the first."""
-    for name, known in (("kind", KINDS), ("labels", POLICIES), ("dtype", DTYPES)):
+    for name, known in CHOICES.items():
         value = getattr(request, name)
         if value not in known:
             raise ParameterError(f"--{name} must be one of {', '.join(known)}, got {value!r}.{nearest(value, known)}")
@@ -76,6 +88,9 @@ def measure(request: Request) -> Curvature | None:
         raise ParameterError(f"--fraction must be above 0 and at most 1, got {request.fraction}.")
     if (request.data is None) == (request.optimizer is None):
         raise ParameterError("give either --data, to measure on, or --optimizer, an optimiser's state to read.")
+    for name in ("basis", "layers"):
+        if request.optimizer is not None and getattr(request, name):
+            raise ParameterError(f"--{name} is for measuring on --data; leave it out with --optimizer.")
     if request.kind in EXACT and request.basis is None:
         raise ParameterError(f"--kind {request.kind} is measured in a basis only; make one with `epimer basis`.")
     check_new(request.out, HEADER, overwrite=request.overwrite)
@@ -93,7 +108,7 @@ def _load(request: Request) -> Task:
     device = request.device
     if device == "auto":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    return load_task(
+    task = load_task(
         request.model,
         request.task,
         head=request.head,
@@ -102,6 +117,13 @@ def _load(request: Request) -> Task:
         device=device,
         progress=request.progress and sys.stderr.isatty(),
     )
+    for name, W in task.model.named_parameters():
+        if bad := nonfinite(W.detach()):
+            raise CheckpointError(
+                f"{task.checkpoint.where}[{task.names.get(name, name)!r}] holds NaN or Inf in {bad} of {W.numel()} "
+                f"entries, in {request.dtype}; repair the model, or take another --dtype."
+            )
+    return task
 
 
 def _from_optimizer(request: Request) -> Curvature:
@@ -112,6 +134,8 @@ def _from_optimizer(request: Request) -> Curvature:
 
 def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
     assert request.data is not None
+    if request.kind == "ekfac" and ranks()[1] > 1:
+        raise ParameterError("--kind ekfac cannot be measured by several processes; start one, or take kronecker.")
     table = open_data(request.data, split=request.split, subset=request.subset, progress=request.progress)
     task = _load(request)
     task.require_labels = request.labels == "true"

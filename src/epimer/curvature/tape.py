@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +38,12 @@ class Source:
 class Tape:
     """Records one batch at a time; every parameter's uses are handed on as soon as they are complete."""
 
-    def __init__(self, model: nn.Module, names: Mapping[str, str], emit: Callable[[str, list[Use]], None]) -> None:
+    def __init__(self, model: nn.Module, names: Container[str], emit: Callable[[str, list[Use]], None]) -> None:
         """Prepare to watch `model`.
 
         Args:
             model: what will be called.
-            names: parameter name -> the name it is reported under, for those that are wanted.
+            names: the parameters that are wanted.
             emit: called with a name and all its uses in the batch.
         """
         self.model, self.emit = model, emit
@@ -51,14 +51,14 @@ class Tape:
         self.mask: Tensor | None = None
         self.unread: dict[str, str] = {}
         """parameters that cannot be measured, and why"""
-        by_id = {id(p): names[name] for name, p in model.named_parameters() if name in names}
+        by_id = {id(p): name for name, p in model.named_parameters() if name in names}
         self.sources: list[Source] = []
         for label, module in model.named_modules():
             self._find(label, module, by_id)
         known = {name for source in self.sources for name in source.names.values()}
-        for name in names.values():
+        for name in by_id.values():
             if name not in known:
-                self.unread.setdefault(name, "its layer is of a kind that is not known")
+                self.unread[name] = "its layer is of a kind that is not known"
         self.mode = "off"
         self.layouts: dict[tuple[str, int], Layout | None] = {}
         self._probed: dict[tuple[str, int], Tensor] = {}
@@ -158,8 +158,9 @@ class Tape:
         self._forward_calls = Counter(self._calls)
         self._gain = gain
         torch.autograd.backward(loss * gain, retain_graph=again)
-        for name, uses in self._waiting.items():
-            self.emit(name, uses)
+        with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
+            for name, uses in self._waiting.items():
+                self.emit(name, uses)
         self._waiting.clear()
         blind = self._blind - self._live
         if blind:

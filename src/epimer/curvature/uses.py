@@ -35,9 +35,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Whole:
-    """Sample n has the gradient s_n; s is N x the parameter's shape."""
+    """Sample n has the gradient Σ_t parts_nt; parts is N x tokens x the parameter's shape."""
 
-    s: Tensor
+    parts: Tensor
 
 
 Use = Outer | Rows | Whole
@@ -101,12 +101,12 @@ Reader = Callable[[Any, Tensor, Tensor, Layout, int], dict[str, Use]]
 
 def _linear(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
     g_ntm = layout.tokens(g, N)
-    return {"weight": Outer(g_ntm, layout.tokens(x, N)), "bias": Whole(g_ntm.sum(1))}
+    return {"weight": Outer(g_ntm, layout.tokens(x, N)), "bias": Whole(g_ntm)}
 
 
 def _transposed(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
     g_ntm = layout.tokens(g, N)
-    return {"weight": Outer(layout.tokens(x, N), g_ntm, inputs=0), "bias": Whole(g_ntm.sum(1))}
+    return {"weight": Outer(layout.tokens(x, N), g_ntm, inputs=0), "bias": Whole(g_ntm)}
 
 
 def _embedding(module: nn.Embedding, ids: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
@@ -124,12 +124,12 @@ def _conv(module: Any, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str
     g_ntm = g.reshape(N, -1, channels, places).transpose(2, 3).reshape(N, -1, channels)
     patches = _patches(module, x.reshape(-1, *x.shape[-1 - spatial :]))
     x_ntk = patches.transpose(1, 2).reshape(N, -1, patches.shape[1])
-    found: dict[str, Use] = {"bias": Whole(g_ntm.sum(1))}
+    found: dict[str, Use] = {"bias": Whole(g_ntm)}
     if module.groups == 1:
         found["weight"] = Outer(g_ntm, x_ntk)
     else:
         left, right = (torch.unflatten(t, 2, (module.groups, -1)) for t in (g_ntm, x_ntk))
-        found["weight"] = Whole(torch.einsum("ntgo,ntgk->ngok", left, right).reshape(N, *module.weight.shape))
+        found["weight"] = Whole(torch.einsum("ntgo,ntgk->ngok", left, right).reshape(N, 1, *module.weight.shape))
     return found
 
 
@@ -157,14 +157,13 @@ def _norm(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> di
     unit = _at(module, x, torch.ones_like(weight)) - _at(module, x, torch.zeros_like(weight))
     channels = isinstance(module, nn.GroupNorm | nn.modules.batchnorm._BatchNorm)
 
-    def summed(t: Tensor) -> Tensor:
+    def tokens(t: Tensor) -> Tensor:
         t = layout.samples_first(t, N)
         if channels:
-            at = 2 if layout.count > 1 or layout.single else 1
-            return t.movedim(at, -1).reshape(N, -1, len(weight)).sum(1)
-        return t.reshape(N, -1, *weight.shape).sum(1)
+            t = t.movedim(2 if layout.count > 1 or layout.single else 1, -1)
+        return t.reshape(N, -1, *weight.shape)
 
-    return {"weight": Whole(summed(g * unit)), "bias": Whole(summed(g))}
+    return {"weight": Whole(tokens(g * unit)), "bias": Whole(tokens(g))}
 
 
 def _at(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:

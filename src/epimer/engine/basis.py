@@ -74,7 +74,9 @@ def make_basis(
 def _kind(recipe: Recipe) -> str:
     """Return the kind of basis a recipe's method is merged in."""
     defaults = {p.name: p.default for p in describe_method(recipe.merge_method).parameters}
-    return str(recipe.parameters.get("basis", defaults.get("basis", "tagged")))
+    if "basis" not in defaults:
+        raise ParameterError(f"{recipe.merge_method} is not merged in a basis; take epimer_kron, or say --kind.")
+    return str(recipe.parameters.get("basis", defaults["basis"]))
 
 
 def _without_curvature(recipe: Recipe, rank: int | None) -> Recipe:

@@ -1,0 +1,958 @@
+"""The commands `curvature` and `basis`, and merges with what they make: the numbers, the folders, and what is refused.
+
+What is measured is compared with `estimate_curvature` on a model that transformers loaded, and on batches put together
+here: tokens looked up in a list of words, pixels by numpy, rows shuffled by `random.Random`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import epimer
+from epimer import cli
+from epimer.curvature.store import model_fingerprint
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+Image = pytest.importorskip("PIL.Image")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+
+EPIMER = Path(sys.executable).with_name("epimer")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+LONGEST = 90  # seconds; a command that hangs is a failure, not the end of the tests
+WORDS = [
+    "<pad>",
+    "<unk>",
+    "<eos>",
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "bird",
+    "sat",
+    "ran",
+    "flew",
+    "over",
+    "sea",
+    "slow",
+    "fast",
+]
+IDS = {word: i for i, word in enumerate(WORDS)}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+TEXT = {"vocab_size": len(WORDS), "max_position_embeddings": 16, "pad_token_id": 0}
+SIGHT = {"image_size": 8, "patch_size": 4, "projection_dim": 12}
+CLASSES = {"bad": 0, "fine": 1, "good": 2}
+NAMED = {"label2id": CLASSES, "id2label": {i: name for name, i in CLASSES.items()}}
+MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+PIXELS = {
+    "image_processor_type": "ViTImageProcessor",
+    "do_resize": False,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": MEAN,
+    "image_std": STD,
+}
+ROWS = 22
+IMAGES = ("image-classification", "pictures")
+ON = {
+    "bert": ("text-classification", "reviews.jsonl"),
+    "gpt2": ("causal-lm", "lines.txt"),
+    "llama": ("causal-lm", "lines.txt"),
+    "vit": IMAGES,
+    "clip": (*IMAGES, "--head", "head.safetensors"),
+}
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": len(WORDS), "eos_token_id": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=2, pad_token_id=0))
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, **TEXT, num_key_value_heads=1, bos_token_id=None, eos_token_id=2)
+    )
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "bert": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, **TEXT, **NAMED)),
+    "gpt2": gpt2,
+    "llama": llama,
+    "vit": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, **SIGHT, **NAMED)),
+    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SIZES, **SIGHT)),
+}
+
+
+def save(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    """Save a random model, the ancestor (seed 0) or one a little away from it, with all it takes to read data."""
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    with torch.no_grad():
+        for W in model.parameters():
+            W += 0.1 * torch.randn(W.shape)
+        generator = torch.Generator().manual_seed(seed)
+        for W in model.parameters():
+            W += 0.05 * seed * torch.randn(W.shape, generator=generator)
+    model.to(dtype).save_pretrained(folder)
+    if family in ("vit", "clip"):
+        (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
+        return
+    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(folder)
+
+
+def write_data(folder: Path) -> None:
+    """Write the same number of texts with labels, of texts, and of images in class folders."""
+    generator = random.Random(0)
+    rows = [
+        {"text": " ".join(generator.choices(WORDS[3:], k=generator.randint(3, 9))), "label": generator.randrange(3)}
+        for _ in range(ROWS)
+    ]
+    (folder / "reviews.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "lines.txt").write_text("".join(row["text"] + "\n" for row in rows))
+    noise = np.random.default_rng(0)
+    for i in range(ROWS):
+        place = folder / "pictures" / list(CLASSES)[i % 3] / f"{i:02}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(place)
+    torch.manual_seed(1)
+    save_file({"weight": torch.randn(3, 16), "bias": torch.randn(3)}, folder / "head.safetensors")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with data, and an ancestor and two models of every family."""
+    root = tmp_path_factory.mktemp("made")
+    write_data(root)
+    for family in FAMILIES:
+        for seed, name in enumerate(("base", "one", "two")):
+            save(root / family / name, family, seed)
+    save(root / "bert" / "three", "bert", 3)
+    return root
+
+
+# commands
+
+
+class Ran(NamedTuple):
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*arguments: object) -> Ran:
+    """Run a command in this process, which spares the seconds that transformers takes to import."""
+    before, out, err = sys.argv, io.StringIO(), io.StringIO()
+    sys.argv = ["epimer", *map(str, arguments)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
+            cli.main()
+    finally:
+        sys.argv = before
+    return Ran(left.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def start(*command: object, cwd: Path) -> Ran:
+    """Run a program as a user does; if it hangs, it ends with all that it started."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(
+        list(map(str, command)), text=True, env=ENVIRONMENT, cwd=cwd, start_new_session=True, **pipes
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return Ran(process.returncode, out, err)
+
+
+def done(*arguments: object) -> str:
+    """Run a command that must succeed; return what it printed."""
+    ran = run(*arguments)
+    assert ran.code == 0, ran.err
+    assert ran.err == ""
+    return ran.out
+
+
+def assert_refused(ran: Ran, *words: str, out: Path = Path("out")) -> None:
+    """One line on stderr that holds these words, exit code 2, nothing printed, nothing left on disk."""
+    assert ran.err.startswith("error: "), ran
+    assert ran.err.count("\n") == 1, ran.err
+    for word in words:
+        assert word in ran.err
+    assert ran.code == 2
+    assert ran.out == ""
+    assert not left_over(out)
+
+
+def left_over(out: Path) -> list[str]:
+    """Return what there is of an output: itself, a draft, or one that was moved aside."""
+    return [
+        path.name for path in out.absolute().parent.iterdir() if path.name == out.name or out.name + ".e" in path.name
+    ]
+
+
+@pytest.fixture
+def here(made, tmp_path, monkeypatch) -> Path:
+    """An empty folder where commands run, with links to the data and the models."""
+    for path in made.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def on(family: str, model: str = "one") -> list[str]:
+    """Return the arguments that measure a model of a family on its data."""
+    task, data, *more = ON[family]
+    return [f"{family}/{model}", "--task", task, "--data", data, *more]
+
+
+def header(folder: str | Path) -> dict[str, Any]:
+    return json.loads((Path(folder) / "curvature.json").read_text())
+
+
+def stored(folder: str | Path) -> bytes:
+    return (Path(folder) / "curvature.safetensors").read_bytes()
+
+
+def write_recipe(file: str, method: str, family: str, curvature: Sequence[str] = (), **keys: object) -> str:
+    """Write a recipe that merges `one` and `two` of a family, or whichever are named."""
+    names = keys.pop("names", ("one", "two"))
+    entries: list[dict[str, str]] = [{"model": f"{family}/{name}"} for name in names]
+    for entry, folder in zip(entries, curvature, strict=False):
+        entry["curvature"] = folder
+    recipe = {"merge_method": method, "base_model": f"{family}/base", "models": entries, **keys}
+    Path(file).write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return file
+
+
+# the same by hand
+
+
+class Seen(nn.Module):
+    """CLIP's vision model with a linear head on what it pools."""
+
+    def __init__(self, body: nn.Module, W: Tensor, b: Tensor) -> None:
+        super().__init__()
+        self.body, self.W, self.b = body, W, b
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.body(pixel_values).pooler_output @ self.W.T + self.b
+
+
+def load(folder: Path, family: str) -> nn.Module:
+    """Load a model with transformers, in float32."""
+    auto = {"bert": "SequenceClassification", "vit": "ImageClassification"}.get(family, "CausalLM")
+    if family == "clip":
+        head = load_file(folder.parents[1] / "head.safetensors")
+        body = transformers.CLIPVisionModel.from_pretrained(folder, dtype=torch.float32)
+        return Seen(body, head["weight"], head["bias"]).eval()
+    return getattr(transformers, f"AutoModelFor{auto}").from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def samples_of(made: Path, family: str, seed: int, count: int) -> tuple[list[Any], list[int]]:
+    """Return the first tokens or pixels, and labels, of the shuffled data."""
+    if family in ("vit", "clip"):
+        files = sorted((made / "pictures").rglob("*.png"))
+        inputs = []
+        for file in files:
+            with Image.open(file) as image:
+                inputs.append(((np.asarray(image) / 255 - MEAN) / STD).transpose(2, 0, 1))
+        labels = [CLASSES[file.parent.name] for file in files]
+    else:
+        rows = [json.loads(line) for line in (made / "reviews.jsonl").read_text().splitlines()]
+        inputs, labels = [[IDS[word] for word in row["text"].split()] for row in rows], [row["label"] for row in rows]
+    order = list(range(len(inputs)))
+    random.Random(seed).shuffle(order)
+    return [inputs[i] for i in order[:count]], [labels[i] for i in order[:count]]
+
+
+def batches_of(made: Path, family: str, seed: int, count: int, size: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """Yield batches as the model takes them."""
+    inputs, labels = samples_of(made, family, seed, count)
+    for start in range(0, len(inputs), size):
+        part, targets = inputs[start : start + size], torch.tensor(labels[start : start + size])
+        if family in ("vit", "clip"):
+            yield {"pixel_values": torch.tensor(np.stack(part), dtype=torch.float32)}, targets
+            continue
+        longest = max(map(len, part))
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in part])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in part])
+        if family in ("gpt2", "llama"):
+            following = torch.tensor([[*row[1:], *[-100] * (longest - len(row) + 1)] for row in part])
+            targets = following
+        yield {"input_ids": ids, "attention_mask": mask}, targets
+
+
+def loss(outputs: Any, targets: Tensor) -> Tensor:
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    if targets.dim() == 1:
+        return cross_entropy(logits, targets, reduction="none")
+    return cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-100).sum(1)
+
+
+def names_on_disk(model: nn.Module, folder: Path) -> dict[str, str]:
+    """Return parameter -> the tensor on disk that has its values; no two tensors are alike."""
+    disk = load_file(folder / "model.safetensors")
+    found = {}
+    for name, W in model.named_parameters():
+        (found[name],) = [key for key, V in disk.items() if V.shape == W.shape and torch.equal(V.to(W), W)]
+    return found
+
+
+def by_hand(
+    made: Path, family: str, model: str = "one", *, seed: int = 0, count: int = ROWS, size: int = 16, **how: Any
+):
+    """Measure with `estimate_curvature`; return the metrics under the names on disk, and what was measured."""
+    loaded = load(made / family / model, family)
+    batches = list(batches_of(made, family, seed, count, size))
+    found = epimer.estimate_curvature(loaded, batches, loss, seed=seed, samples=None, progress=False, **how)
+    names = names_on_disk(loaded, made / family / model)
+    return {names[name]: metric for name, metric in found.items()}, found.about
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Compare curvature, tensor by tensor; that of EKFAC by what it does, as eigenvectors have signs."""
+    assert set(found) == set(expected)
+    for name, metric in expected.items():
+        if isinstance(metric, epimer.Corrected):
+            D = torch.randn(metric.S.shape, generator=torch.Generator().manual_seed(0))
+            parts = [(found[name].apply(D), metric.apply(D))]
+        else:
+            letters = [letter for letter in ("F", "A", "G", "g", "x") if hasattr(metric, letter)]
+            parts = [(getattr(found[name], letter), getattr(metric, letter)) for letter in letters]
+        for one, other in parts:
+            assert one.dtype == torch.float32
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+
+
+def assert_merged(out: Path, expected: Mapping[str, Tensor], base: Path, tolerance: float = 1e-4) -> None:
+    """Compare a merged model with a state dict, by how far each tensor is from the base."""
+    merged, before = load_file(out / "model.safetensors"), load_file(base / "model.safetensors")
+    assert set(merged) == set(expected)
+    for name, W in merged.items():
+        moved = (expected[name].float() - before[name].float()).norm()
+        assert moved > 0
+        assert (W.float() - expected[name].float()).norm() <= tolerance * moved, name
+
+
+# what is measured
+
+CASES = [
+    ("bert", "kronecker", "model"),
+    ("bert", "diagonal", "expected"),
+    ("bert", "samples", "true"),
+    ("bert", "ekfac", "model"),
+    ("gpt2", "kronecker", "true"),
+    ("gpt2", "diagonal", "true"),
+    ("gpt2", "ekfac", "model"),
+    ("llama", "kronecker", "expected"),
+    ("llama", "diagonal", "model"),
+    ("llama", "samples", "model"),
+    ("llama", "ekfac", "true"),
+    ("vit", "kronecker", "expected"),
+    ("vit", "diagonal", "model"),
+    ("vit", "samples", "true"),
+    ("vit", "ekfac", "expected"),
+    ("clip", "kronecker", "model"),
+    ("clip", "diagonal", "true"),
+    ("clip", "samples", "expected"),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "labels"), CASES)
+def test_the_numbers_are_those_of_the_model_that_transformers_loads(here, made, family, kind, labels):
+    options = ["--kind", kind, "--labels", labels, "--samples", 13, "--batch-size", 5, "--seed", 3]
+    printed = done("curvature", *on(family), *options, "--out", "out")
+    expected, about = by_hand(made, family, seed=3, count=13, size=5, kind=kind, labels=labels)
+    found = epimer.Curvature.load("out")
+    assert_same(found, expected)
+    disk = load_file(made / family / "one" / "model.safetensors")
+    written = header("out")
+    wanted = {"format": 1, "kind": kind, "samples": 13, "labels": labels, "seed": 3, "dtype": "float32"}
+    wanted |= {"source": "data", "basis": None, "version": epimer.__version__}
+    wanted["model"] = model_fingerprint({name: disk[name] for name in found})
+    assert {key: written[key] for key in wanted} == wanted
+    assert written["tokens"] == about.tokens
+    if kind != "diagonal":
+        inputs, _ = samples_of(made, family, 3, 13)
+        assert written["tokens"] == (13 * 5 if family in ("vit", "clip") else sum(map(len, inputs)))
+    assert printed.startswith(f"out: {kind} of {len(found)} tensors, ")
+    assert f"(13 samples, {written['tokens']} tokens, {labels} labels)" in printed
+    assert set(written["left_out"]) <= set(disk) - set(found)
+
+
+def test_the_same_command_measures_the_same_bytes_in_another_process(here):
+    command = ["curvature", *on("bert"), "--samples", "9", "--batch-size", "4"]
+    ran = start(EPIMER, *command, "--out", "one", cwd=here)
+    assert (ran.code, ran.err) == (0, "")
+    assert "left out 'bert.embeddings" in ran.out
+    done(*command, "--out", "two")
+    done(*command, "--out", "three", "--seed", "1")
+    assert stored("one") == stored("two") != stored("three")
+    assert header("one") == header("two") != header("three")
+    found = json.loads(done(*command, "--out", "four", "--json"))
+    assert found["samples"] == 9
+    assert found["tensors"] == len(epimer.Curvature.load("four"))
+    assert done(*command, "--out", "five", "--quiet") == ""
+
+
+@pytest.mark.parametrize("kind", ["samples", "ekfac", "diagonal"])
+def test_drawn_labels_depend_on_the_seed_alone(here, kind):
+    for out, seed in (("one", 0), ("two", 0), ("three", 1)):
+        done("curvature", *on("vit"), "--kind", kind, "--seed", seed, "--out", out)
+    assert stored("one") == stored("two") != stored("three")
+
+
+def test_how_many_samples(here):
+    counts = {}
+    for out, options in {
+        "few": ["--samples", 5],
+        "least": ["--fraction", 0.001],
+        "half": ["--fraction", 0.5],
+        "all": ["--samples", ROWS],
+        "more": ["--samples", 10 * ROWS],
+        "whole": ["--fraction", 1],
+    }.items():
+        done("curvature", *on("bert"), "--batch-size", 5, *options, "--out", out)
+        counts[out] = header(out)["samples"]
+    assert counts == {"few": 5, "least": 5, "half": 11, "all": ROWS, "more": ROWS, "whole": ROWS}
+    assert stored("few") == stored("least")
+    assert stored("all") == stored("more") == stored("whole") != stored("half")
+
+
+def test_patterns_choose_tensors_by_their_names_on_disk(here, made):
+    """Those of a ViT are other ones than in memory."""
+    options = ["--labels", "true", "--layers", "*.query.weight", "--layers", "vit.encoder.*.intermediate.*"]
+    done("curvature", *on("vit"), *options, "--out", "out")
+    expected, _ = by_hand(made, "vit", labels="true")
+    wanted = [n for n in expected if n.endswith((".query.weight", ".intermediate.dense.weight"))]
+    assert len(wanted) == 2
+    assert_same(epimer.Curvature.load("out"), {name: expected[name] for name in wanted})
+
+
+def test_other_columns_and_class_names(here, made):
+    names = list(CLASSES)
+    rows = [json.loads(line) for line in Path("reviews.jsonl").read_text().splitlines()]
+    lines = [f"{row['text']},{names[row['label']]}" for row in rows]
+    Path("table.csv").write_text("\n".join(["said,meant", *lines]))
+    command = ["curvature", "bert/one", "--task", "text-classification", "--labels", "true"]
+    done(*command, "--data", "table.csv", "--text", "said", "--label", "meant", "--out", "one")
+    done(*command, "--data", "reviews.jsonl", "--out", "two")
+    assert stored("one") == stored("two")
+
+
+# merges
+
+
+@pytest.fixture(scope="module")
+def measured(made) -> Path:
+    """Curvature of two models of each family, as folders `FAMILY-KIND-MODEL`, with labels as given."""
+    root = made / "measured"
+    before = Path.cwd()
+    os.chdir(made)
+    for family, kinds in {"bert": ("kronecker", "ekfac", "diagonal", "samples"), "gpt2": ("kronecker",)}.items():
+        for kind in kinds:
+            for model in ("one", "two"):
+                out = root / f"{family}-{kind}-{model}"
+                done("curvature", *on(family, model), "--kind", kind, "--labels", "true", "--out", out)
+    os.chdir(before)
+    return root
+
+
+METHODS = [
+    ("bert", "epimer_kron", "kronecker", {"rank": 4}),
+    ("bert", "epimer_kron", "ekfac", {"rank": 4}),
+    ("bert", "epimer", "diagonal", {"rank": 4}),
+    ("bert", "epimer_exact", "samples", {"rank": 4}),
+    ("bert", "regmean", "kronecker", {}),
+    ("bert", "fisher", "diagonal", {}),
+    ("gpt2", "epimer_kron", "kronecker", {"rank": 4}),
+]
+
+
+def folders(measured: Path, family: str, kind: str) -> list[str]:
+    return [str(measured / f"{family}-{kind}-{model}") for model in ("one", "two")]
+
+
+def states(made: Path, family: str, *names: str) -> list[dict[str, Tensor]]:
+    return [load_file(made / family / name / "model.safetensors") for name in names]
+
+
+@pytest.mark.parametrize(("family", "method", "kind", "parameters"), METHODS)
+def test_a_recipe_with_measured_curvature(here, made, measured, family, method, kind, parameters):
+    recipe = write_recipe("r.yaml", method, family, folders(measured, family, kind), parameters=parameters)
+    done("merge", recipe, "out")
+    base, *models = states(made, family, "base", "one", "two")
+    curvature = [by_hand(made, family, model, kind=kind, labels="true")[0] for model in ("one", "two")]
+    expected = epimer.merge_state_dicts(base, models, method, curvature=curvature, **parameters)
+    assert_merged(Path("out"), expected, made / family / "base")
+    average = epimer.merge_state_dicts(base, models, "average")
+    with pytest.raises(AssertionError):  # it made a difference
+        assert_merged(Path("out"), average, made / family / "base")
+
+
+def test_curvature_of_another_model_is_used_only_if_asked(here, made, measured):
+    crossed = folders(measured, "bert", "kronecker")[::-1]
+    recipe = write_recipe("r.yaml", "epimer_kron", "bert", crossed)
+    wrong = f"{crossed[0]} was measured on another model than models[0] (bert/one)"
+    assert_refused(run("merge", recipe, "out"), wrong, "measure it on this one, or pass --any-curvature")
+    printed = done("merge", recipe, "out", "--any-curvature")
+    assert f"note: {wrong}; it is used as you asked." in printed
+    base, *models = states(made, "bert", "base", "one", "two")
+    curvature = [by_hand(made, "bert", model, labels="true")[0] for model in ("two", "one")]
+    expected = epimer.merge_state_dicts(base, models, "epimer_kron", curvature=curvature)
+    assert_merged(Path("out"), expected, made / "bert" / "base")
+
+
+def test_a_model_changed_since_is_another_model(here, made, measured):
+    shutil.copytree(made / "bert" / "one", "later")
+    state = load_file("later/model.safetensors")
+    state["bert.pooler.dense.weight"][0, 0] += 0.1
+    save_file(state, "later/model.safetensors")
+    recipe = yaml.safe_load(Path(write_recipe("r.yaml", "epimer_kron", "bert")).read_text())
+    for entry, folder in zip(recipe["models"], folders(measured, "bert", "kronecker"), strict=True):
+        entry["curvature"] = folder
+    recipe["models"][0]["model"] = "later"
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    assert_refused(run("merge", "r.yaml", "out"), "was measured on another model than models[0] (later)")
+
+
+def test_curvature_that_does_not_fit_the_recipe(here, measured):
+    kronecker, samples = (folders(measured, "bert", kind) for kind in ("kronecker", "samples"))
+    mixed = write_recipe("r.yaml", "epimer_kron", "bert", [kronecker[0], samples[1]])
+    assert_refused(
+        run("merge", mixed, "out"), f"{kronecker[0]} is kronecker curvature, {samples[1]} is samples; measure all"
+    )
+    wrong = write_recipe("r.yaml", "epimer_kron", "bert", samples)
+    assert_refused(run("merge", wrong, "out"), f"{samples[0]} is samples curvature, but epimer_kron needs kronecker")
+    one = write_recipe("r.yaml", "epimer_kron", "bert", kronecker[:1])
+    assert_refused(run("merge", one, "out"), "models[1] has no curvature, while others have")
+    none = write_recipe("r.yaml", "epimer_kron", "bert", [kronecker[0], "nowhere"])
+    assert_refused(run("merge", none, "out"), "curvature of models[1]: nowhere is not a curvature folder")
+
+
+def test_a_bfloat16_checkpoint_is_measured_in_float32_and_known_again(here):
+    for seed, name in enumerate(("base", "one", "two")):
+        save(here / "half" / name, "llama", seed, torch.bfloat16)
+    for name in ("one", "two"):
+        task = ["--task", "causal-lm", "--data", "lines.txt", "--labels", "true"]
+        done("curvature", f"half/{name}", *task, "--out", f"c-{name}")
+        model = load(here / "half" / name, "llama")
+        assert model.lm_head.weight.dtype == torch.float32
+        expected = epimer.estimate_curvature(
+            model, list(batches_of(here, "llama", 0, ROWS, 16)), loss, labels="true", progress=False
+        )
+        assert_same(epimer.Curvature.load(f"c-{name}"), expected)
+        assert header(f"c-{name}")["model"] == expected.about.model
+    done("merge", write_recipe("r.yaml", "epimer_kron", "half", ["c-one", "c-two"]), "out")
+    assert load_file("out/model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_curvature_saved_from_python_is_known_again(here, made, measured):
+    for name in ("one", "two"):
+        model = load(made / "bert" / name, "bert")
+        batches = list(batches_of(made, "bert", 0, ROWS, 16))
+        epimer.estimate_curvature(model, batches, loss, labels="true", progress=False).save(f"c-{name}")
+    done("merge", write_recipe("r.yaml", "epimer_kron", "bert", ["c-one", "c-two"]), "out")
+    done("merge", write_recipe("r.yaml", "epimer_kron", "bert", folders(measured, "bert", "kronecker")), "other")
+    assert_merged(Path("out"), load_file("other/model.safetensors"), made / "bert" / "base", 1e-5)
+
+
+# bases
+
+
+@pytest.mark.parametrize(
+    ("method", "measure", "kind"),
+    [
+        ("epimer_kron", "kronecker", "tensor"),
+        ("epimer_kron", "kronecker", "tagged"),
+        ("epimer_exact", "samples", "tagged"),
+        ("epimer", "diagonal", "tagged"),
+    ],
+)
+def test_what_lies_in_the_basis_is_all_a_merge_needs(here, made, measured, method, measure, kind):
+    printed = done("basis", write_recipe("b.yaml", method, "bert", parameters={"rank": 4}), "b", "--kind", kind)
+    assert printed.startswith(f"b: {kind} basis of 7 tensors, ")
+    for name in ("one", "two"):
+        options = ["--kind", measure, "--labels", "true", "--basis", "b", "--out", f"c-{name}"]
+        assert f"projected {measure} of 7 tensors" in done("curvature", *on("bert", name), *options)
+        assert header(f"c-{name}")["basis"] == json.loads(Path("b/basis.json").read_text())["fingerprint"]
+    done("merge", write_recipe("r.yaml", method, "bert", ["c-one", "c-two"], basis="b"), "out")
+    parameters = {"rank": 4, "basis": kind}
+    full = write_recipe("f.yaml", method, "bert", folders(measured, "bert", measure), parameters=parameters)
+    done("merge", full, "full")
+    assert_merged(Path("out"), load_file("full/model.safetensors"), made / "bert" / "base", 1e-5)
+
+
+def along(folder: Path, name: str) -> Callable[[Tensor], Tensor]:
+    """Return the map from coordinates in a stored basis to a change of the tensor."""
+    parts = load_file(folder / "basis.safetensors")
+    U, V, mix = (parts.get(f"{name}.{letter}") for letter in ("U", "V", "mix"))
+    return lambda x: (U * (x if mix is None else mix @ x)) @ V.T
+
+
+def test_exact_kinds(here, made):
+    """The projected Hessian is autograd's; the Gauss-Newton matrix is the Fisher matrix under all labels, weighed."""
+    done("basis", write_recipe("b.yaml", "epimer_exact", "bert", parameters={"rank": 2}), "b")
+    assert json.loads(Path("b/basis.json").read_text())["kind"] == "tagged"
+    count = 6
+    for kind, labels, measure in (("h", "true", "hessian"), ("g", "true", "ggn"), ("s", "expected", "samples")):
+        for name in ("one", "two"):
+            options = ["--kind", measure, "--labels", labels, "--samples", count, "--basis", "b"]
+            done("curvature", *on("bert", name), *options, "--out", f"{kind}-{name}")
+        done("merge", write_recipe("r.yaml", "epimer_exact", "bert", [f"{kind}-one", f"{kind}-two"], basis="b"), kind)
+    model = load(made / "bert" / "one", "bert")
+    ((inputs, targets),) = batches_of(made, "bert", 0, count, 16)
+    name = "bert.pooler.dense.weight"
+    step, W = along(Path("b"), name), model.get_parameter(name).detach()
+
+    def mean_loss(x: Tensor) -> Tensor:
+        outputs = torch.func.functional_call(model, {name: W + step(x)}, (), inputs)
+        return loss(outputs, targets).mean()
+
+    H = load_file("h-one/curvature.safetensors")[f"{name}.H"]
+    torch.testing.assert_close(
+        H, torch.func.hessian(mean_loss)(torch.zeros(len(H))), rtol=1e-4, atol=1e-5 * float(H.abs().max())
+    )
+    ggn, fisher = (load_file(f"{kind}-one/curvature.safetensors") for kind in "gs")
+    for key, value in ggn.items():
+        torch.testing.assert_close(value, fisher[key], rtol=1e-3, atol=1e-5 * float(value.abs().max()))
+    assert_merged(Path("g"), load_file("s/model.safetensors"), made / "bert" / "base", 1e-3)
+    assert not torch.allclose(H, ggn[f"{name}.H"], rtol=0.05, atol=0)
+
+
+def test_bases_that_do_not_fit(here):
+    done("basis", write_recipe("b.yaml", "epimer_kron", "bert", parameters={"rank": 4}), "b")
+    done(
+        "basis", write_recipe("o.yaml", "epimer_kron", "bert", names=("one", "three"), parameters={"rank": 4}), "other"
+    )
+    done("basis", write_recipe("v.yaml", "epimer_kron", "vit", parameters={"rank": 4}), "sight")
+    for name in ("one", "two"):
+        done("curvature", *on("bert", name), "--basis", "b", "--out", f"c-{name}")
+    curvature = ["c-one", "c-two"]
+    without = write_recipe("r.yaml", "epimer_kron", "bert", curvature)
+    assert_refused(run("merge", without, "out"), "c-one is projected on a basis that is not here", "under 'basis'")
+    another = write_recipe("r.yaml", "epimer_kron", "bert", curvature, basis="other")
+    assert_refused(run("merge", another, "out"), "c-one is projected on a basis that is not here", "measure it on this")
+    nowhere = write_recipe("r.yaml", "epimer_kron", "bert", curvature, basis="nowhere")
+    assert_refused(run("merge", nowhere, "out"), "basis: nowhere is not a basis folder")
+    unused = write_recipe("r.yaml", "fisher", "bert", curvature, basis="b")
+    assert_refused(run("merge", unused, "out"), "r.yaml:8: fisher is not merged in a basis; remove 'basis'")
+    measure = ["curvature", *on("bert"), "--out", "out", "--basis"]
+    assert_refused(run(*measure, "sight"), "sight has a basis for 'vit.encoder.layer.0.", "bert/one does not hold")
+    assert_refused(run(*measure, "b", "--kind", "samples"), "on all pairs of a tensor basis", "build a tagged basis")
+    assert_refused(run(*measure, "b", "--kind", "ekfac"), "cannot be projected while it is measured")
+    assert_refused(run(*measure, "nowhere"), "nowhere is not a basis folder")
+    assert_refused(run(*measure[:-1], "--kind", "ggn"), "--kind ggn is measured in a basis only", "`epimer basis`")
+
+
+def test_bases_that_cannot_be_made(here):
+    recipe = write_recipe("b.yaml", "epimer_kron", "bert")
+    assert_refused(run("basis", recipe, "out", "--kind", "full"), "a basis is one of tagged, tensor, got 'full'")
+    assert_refused(run("basis", recipe, "out", "--rank", 0), "--rank must be at least 1, got 0")
+    assert_refused(run("basis", "nowhere.yaml", "out"), "Cannot read the recipe 'nowhere.yaml'")
+    assert_refused(run("basis", write_recipe("f.yaml", "ties", "bert"), "out"), "ties is not merged in a basis")
+    done("basis", recipe, "b")
+    before = Path("b/basis.safetensors").read_bytes()
+    ran = run("basis", recipe, "b", "--rank", 2)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "pass --overwrite to replace it" in ran.err
+    assert Path("b/basis.safetensors").read_bytes() == before
+    done("basis", recipe, "b", "--rank", 2, "--overwrite")
+    assert Path("b/basis.safetensors").read_bytes() != before
+    assert sorted(left_over(Path("b"))) == ["b"]
+
+
+# other sources
+
+
+def test_an_optimisers_state(here, made):
+    for name in ("one", "two"):
+        torch.manual_seed(0)
+        model = load(made / "bert" / name, "bert")
+        optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
+        squares = {key: torch.zeros_like(W) for key, W in model.named_parameters()}
+        for inputs, targets in batches_of(made, "bert", 0, ROWS, 8):
+            optimiser.zero_grad()
+            loss(model(**inputs), targets).mean().backward()
+            optimiser.step()
+            for key, W in model.named_parameters():
+                squares[key] = 0.99 * squares[key] + 0.01 * W.grad.square()
+        torch.save(optimiser.state_dict(), f"{name}.pt")
+        command = ["curvature", f"bert/{name}", "--task", "text-classification", "--optimizer", f"{name}.pt"]
+        assert "(optimizer, second moment)" in done(*command, "--out", f"c-{name}")
+        found = epimer.Curvature.load(f"c-{name}")
+        assert set(found) == set(squares)
+        for key, F in squares.items():
+            torch.testing.assert_close(found[key].F, F / (1 - 0.99**3), rtol=1e-4, atol=1e-12)
+    assert header("c-one")["source"] == "optimizer, second moment"
+    assert header("c-one")["samples"] is None
+    done("merge", write_recipe("r.yaml", "fisher", "bert", ["c-one", "c-two"]), "merged")
+    base, *models = states(made, "bert", "base", "one", "two")
+    curvature = [epimer.Curvature.load(f"c-{name}") for name in ("one", "two")]
+    expected = epimer.merge_state_dicts(base, models, "fisher", curvature=curvature)
+    assert_merged(Path("merged"), expected, made / "bert" / "base")
+    other = ["curvature", "gpt2/one", "--task", "causal-lm", "--optimizer", "one.pt", "--out", "out"]
+    assert_refused(run(*other), "one.pt does not fit the model: it has 25 parameters, the model 16")
+    assert_refused(run(*command, "--layers", "*", "--out", "out"), "--layers is for measuring on --data")
+    assert_refused(run(*command, "--data", "reviews.jsonl", "--out", "out"), "give either --data")
+
+
+def test_an_adapter_over_its_base(here, made):
+    torch.manual_seed(5)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    peft.get_peft_model(load(made / "llama" / "base", "llama"), config).save_pretrained("adapter")
+    done("curvature", "llama/base+adapter", *on("llama")[1:], "--labels", "true", "--out", "c-one")
+    whole = peft.PeftModel.from_pretrained(load(made / "llama" / "base", "llama"), "adapter").merge_and_unload().eval()
+    batches = list(batches_of(made, "llama", 0, ROWS, 16))
+    expected = epimer.estimate_curvature(whole, batches, loss, labels="true", progress=False)
+    assert_same(epimer.Curvature.load("c-one"), expected)
+    done("curvature", *on("llama", "two"), "--labels", "true", "--out", "c-two")
+    recipe = yaml.safe_load(Path(write_recipe("r.yaml", "epimer_kron", "llama", ["c-one", "c-two"])).read_text())
+    recipe["models"][0]["model"] = "llama/base+adapter"
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    done("merge", "r.yaml", "out")
+    base, two = states(made, "llama", "base", "two")
+    curvature = [expected, by_hand(made, "llama", "two", labels="true")[0]]
+    merged = epimer.merge_state_dicts(base, [whole.state_dict(), two], "epimer_kron", curvature=curvature)
+    assert_merged(Path("out"), merged, made / "llama" / "base")
+    assert_refused(
+        run("curvature", "adapter", *on("llama")[1:], "--out", "x"), "write it as BASE+adapter", out=Path("x")
+    )
+
+
+def test_the_sum_over_processes(here, measured):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    ran = start(*torchrun, EPIMER, "curvature", *on("bert"), "--labels", "true", "--out", "out", cwd=here)
+    assert ran.code == 0, ran.err
+    assert ran.out.count("out: kronecker of 8 tensors") == 1
+    whole = measured / "bert-kronecker-one"
+    assert_same(epimer.Curvature.load("out"), epimer.Curvature.load(whole))
+    assert header("out") == header(whole)
+
+
+# what is refused
+
+
+def lines(*rows: object) -> str:
+    Path("bad.jsonl").write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return "bad.jsonl"
+
+
+FINE = {"text": "the cat sat", "label": 0}
+BAD_ROWS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
+    "no rows": ((), ("bad.jsonl holds no rows",)),
+    "no column of texts": (({"said": "the cat", "label": 1},), ("bad.jsonl has no column 'text' or", "--text")),
+    "no column of labels": (({"text": "the cat"},), ("bad.jsonl has no column 'label' or 'labels'", "--label")),
+    "a label too high": ((FINE, {"text": "a dog", "label": 3}), ("line 2 has label 3", "3 classes are 0 to 2")),
+    "a negative label": ((FINE, {"text": "a dog", "label": -1}), ("line 2 has label -1", "0 to 2")),
+    "a class that is not": ((FINE, {"text": "a dog", "label": "goood"}), ("line 2 has label 'goood'", "mean 'good'?")),
+    "a label that is none": ((FINE, {"text": "a dog", "label": 0.5}), ("line 2 has label 0.5", "number or name")),
+    "a row without a label": ((FINE, {"text": "a dog"}), ("bad.jsonl line 2 has no label in 'label'",)),
+    "an empty text": ((FINE, {"text": " ", "label": 1}), ("bad.jsonl line 2 has an empty text",)),
+    "a text that is none": ((FINE, {"text": 7, "label": 1}), ("bad.jsonl line 2 has 7 in 'text', expected a text",)),
+    "no JSON": ((FINE, "{nope"), ("bad.jsonl line 2 is not JSON",)),
+    "no JSON far down": ((*[FINE] * 150, "{nope"), ("bad.jsonl line 151 is not JSON",)),
+    "no object": ((FINE, "[1, 2]"), ("bad.jsonl line 2 is [1, 2], expected an object",)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_rows(here, case):
+    rows, words = BAD_ROWS[case]
+    command = ["curvature", "bert/one", "--task", "text-classification", "--labels", "true", "--out", "out"]
+    assert_refused(run(*command, "--data", lines(*rows)), *words)
+
+
+OPTIONS: dict[str, tuple[list[object], tuple[str, ...]]] = {
+    "task": (["--task", "causallm"], ("--task must be one of", "got 'causallm'. Did you mean 'causal-lm'?")),
+    "kind": (["--kind", "kron"], ("--kind must be one of", "got 'kron'. Did you mean 'kronecker'?")),
+    "labels": (["--labels", "real"], ("--labels must be one of true, model, expected, got 'real'",)),
+    "sequence": (["--sequence", "mean"], ("--sequence must be one of expand, reduce, got 'mean'",)),
+    "pooling": (["--pooling", "max"], ("--pooling must be one of auto, pooler, cls, mean, got 'max'",)),
+    "dtype": (["--dtype", "fp16"], ("--dtype must be one of", "Did you mean 'float16'?")),
+    "device": (["--device", "gpu"], ("device 'gpu'",)),
+    "samples": (["--samples", 0], ("--samples must be at least 1, got 0",)),
+    "no number": (["--samples", "all"], ("Invalid value for '--samples'",)),
+    "batch size": (["--batch-size", 0], ("--batch-size must be at least 1, got 0",)),
+    "fraction": (["--fraction", 5], ("--fraction must be above 0 and at most 1, got 5",)),
+    "pattern": (["--layers", "query"], ("bert/one has no tensor 'query'", "a glob over the whole name")),
+    "only norms": (["--layers", "*.LayerNorm.*"], ("none of the model's tensors can be measured as kronecker",)),
+    "data": (["--data", "nowhere.jsonl"], ("nowhere.jsonl does not exist",)),
+    "no data": (["--data", "head.safetensors"], ("head.safetensors is not data that can be read",)),
+    "both": (["--optimizer", "optimizer.pt"], ("give either --data, to measure on, or --optimizer",)),
+    "head": (["--head", "bert/one/model.safetensors"], ("the head bert/one/model.safetensors holds 'bert.",)),
+    "split": (["--split", "test"], ("reviews.jsonl is one file, of which --split test cannot be chosen",)),
+    "column": (["--text", "said"], ("reviews.jsonl has no column 'said' for the text",)),
+    "unknown": (["--sample", 3], ("No such option: --sample",)),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_bad_options(here, case):
+    options, words = OPTIONS[case]
+    assert_refused(run("curvature", *on("bert"), *options, "--out", "out"), *words)
+
+
+def test_what_is_missing(here):
+    task = ["--task", "text-classification"]
+    assert_refused(run("curvature", "bert/one", *task, "--out", "out"), "give either --data")
+    assert_refused(run("curvature", "bert/one", "--data", "reviews.jsonl", "--out", "out"), "Missing option '--task'")
+    assert_refused(run("curvature", "bert/one", *task, "--data", "reviews.jsonl"), "Missing option '--out'")
+    assert_refused(run("curvature", "./none", *task, "--data", "reviews.jsonl", "--out", "out"), "./none")
+
+
+def test_models_that_cannot_be_measured(here, made):
+    transformers.BertModel(transformers.BertConfig(**SIZES, **TEXT)).save_pretrained("headless")
+    shutil.copy("bert/one/tokenizer.json", "headless")
+    command = ["--task", "text-classification", "--data", "reviews.jsonl", "--labels", "true", "--out", "out"]
+    assert_refused(
+        run("curvature", "headless", *command),
+        "headless lacks 'classifier.bias', 'classifier.weight', which would be random numbers",
+        "or a trained head with --head",
+    )
+    assert_refused(run("curvature", "clip/one", *on("vit")[1:], "--out", "out"), "clip/one", "or a head with --head")
+    shutil.copytree("bert/one", "sick")
+    state = load_file("sick/model.safetensors")
+    state["bert.encoder.layer.0.output.dense.weight"][0, :3] = float("nan")
+    save_file(state, "sick/model.safetensors", {"format": "pt"})
+    assert_refused(
+        run("curvature", "sick", *command),
+        "sick['bert.encoder.layer.0.output.dense.weight'] holds NaN or Inf in 3 of 384 entries",
+    )
+    Path("sick/tokenizer.json").unlink()
+    Path("sick/tokenizer_config.json").unlink()
+    assert_refused(run("curvature", "sick", *command), "sick has no tokenizer")
+
+
+def test_a_loss_that_is_no_number_names_its_row(here):
+    """One word's vector is finite, but its square is not."""
+    shutil.copytree("bert/one", "sick")
+    state = load_file("sick/model.safetensors")
+    state["bert.embeddings.word_embeddings.weight"][IDS["sea"]] = torch.tensor([3e38, -3e38] * 8)
+    save_file(state, "sick/model.safetensors", {"format": "pt"})
+    data = lines(*[FINE] * 12, {"text": "over the sea", "label": 1}, *[FINE] * 3)
+    command = ["--task", "text-classification", "--data", data, "--labels", "true", "--out", "out"]
+    for size in (1, 16):
+        ran = run("curvature", "sick", *command, "--batch-size", size)
+        assert_refused(ran, "the loss of bad.jsonl line 13 is nan")
+
+
+def test_images_that_cannot_be_decoded(here, made):
+    shutil.copytree(made / "pictures", "album")
+    broken = Path("album/fine/01.png")
+    for content in (b"no picture", broken.read_bytes()[:60]):
+        broken.write_bytes(content)
+        ran = start(EPIMER, "curvature", "vit/one", *on("vit")[1:4], "album", "--out", "out", cwd=here)
+        assert_refused(ran, "fine/01.png is not an image that can be decoded")
+
+
+def test_an_output_that_is_there(here, made):
+    command = ["curvature", *on("clip"), "--samples", 4, "--out"]
+    done(*command, "out")
+    before = stored("out")
+    ran = run(*command, "out", "--seed", 1)
+    assert (ran.code, ran.err) == (2, "error: out exists; choose another name, or pass --overwrite to replace it.\n")
+    assert stored("out") == before
+    Path("out/extra").write_text("")
+    done(*command, "out", "--seed", 1, "--overwrite")
+    assert stored("out") != before
+    assert sorted(path.name for path in Path("out").iterdir()) == ["curvature.json", "curvature.safetensors"]
+    Path("notes").mkdir()
+    Path("notes/diary.txt").write_text("dear diary")
+    for place in ("notes", "notes/diary.txt"):
+        ran = run(*command, place, "--overwrite")
+        assert ran.code == 2
+        assert ran.err == f"error: {place} exists and is not a folder with curvature.json; choose another name.\n"
+    assert Path("notes/diary.txt").read_text() == "dear diary"
+    assert_refused(run(*command, "out/curvature.json/deep"), "cannot be written", out=Path("notes/deep"))
+    done(*command, "new/folders/out")
+    assert stored("new/folders/out") == before
+
+
+# stopped runs
+
+WATCHED = """
+import sys
+from epimer.cli import main
+
+moment, opened = sys.argv.pop(1), 0
+
+def watch(event, args):
+    global opened
+    if event != "open":
+        return
+    path = str(args[0])
+    opened += path.endswith("lines.txt")
+    if opened == 12 if moment == "measuring" else path.endswith(".epimer/curvature.json"):
+        opened += 1
+        print("here", flush=True)
+        sys.stdin.readline()
+
+sys.addaudithook(watch)
+main()
+"""
+
+
+def stopped(moment: str, number: signal.Signals, *arguments: str) -> Ran:
+    """Start a command, wait until it comes to a moment, where it waits itself, and send it a signal."""
+    command = [sys.executable, "-c", WATCHED, moment, *arguments]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=ENVIRONMENT, **pipes) as process:
+        assert process.stdout.readline() == "here\n", process.stderr.read()
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LONGEST)
+    return Ran(process.returncode, out, err)
+
+
+@pytest.mark.parametrize("moment", ["measuring", "saving"])
+def test_an_interrupted_run_leaves_nothing(here, moment):
+    ran = stopped(moment, signal.SIGINT, "curvature", *on("llama"), "--batch-size", "1", "--out", "out")
+    assert ran == (130, "", "stopped; nothing was written.\n")
+    assert not left_over(Path("out"))
+
+
+def test_a_killed_run_leaves_no_folder_and_is_no_hindrance(here):
+    command = ["curvature", *on("llama"), "--out", "out"]
+    ran = stopped("saving", signal.SIGKILL, *command)
+    assert ran.code == -signal.SIGKILL
+    assert left_over(Path("out")) == [".out.epimer"]
+    done(*command)
+    assert left_over(Path("out")) == ["out"]
+    assert header("out")["samples"] == ROWS
