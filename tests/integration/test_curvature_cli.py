@@ -74,6 +74,7 @@ PIXELS = {
     "image_std": STD,
 }
 ROWS = 22
+NOISE = 1e-10  # what rounding leaves where the curvature is 0: adding one vector to all keys changes no attention
 IMAGES = ("image-classification", "pictures")
 ON = {
     "bert": ("text-classification", "reviews.jsonl"),
@@ -356,7 +357,7 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
             parts = [(getattr(found[name], letter), getattr(metric, letter)) for letter in letters]
         for one, other in parts:
             assert one.dtype == torch.float32
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()) + NOISE)
 
 
 def assert_merged(out: Path, expected: Mapping[str, Tensor], base: Path, tolerance: float = 1e-4) -> None:
@@ -625,6 +626,7 @@ def along(folder: Path, name: str) -> Callable[[Tensor], Tensor]:
     return lambda x: (U * (x if mix is None else mix @ x)) @ V.T
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
 def test_exact_kinds(here, made):
     """The projected Hessian is autograd's; the Gauss-Newton matrix is the Fisher matrix under all labels, weighed."""
     done("basis", write_recipe("b.yaml", "epimer_exact", "bert", parameters={"rank": 2}), "b")
@@ -876,11 +878,12 @@ def test_a_loss_that_is_no_number_names_its_row(here):
 
 def test_images_that_cannot_be_decoded(here, made):
     shutil.copytree(made / "pictures", "album")
-    broken = Path("album/fine/01.png")
-    for content in (b"no picture", broken.read_bytes()[:60]):
-        broken.write_bytes(content)
-        ran = start(EPIMER, "curvature", "vit/one", *on("vit")[1:4], "album", "--out", "out", cwd=here)
-        assert_refused(ran, "fine/01.png is not an image that can be decoded")
+    broken, whole = Path("album/fine/01.png"), (made / "pictures/fine/01.png").read_bytes()
+    command = ["curvature", "vit/one", "--task", "image-classification", "--data", "album", "--out", "out"]
+    broken.write_bytes(b"no picture")
+    assert_refused(start(EPIMER, *command, cwd=here), "fine/01.png is not an image that can be decoded")
+    broken.write_bytes(whole[:60])
+    assert_refused(run(*command), "fine/01.png is not an image that can be decoded ('image file is truncated')")
 
 
 def test_an_output_that_is_there(here, made):

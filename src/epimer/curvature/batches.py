@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ class Batch:
     inputs: Any
     targets: Any
     N: int
+    squares: bool = False
+    """an input of N x N is the same for all samples: a mask of tokens, as many as there are samples"""
 
     def run(self, model: nn.Module) -> Any:
         """Call the model on the inputs."""
@@ -28,15 +30,20 @@ class Batch:
 
     def part(self, start: int, stop: int) -> Batch:
         """Return some of the samples."""
+        first = _first(self.inputs)
 
         def cut(t: Tensor) -> Tensor:
-            return t[start:stop] if t.dim() and len(t) == self.N else t
+            square = t is not first and t.shape == (self.N, self.N) and self.squares
+            return t[start:stop] if t.dim() and len(t) == self.N and not square else t
 
-        return Batch(_each(self.inputs, cut), _each(self.targets, cut), min(stop, self.N) - start)
+        return replace(
+            self, inputs=_each(self.inputs, cut), targets=_each(self.targets, cut), N=min(stop, self.N) - start
+        )
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""
-        return Batch(_each(self.inputs, lambda t: t.to(device)), _each(self.targets, lambda t: t.to(device)), self.N)
+        inputs, targets = (_each(given, lambda t: t.detach().to(device)) for given in (self.inputs, self.targets))
+        return replace(self, inputs=inputs, targets=targets)
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

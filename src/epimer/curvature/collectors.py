@@ -59,18 +59,23 @@ class Collector(ABC):
         """Return all uses as one outer product; None, once and for all, where one of them is not."""
         outers = [use for use in uses if isinstance(use, Outer)]
         if len(outers) < len(uses):
-            self.refused[name] = "a table, a vector or a grouped convolution has no two-sided curvature"
+            self.refused[name] = "it is also used as a table, which has no two-sided curvature"
         if name in self.refused or not outers:
             return None
         left = torch.cat([use.left for use in outers], dim=1) if len(outers) > 1 else outers[0].left
         right = torch.cat([use.right for use in outers], dim=1) if len(outers) > 1 else outers[0].right
         return Outer(left, right, outers[0].inputs)
 
-    def _count(self, name: str, tokens: int, N: int) -> Tensor | None:
-        """Count a batch's real tokens; return the mask where it fits."""
-        mask = self.mask if self.mask is not None and self.mask.shape == (N, tokens) else None
-        self.tokens[name] += N * tokens if mask is None else int(mask.sum())
-        return mask
+    def _count(self, name: str, uses: Sequence[Use]) -> Tensor | None:
+        """Count a batch's real tokens; return which they are in all uses beside each other, None where all are."""
+        shapes = [_per_token(use).shape[:2] for use in uses]
+        fits = [self.mask is not None and self.mask.shape == shape for shape in shapes]
+        real = int(self.mask.sum()) if self.mask is not None else 0
+        self.tokens[name] += sum(real if fit else shape.numel() for shape, fit in zip(shapes, fits, strict=True))
+        if self.mask is None or not any(fits):
+            return None
+        ones = [torch.ones(shape, dtype=torch.bool, device=self.mask.device) for shape in shapes]
+        return torch.cat([self.mask if fit else every for every, fit in zip(ones, fits, strict=True)], dim=1)
 
 
 class DiagonalCollector(Collector):
@@ -83,7 +88,7 @@ class DiagonalCollector(Collector):
     def add(self, name: str, uses: Sequence[Use]) -> None:
         F = self._total(self.F, name, *self.shapes[name])
         if not self.repeated:
-            self.tokens[name] += sum(_tokens(use) for use in uses)
+            self._count(name, uses)
         if all(isinstance(use, Outer) for use in uses):
             both = self._together(name, uses)
             assert both is not None
@@ -101,10 +106,6 @@ class DiagonalCollector(Collector):
         found = {name: self.F.pop(name, None) for name in self.shapes}
         zeros = {name: self._zeros(*self.shapes[name]) for name, F in found.items() if F is None}
         return {name: Diagonal(zeros[name] if F is None else F / self.samples) for name, F in found.items()}
-
-
-def _tokens(use: Use) -> int:
-    return _per_token(use).shape[:2].numel()
 
 
 def _per_token(use: Use) -> Tensor:
@@ -189,14 +190,12 @@ class KroneckerCollector(Collector):
         gradients = 1 - both.inputs
         self._add_gradients(name, gradients, (both.left, both.right)[gradients])
         if not self.repeated:
-            self._add_inputs(name, both.inputs, (both.left, both.right)[both.inputs])
+            self._add_inputs(name, both.inputs, (both.left, both.right)[both.inputs], self._count(name, uses))
 
     def _add_gradients(self, name: str, side: int, g: Tensor) -> None:
         self._add(name, side, g.sum(1) if self.reduce else g.flatten(0, 1))
 
-    def _add_inputs(self, name: str, side: int, x: Tensor) -> None:
-        N, T = x.shape[:2]
-        mask = self._count(name, T, N)
+    def _add_inputs(self, name: str, side: int, x: Tensor, mask: Tensor | None) -> None:
         if self.reduce:
             if mask is not None:
                 x = (x * mask[..., None]).sum(1, keepdim=True) / mask.sum(1).clamp_min(1)[:, None, None]
@@ -270,7 +269,7 @@ class SamplesCollector(Collector):
         if both is None:
             return
         if not self.repeated:
-            self._count(name, both.left.shape[1], len(both.left))
+            self._count(name, uses)
         left, right = both.left.to(self.dtype), both.right.to(self.dtype)
         if self.basis is None:
             self.kept.setdefault(name, []).append((left.cpu().clone(), right.cpu().clone()))

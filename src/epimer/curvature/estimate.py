@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,26 +21,20 @@ from epimer.curvature.collectors import (
     SamplesCollector,
 )
 from epimer.curvature.curvature import EXACT, KINDS, About, Curvature, tensors_of
-from epimer.curvature.labels import POLICIES, Labels, Loss, logits_of, per_sample
+from epimer.curvature.exact import projected_hessians
+from epimer.curvature.labels import POLICIES, Labels, Loss, SampleError, check_sum, plain_loss
 from epimer.curvature.store import model_fingerprint
-from epimer.curvature.tape import Tape
+from epimer.curvature.tape import Tape, quietly
 from epimer.curvature.uses import alike
-from epimer.errors import CurvatureError, EpimerWarning, ParameterError, listed, nearest
+from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
 from epimer.geometry.diagonal import AtomDiagonal
 from epimer.geometry.linalg import nonfinite
 from epimer.geometry.metric import Diagonal, Kronecker, Metric, Projected
 from epimer.geometry.subspace import Pairs, Tagged
 from epimer.progress import Progress, Stage
 
+NOT_TWO_SIDED = "a table, a vector or a grouped convolution has no two-sided curvature"
 GAIN = 1024.0  # of the loss, where gradients are in float16 and small ones would vanish
-
-
-class SampleError(CurvatureError):
-    """A sample that cannot be measured, by its number."""
-
-    def __init__(self, message: str, sample: int) -> None:
-        super().__init__(message)
-        self.sample = sample
 
 
 def estimate_curvature(
@@ -102,34 +96,32 @@ def estimate_curvature(
     dtype = dtype or (torch.float64 if wide else torch.float32)
     chosen = _chosen(parameters, layers, basis)
     _check_basis(basis, kind, parameters)
-    measurement = _Measurement(model, chosen, Labels(labels, loss_fn, seed), dtype, samples)
-    again = batches if kind != "ekfac" or not isinstance(batches, Iterator) else list(batches)
+    measurement = _Measurement(model, chosen, Labels(labels, loss_fn, seed), dtype)
+    read: Iterable[Batch] = read_batches(batches, samples, measurement.device)
     with Progress(progress, unit="samples") as bar:
         if kind in EXACT:
-            from epimer.curvature.exact import projected_hessians
-
             assert basis is not None
-            read = read_batches(batches, samples, measurement.device)
             metrics, count = projected_hessians(model, read, measurement.labels, kind, basis, chosen, dtype, bar)
             tokens, left_out = dict.fromkeys(chosen, count), dict[str, str]()
         else:
+            read = list(read) if kind == "ekfac" else read
             collector = _collector(kind, measurement, sequence, basis)
-            metrics = measurement.run(again, collector, bar.begin("measuring", samples or total))
+            metrics = measurement.run(read, collector, bar.begin("measuring", samples or total))
             count, tokens = collector.samples, collector.tokens
             left_out = {**measurement.left_out, **collector.refused}
+            metrics = {name: metric for name, metric in metrics.items() if name not in left_out}
             if kind == "diagonal" and basis is not None:
                 metrics = {name: _project(metric, basis[name]) for name, metric in metrics.items()}
             if kind == "ekfac":
                 factors = {name: metric for name, metric in metrics.items() if isinstance(metric, Kronecker)}
                 second = CorrectedCollector(factors, dtype, measurement.device)
                 measurement.labels = Labels(labels, loss_fn, seed)
-                metrics = measurement.run(again, second, bar.begin("correcting", samples or total))
-    metrics = {name: metric for name, metric in metrics.items() if name not in left_out}
+                metrics = measurement.run(read, second, bar.begin("correcting", samples or total))
     if not metrics:
         why = f" ({next(iter(left_out.values()))})" if left_out else ""
         raise CurvatureError(
-            f"none of the model's tensors can be measured as {kind}{why}; "
-            "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D."
+            f"none of the chosen tensors can be measured as {kind}{why}; "
+            "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms."
         )
     counts = {name: tokens[name] for name in metrics}
     about = About(
@@ -152,17 +144,15 @@ def estimate_curvature(
 class _Measurement:
     """A model with hooks on it, and what has been learned about its loss."""
 
-    def __init__(
-        self, model: nn.Module, chosen: dict[str, Tensor], labels: Labels, dtype: torch.dtype, samples: int | None
-    ) -> None:
-        self.model, self.labels, self.dtype, self.limit = model, labels, dtype, samples
+    def __init__(self, model: nn.Module, chosen: dict[str, Tensor], labels: Labels, dtype: torch.dtype) -> None:
+        self.model, self.labels, self.dtype = model, labels, dtype
         self.shapes = {name: p.shape for name, p in chosen.items()}
         self.device = next(iter(chosen.values())).device
         self.half = any(p.dtype == torch.float16 for p in chosen.values())
         self.left_out: dict[str, str] = {}
         self.seen = 0
 
-    def run(self, batches: Iterable[Any], collector: Collector, stage: Stage) -> dict[str, Metric]:
+    def run(self, batches: Iterable[Batch], collector: Collector, stage: Stage) -> dict[str, Metric]:
         """Show every batch to a collector; return what it found."""
         reached: set[str] = set()
 
@@ -171,35 +161,44 @@ class _Measurement:
             collector.add(name, uses)
 
         tape = Tape(self.model, collector.shapes, emit)
+        if not tape.sources:
+            self.left_out = tape.unread
+            return {}
         known = False
-        self.seen = 0
+        self.seen = self.labels.seen = 0
         with tape.watching():
-            for batch in read_batches(batches, self.limit, self.device):
+            for batch in batches:
                 probe = None
-                if not known and batch.N > 1:
-                    known, probe = True, self._probe(tape, batch)
+                if not known:
+                    known, probe = batch.N > 1, self._probe(tape, batch)
                 self._measure(tape, batch, collector, probe)
                 self.seen += batch.N
-                collector.samples = self.seen
+                self.labels.seen = collector.samples = self.seen
                 stage.advance(batch.N, "")
-        self.left_out = dict(tape.unread)
         metrics = collector.finish()
-        for name, metric in metrics.items():
+        self.left_out = dict(tape.unread)
+        for name in metrics:
+            if not isinstance(collector, DiagonalCollector) and name not in tape.matrices:
+                self.left_out.setdefault(name, NOT_TWO_SIDED)
+        kept = {name: metric for name, metric in metrics.items() if name not in self.left_out}
+        for name, metric in kept.items():
             self._check_finite(name, metric)
-        unreached = [name for name in metrics if name not in reached and name not in self.left_out]
+        unreached = [name for name in kept if name not in reached]
         if unreached:
             warnings.warn(
                 f"no gradient reached {listed(unreached)}: the loss does not depend on them, so their curvature is 0.",
                 EpimerWarning,
                 stacklevel=4,
             )
-        return metrics
+        return kept
 
     def _measure(self, tape: Tape, batch: Batch, collector: Collector, probe: Any) -> None:
         with tape.recording(batch.N), torch.enable_grad():
             outputs = batch.run(self.model)
             if probe is not None:
                 _check_independent(outputs, probe, batch.N)
+            if not self.seen:
+                check_sum(self.labels.loss_fn, outputs, batch.targets, batch.N)
             collector.mask, collector.repeated = tape.mask, False
             passes = self.labels.passes(outputs, batch.targets, tape.mask, batch.N)
             losses = next(passes, None)
@@ -228,35 +227,38 @@ class _Measurement:
                 )
 
     def _probe(self, tape: Tape, batch: Batch) -> Any:
-        """Run a few samples alone, to learn where layers keep their samples; check that a sum of losses is one."""
+        """Run a few samples alone: where do layers keep their samples, and do gradients add up."""
         k = 2 if batch.N > 2 else 1
-        try:
-            with tape.probing(k):
-                outputs = batch.part(0, k).run(self.model)
-        except Exception:  # a model that takes batches of one size only
-            return None
-        with torch.no_grad():
-            if not self._loss(outputs, batch.part(0, k)).dim():
-                middle = batch.N // 2
-                halves = [batch.part(0, middle), batch.part(middle, batch.N)]
-                _check_sum(*(float(self._loss(part.run(self.model), part)) for part in (batch, *halves)))
+        for part in (batch.part(0, k), replace(batch, squares=True).part(0, k)):
+            outputs = quietly(lambda part=part: self._probed(tape, part))  # type: ignore[misc]
+            if not isinstance(outputs, Exception):
+                break
+        else:
+            if isinstance(outputs, EpimerError):
+                raise outputs
+            return None  # a model that takes batches of one size only
+        tape.expanding = {label for label in tape.single_outputs() if self._takes(tape, label, part, outputs)}
         return outputs
 
-    def _loss(self, outputs: Any, batch: Batch) -> Tensor:
-        targets = logits_of(outputs).argmax(-1) if batch.targets is None else batch.targets
-        return per_sample(self.labels.loss_fn(outputs, targets), batch.N)
+    def _probed(self, tape: Tape, batch: Batch) -> Any:
+        with tape.probing(batch.N):
+            outputs = batch.run(self.model)
+            logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+            if logits is not None and len(logits) != batch.N:
+                raise RuntimeError("the samples do not lie along the inputs' first dimension")
+            tape.verify(plain_loss(self.labels.loss_fn, outputs, batch.targets, batch.N).sum())
+        return outputs
 
+    def _takes(self, tape: Tape, label: str, batch: Batch, outputs: Any) -> bool:
+        """Whether the model goes on as before if a layer's output, one for all samples, is repeated for each."""
 
-def _check_sum(whole: float, first: float, second: float) -> None:
-    """Refuse a single loss that is not the sum over the batch's samples."""
-    summed = first + second
-    if math.isfinite(whole) and math.isfinite(summed) and abs(whole - summed) > 0.02 * abs(summed) + 1e-12:
-        mean = min(first, second) * 0.98 <= whole <= max(first, second) * 1.02
-        raise CurvatureError(
-            f"loss_fn returned {whole:.4g} for a batch whose halves give {first:.4g} and {second:.4g}: that is "
-            f"{'the batch mean' if mean else 'not the sum over samples'}; return a loss per sample "
-            "(reduction='none'), or their sum (reduction='sum')."
-        )
+        def run() -> Any:
+            with tape.trying(label, batch.N):
+                return batch.run(self.model)
+
+        found = [quietly(run), outputs]
+        one, other = (x if isinstance(x, Tensor) else getattr(x, "logits", None) for x in found)
+        return one is not None and other is not None and alike(one, other)
 
 
 def _check_independent(outputs: Any, probe: Any, N: int) -> None:
@@ -309,11 +311,16 @@ def _chosen(
             f"the basis has {missing[0]!r}, which is not in the model.{nearest(missing[0], parameters)} "
             "Build the basis from models with these names."
         )
-    return {
+    chosen = {
         name: p
         for name, p in parameters.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns) and (basis is None or name in basis)
     }
+    if not chosen:
+        raise CurvatureError(
+            "none of the model's tensors is in the basis and fits layers=; there is nothing to measure."
+        )
+    return chosen
 
 
 def _check_basis(basis: Mapping[str, Any] | None, kind: str, parameters: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from epimer.curvature.batches import Batch
-from epimer.curvature.labels import Labels, logits_of, per_sample
+from epimer.curvature.labels import Labels, check_sum, logits_of, per_sample, with_logits
 from epimer.errors import CurvatureError
 from epimer.geometry.metric import Metric, Projected
 from epimer.geometry.subspace import Pairs, Tagged
@@ -38,7 +38,7 @@ def projected_hessians(
     count = 0
     with _still(model):
         for batch in batches:
-            targets = _targets(model, batch, labels)
+            targets = _targets(model, batch, labels, first=not count)
             stage = progress.begin(f"samples {count} to {count + batch.N}", len(atoms))
             for name, one in atoms.items():
                 assert isinstance(one, Tagged)
@@ -86,30 +86,16 @@ class _Along:
     def ggn(self) -> Tensor:
         """Return JᵀHJ, with J the outputs' derivative and H the loss's own second derivative in them."""
         with torch.no_grad():
-            at = logits_of(self.outputs(self.zero))
+            outputs = self.outputs(self.zero)
+            at = logits_of(outputs)
         J = torch.stack([_derivative(lambda x: logits_of(self.outputs(x)), self.zero, e) for e in self.directions()])
 
         def of_logits(z: Tensor) -> Tensor:
-            return per_sample(self.loss_fn(_like(self.plain, z), self.targets), self.batch.N).sum()
+            return per_sample(self.loss_fn(with_logits(outputs, z), self.targets), self.batch.N).sum()
 
         gradient = torch.func.grad(of_logits)
         HJ = torch.stack([_derivative(gradient, at, u) for u in J])
         return HJ.flatten(1) @ J.flatten(1).T
-
-    @property
-    def plain(self) -> bool:
-        """Whether the model returns its logits as a tensor."""
-        with torch.no_grad():
-            return isinstance(self.outputs(self.zero), Tensor)
-
-
-class _Logits:
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
-
-
-def _like(plain: bool, logits: Tensor) -> Any:
-    return logits if plain else _Logits(logits)
 
 
 class _Moved:
@@ -132,8 +118,12 @@ def _derivative(f: Callable[[Tensor], Tensor], at: Tensor, along: Tensor) -> Ten
         ) from error
 
 
-def _targets(model: nn.Module, batch: Batch, labels: Labels) -> Any:
+def _targets(model: nn.Module, batch: Batch, labels: Labels, *, first: bool) -> Any:
     """Return the targets of a batch under the label policy; a Hessian is of one loss, so `expected` has none."""
+    with torch.no_grad():
+        outputs = batch.run(model)
+    if first:
+        check_sum(labels.loss_fn, outputs, batch.targets, batch.N)
     if labels.policy == "true":
         if batch.targets is None:
             raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
@@ -144,7 +134,6 @@ def _targets(model: nn.Module, batch: Batch, labels: Labels) -> Any:
     recording = Labels(labels.policy, lambda outputs, targets: _kept(drawn, labels.loss_fn, outputs, targets), 0)
     recording.generator, recording.shift = labels.generator, labels.shift
     with torch.no_grad():
-        outputs = batch.run(model)
         for _ in recording.passes(outputs, batch.targets, None, batch.N):
             pass
     labels.shift = recording.shift

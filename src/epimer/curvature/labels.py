@@ -6,7 +6,9 @@ squared error is the generalised Gauss-Newton matrix. Under the given labels it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import math
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -44,12 +46,50 @@ def per_sample(losses: Any, N: int) -> Tensor:
     return losses.flatten(1).sum(1) if losses.dim() > 1 else losses
 
 
+def plain_loss(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor:
+    """Return the losses with the given targets, or with the likeliest labels where there are none."""
+    return per_sample(loss_fn(outputs, logits_of(outputs).argmax(-1) if targets is None else targets), N)
+
+
+def check_sum(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> None:
+    """Refuse a single loss that is not the sum over the batch's samples, by comparing it with those of its halves."""
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if N == 1 or logits is None or len(logits) != N or not (targets is None or isinstance(targets, Tensor)):
+        return
+    with torch.no_grad():
+        whole = plain_loss(loss_fn, outputs, targets, N)
+        if whole.dim():
+            return
+        halves = []
+        for part in (slice(0, N // 2), slice(N // 2, N)):
+            some = None if targets is None else targets[part]
+            halves.append(float(plain_loss(loss_fn, with_logits(outputs, logits[part]), some, N)))
+    total, summed = float(whole), sum(halves)
+    if math.isfinite(total) and math.isfinite(summed) and abs(total - summed) > 0.02 * abs(summed) + 1e-12:
+        mean = min(halves) * 0.98 <= total <= max(halves) * 1.02
+        raise CurvatureError(
+            f"loss_fn returned {total:.4g} for a batch whose halves give {halves[0]:.4g} and {halves[1]:.4g}: that is "
+            f"{'the batch mean' if mean else 'not the sum over samples'}; return a loss per sample "
+            "(reduction='none'), or their sum (reduction='sum')."
+        )
+
+
+class SampleError(CurvatureError):
+    """A sample that cannot be measured, by its number."""
+
+    def __init__(self, message: str, sample: int) -> None:
+        super().__init__(message)
+        self.sample = sample
+
+
 class Labels:
     """Turns the outputs of a batch into the losses whose gradients are measured."""
 
     def __init__(self, policy: str, loss_fn: Loss, seed: int) -> None:
         self.policy, self.loss_fn = policy, loss_fn
         self.generator = torch.Generator().manual_seed(seed)
+        self.seen = 0
+        """samples before this batch"""
         self.shift: int | None = None
         """how far before its target a sequence loss looks for the logits"""
 
@@ -75,8 +115,12 @@ class Labels:
             raise CurvatureError(f"labels={self.policy!r} needs targets as a tensor, got {type(targets).__name__}.")
         aligned = self._aligned(outputs, logits, targets, N)
         probabilities = aligned.double().softmax(-1)
-        if not torch.isfinite(probabilities).all():
-            raise CurvatureError("the model's logits are NaN or Inf, so no labels can be drawn from them.")
+        bad = (~torch.isfinite(probabilities.flatten(1))).any(1).nonzero().flatten().tolist()
+        if bad:
+            sample = self.seen + bad[0]
+            raise SampleError(
+                f"the logits of sample {sample} are NaN or Inf; look at that sample, or at the model.", sample
+            )
         live = targets != IGNORED
         if self.policy == "model":
             flat = probabilities.flatten(0, -2).cpu()
@@ -153,7 +197,7 @@ class Labels:
         only[:, place] = torch.where(targets[:, place] != IGNORED, targets[:, place], IGNORED)
         probe = logits.clone().requires_grad_()
         with torch.enable_grad():
-            loss = self.loss_fn(probe if isinstance(outputs, Tensor) else _Outputs(outputs, probe), only)
+            loss = self.loss_fn(with_logits(outputs, probe), only)
             (gradient,) = torch.autograd.grad(torch.nan_to_num(loss).sum(), probe, allow_unused=True)
         touched = [] if gradient is None else gradient.abs().sum((0, 2)).nonzero().flatten().tolist()
         if len(touched) != 1 or place - touched[0] not in (0, 1):
@@ -170,17 +214,7 @@ class Labels:
                 f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(mean.shape)}."
             )
         noise = torch.randn(mean.shape, generator=self.generator, dtype=torch.float64).to(mean)
-        with torch.no_grad():
-            size = noise.square().flatten(1).sum(1)
-            half = per_sample(self.loss_fn(outputs, mean + noise), N)
-            double = per_sample(self.loss_fn(outputs, mean + 2 * noise), N)
-        ratio = half / (size if half.dim() else size.sum())
-        if not torch.allclose(double, 4 * half, rtol=1e-2) or not torch.allclose(ratio, ratio.mean(), rtol=1e-2):
-            raise CurvatureError(
-                f"labels={self.policy!r} knows cross-entropy (integer targets) and squared error; "
-                "for any other loss use labels='true'."
-            )
-        width = float((2 * ratio.mean()).rsqrt())
+        width = self._width(outputs, mean, noise)
         if self.policy == "model":
             yield per_sample(self.loss_fn(outputs, mean + width * noise), N)
             return
@@ -191,12 +225,36 @@ class Labels:
             step[:, place] = width
             yield per_sample(self.loss_fn(outputs, mean + step.view_as(mean)), N)
 
+    def _width(self, outputs: Any, mean: Tensor, noise: Tensor) -> float:
+        """Return how far labels lie from the output, 1 over the root of the loss's second derivative, if it has one."""
 
-class _Outputs:
-    """A model's output with other logits."""
+        def gradient(targets: Tensor) -> Tensor:
+            probe = mean.clone().requires_grad_()
+            with torch.enable_grad():
+                loss = self.loss_fn(with_logits(outputs, probe), targets)
+                return torch.autograd.grad(loss.sum(), probe)[0]
 
-    def __init__(self, outputs: Any, logits: Tensor) -> None:
-        self._outputs, self.logits = outputs, logits
+        one, two = gradient(mean - noise), gradient(mean - 2 * noise)
+        second = float((one * noise).sum() / noise.square().sum())
+        if second <= 0 or any(
+            float((g - times * second * noise).norm()) > 1e-2 * float(g.norm()) for g, times in ((one, 1), (two, 2))
+        ):
+            raise CurvatureError(
+                f"labels={self.policy!r} knows cross-entropy (integer targets) and squared error; "
+                "for any other loss use labels='true'."
+            )
+        return float(second**-0.5)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._outputs, name)
+
+def with_logits(outputs: Any, logits: Tensor) -> Any:
+    """Return a model's output with other logits."""
+    if isinstance(outputs, Tensor):
+        return logits
+    if hasattr(outputs, "_replace"):
+        return outputs._replace(logits=logits)
+    changed = copy.copy(outputs)
+    if isinstance(changed, MutableMapping):
+        changed["logits"] = logits
+    else:
+        changed.logits = logits
+    return changed

@@ -20,8 +20,8 @@ from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import EXACT, KINDS, Curvature
 from epimer.curvature.data import choose, open_data
 from epimer.curvature.distributed import ranks
-from epimer.curvature.estimate import SampleError, estimate_curvature
-from epimer.curvature.labels import POLICIES
+from epimer.curvature.estimate import estimate_curvature
+from epimer.curvature.labels import POLICIES, SampleError
 from epimer.curvature.loading import AUTO, POOLINGS
 from epimer.curvature.optimizer import MOMENTS
 from epimer.curvature.store import HEADER, stored_fingerprint

@@ -1,12 +1,14 @@
 """What one ordinary forward and backward pass does to every layer: module hooks that hand on inputs and gradients.
 
 Nothing of the model is changed for good: parameters are frozen while it runs, so that no weight gradient is formed,
-dropout is off, and everything is put back afterwards.
+dropout is off, and everything is put back afterwards. A few samples are run first, once, to learn where layers keep
+their samples, and to check every parameter's uses against its true gradient.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from epimer.curvature.attention import can_open, open_forward, parts
-from epimer.curvature.uses import Layout, Reader, Use, find_layout, reader_of
+from epimer.curvature.uses import Layout, Reader, Use, find_layout, reader_of, total_gradient, two_sided
 from epimer.errors import CurvatureError
 
 MASKS = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
 """arguments that say which tokens are real, and whether they mark the real ones or the padding"""
+ELSEWHERE = "it is also used outside its layer, or its layer does not work as its kind does"
+MIXED = "its output does not keep the batch's samples apart"
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,24 @@ class Tape:
         self.mask: Tensor | None = None
         self.unread: dict[str, str] = {}
         """parameters that cannot be measured, and why"""
-        by_id = {id(p): name for name, p in model.named_parameters() if name in names}
+        self.matrices: set[str] = set()
+        """parameters that multiply tokens as one matrix"""
+        self.wanted = {name: p for name, p in model.named_parameters() if name in names}
+        by_id = {id(p): name for name, p in self.wanted.items()}
         self.sources: list[Source] = []
         for label, module in model.named_modules():
             self._find(label, module, by_id)
         known = {name for source in self.sources for name in source.names.values()}
-        for name in by_id.values():
+        for name in self.wanted:
             if name not in known:
                 self.unread[name] = "its layer is of a kind that is not known"
         self.mode = "off"
         self.layouts: dict[tuple[str, int], Layout | None] = {}
-        self._probed: dict[tuple[str, int], Tensor] = {}
-        self._probe_size = 0
+        self.probed: dict[tuple[str, int], Tensor] = {}
+        self.probe_size = 0
+        self.expanding: set[str] = set()
+        """sources whose output is one for all samples, and may be repeated for each"""
+        self._totals: dict[str, tuple[Tensor, float]] = {}
         self._calls: Counter[str] = Counter()
         self._forward_calls: Counter[str] = Counter()
         self._planned: Counter[str] = Counter()
@@ -85,6 +95,9 @@ class Tape:
         elif can_open(module):
             for part, reader in parts(module).items():
                 self.sources.append(Source(f"{label}.{part}", module, reader, wanted))
+        else:
+            return
+        self.matrices |= {name for attribute, name in wanted.items() if two_sided(module, attribute)}
 
     @contextmanager
     def watching(self) -> Iterator[Tape]:
@@ -104,10 +117,9 @@ class Tape:
                         stack.callback(handle.remove)
                 for label, module in self.model.named_modules():
                     if can_open(module):
+                        stack.callback(_put_back, module, module.__dict__.get("forward"))
                         module.forward = open_forward(module, self._part_of(label))
-                        stack.callback(delattr, module, "forward")
-                for module in self.model.modules():
-                    if module is self.model or "Transformer" in type(module).__name__ or can_open(module):
+                    if MASKS.keys() & inspect.signature(module.forward).parameters.keys() or module is self.model:
                         handle = module.register_forward_pre_hook(self._look_for_mask, with_kwargs=True)
                         stack.callback(handle.remove)
                 yield self
@@ -121,28 +133,80 @@ class Tape:
 
     @contextmanager
     def probing(self, k: int) -> Iterator[None]:
-        """Note the outputs on a few samples, to learn from the next batch where layers keep their samples."""
-        self._probed.clear()
-        self.mode, self._probe_size = "probe", k
-        self._calls.clear()
+        """Note the outputs on a few samples; `verify` follows within the block."""
+        self.probed.clear()
+        self._begin("probe", k)
+        self.probe_size = k
+        held = {name: p.grad for name, p in self.wanted.items()}
+        handles = []
+        try:
+            for name, p in self.wanted.items():
+                p.grad = None
+                if name not in self.unread:
+                    p.requires_grad_()
+                    handles.append(p.register_post_accumulate_grad_hook(self._compare(name)))  # type: ignore[no-untyped-call]
+            with torch.enable_grad():
+                yield
+        finally:
+            self.mode = "off"
+            self._totals.clear()
+            for handle in handles:
+                handle.remove()
+            for name, p in self.wanted.items():
+                p.requires_grad_(False)
+                p.grad = held[name]
+
+    def verify(self, loss: Tensor) -> None:
+        """Leave out every parameter whose uses do not add up to its gradient."""
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+
+    def _compare(self, name: str) -> Callable[[Tensor], None]:
+        """Return a hook that compares a parameter's gradient with its uses as soon as both are there."""
+
+        def compare(p: Tensor) -> None:
+            gradient, p.grad = p.grad, None
+            found, size = self._totals.pop(name, (torch.zeros_like(p), 0.0))
+            assert gradient is not None
+            slack = 1e-3 if p.dtype in (torch.float32, torch.float64) else 5e-2
+            error = float((gradient.to(found) - found).norm())
+            if error > slack * max(size, 0.0) or not error < float("inf"):
+                self.unread[name] = ELSEWHERE
+
+        return compare
+
+    @contextmanager
+    def trying(self, label: str, N: int) -> Iterator[None]:
+        """Repeat the output of one layer for every sample, to see whether the model takes it."""
+        self._begin("try", N)
+        self._tried = label
         try:
             with torch.no_grad():
                 yield
         finally:
             self.mode = "off"
 
+    def single_outputs(self) -> list[str]:
+        """Return the layers whose output was one for all of the samples that were probed."""
+        found = [label for (label, _), y in self.probed.items() if y.dim() > 1 and len(y) == 1]
+        return list(dict.fromkeys(found)) if self.probe_size > 1 else []
+
     @contextmanager
     def recording(self, N: int) -> Iterator[None]:
         """Record the forward pass of a batch of N samples; `backward` follows within the block."""
-        self.N, self.mask, self.mode = N, None, "forward"
-        self._calls.clear()
+        self._begin("forward", N)
+        self.mask = None
         self._planned.clear()
         try:
             yield
         finally:
             self.mode = "off"
             self._waiting.clear()
-            self._probed.clear()
+            self.probed.clear()
+
+    def _begin(self, mode: str, N: int) -> None:
+        self.mode, self.N = mode, N
+        self._calls.clear()
 
     def backward(self, loss: Tensor, *, again: bool, gain: float = 1.0) -> None:
         """Send the gradient of `loss` back through the recorded pass.
@@ -154,9 +218,9 @@ class Tape:
                 "the loss does not depend on any layer that is measured; "
                 "let loss_fn use the model's output, without torch.no_grad() or detach()."
             )
-        self.mode = "backward"
-        self._forward_calls = Counter(self._calls)
-        self._gain = gain
+        if self.mode == "forward":
+            self._forward_calls = Counter(self._calls)
+        self.mode, self._gain = "backward", gain
         torch.autograd.backward(loss * gain, retain_graph=again)
         with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
             for name, uses in self._waiting.items():
@@ -188,30 +252,32 @@ class Tape:
 
     def _seen(self, source: Source, x: Tensor, y: Tensor) -> Tensor:
         """Take note of one call; the output comes back, as a tensor whose gradient will be seen."""
-        if self.mode == "off":
-            return y
         ordinal = self._calls[source.label]
         self._calls[source.label] += 1
-        if self.mode == "probe":
-            self._probed[source.label, ordinal] = y.detach()
-            return y
-        if self.mode == "forward":
-            self._planned.update(source.names.values())
-        elif self._forward_calls[source.label]:
-            ordinal %= self._forward_calls[source.label]  # checkpointing runs it once more
+        match self.mode:
+            case "off":
+                return y
+            case "try":
+                return y.expand(self.N, *y.shape[1:]) if source.label == self._tried else y
+            case "probe":
+                self.probed[source.label, ordinal] = y.detach()
+                return self._verified(source, x, y)
+            case "forward":
+                self._planned.update(source.names.values())
+            case _ if self._forward_calls[source.label]:
+                ordinal %= self._forward_calls[source.label]  # checkpointing runs it once more
         if not torch.is_grad_enabled():
             self._blind.add(source.label)
             return y
         self._live.add(source.label)
+        if source.label in self.expanding and len(y) == 1 != self.N:
+            y, x = y.expand(self.N, *y.shape[1:]), x.expand(self.N, *x.shape[1:])
         layout = self._layout(source, ordinal, y)
         if layout is None:
             for name in source.names.values():
-                self.unread[name] = "its output does not keep the batch's samples apart"
+                self.unread[name] = MIXED
             return y
-        if not layout.single and y.shape[layout.dim] == 1 != self.N:  # the same for every sample, as positions are
-            y, x = y.expand(self.N, *y.shape[1:]), x.expand(self.N, *x.shape[1:])
-        if not y.requires_grad:
-            y = y.detach().requires_grad_().clone()
+        y = y if y.requires_grad else y.detach().requires_grad_().clone()
         N, version = self.N, x._version
 
         def fired(g: Tensor) -> None:
@@ -227,9 +293,33 @@ class Tape:
         y.register_hook(fired)  # type: ignore[no-untyped-call]
         return y
 
+    def _verified(self, source: Source, x: Tensor, y: Tensor) -> Tensor:
+        """Let the uses of a probed call be added up, all samples together."""
+        if not torch.is_grad_enabled() or not y.requires_grad:
+            return y
+
+        def fired(g: Tensor) -> None:
+            with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+                try:
+                    uses = source.reader(source.module, x, g, Layout(single=True), 1)
+                    totals = {
+                        name: total_gradient(uses[a], self.wanted[name].shape)
+                        for a, name in source.names.items()
+                        if a in uses
+                    }
+                except Exception:  # a layer that is not what its class says
+                    self.unread |= dict.fromkeys(source.names.values(), ELSEWHERE)
+                    return
+                for name, (total, size) in totals.items():
+                    before, large = self._totals.get(name, (0.0, 0.0))
+                    self._totals[name] = total.double() + before, size + large
+
+        y.register_hook(fired)  # type: ignore[no-untyped-call]
+        return y
+
     def _fired(self, source: Source, uses: Mapping[str, Use]) -> None:
         for attribute, name in source.names.items():
-            if attribute not in uses:
+            if attribute not in uses or name in self.unread:
                 continue
             if self._planned[name] <= 1:
                 self.emit(name, [uses[attribute]])
@@ -237,19 +327,19 @@ class Tape:
                 self._waiting[name].append(uses[attribute])
 
     def _layout(self, source: Source, ordinal: int, y: Tensor) -> Layout | None:
+        """Return where a layer keeps its samples: as it was found, or by custom where that is not ambiguous."""
         if self.N == 1:
             return Layout(single=True)
         key = source.label, ordinal
-        probe = self._probed.get(key)
-        if key not in self.layouts or probe is not None:
-            if probe is None:
-                fits = y.dim() and len(y) in (1, self.N)
-                return Layout() if fits else None
-            same = probe.shape == y.shape
-            self.layouts[key] = (
-                (Layout() if len(y) == 1 else None) if same else find_layout(y, probe, self.N, self._probe_size)
-            )
-        return self.layouts[key]
+        if source.label in self.expanding:
+            return Layout()
+        if (probe := self.probed.get(key)) is not None:
+            self.layouts[key] = find_layout(y, probe, self.N, self.probe_size)
+        elif key not in self.layouts:
+            custom = y.dim() > 1 and len(y) == self.N and self.N not in y.shape[1:-1]
+            return Layout() if custom else None
+        found = self.layouts[key]
+        return found if found is not None and found.fits(y, self.N) else None
 
     def _look_for_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.mode != "forward" or self.mask is not None:
@@ -267,3 +357,21 @@ class Tape:
                 else:
                     self.mask = mask.bool() if real else ~mask.bool()
                 return
+
+
+def _put_back(module: nn.Module, forward: Any) -> None:
+    """Give a module the forward back that it had."""
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
+
+
+def quietly(run: Callable[[], Any]) -> Any:
+    """Run something that may fail; return what it returned, or the exception."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return run()
+        except Exception as error:
+            return error

@@ -45,23 +45,31 @@ Use = Outer | Rows | Whole
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a tensor of a layer keeps its samples: `count` runs of rows along dimension `dim` for each of them."""
+    """Where a tensor of a layer keeps its samples."""
 
     dim: int = 0
-    count: int = 1
+    """the dimension they lie along"""
+    flat: bool = False
+    """each sample has several places there, one for every token"""
     inner: bool = False
-    """samples alternate within each run (t0n0 t0n1 …), instead of lying one after the other"""
+    """then the samples alternate at every token (t0n0 t0n1 …), instead of lying one after the other"""
     single: bool = False
     """the batch has one sample, so everything belongs to it"""
 
+    def fits(self, t: Tensor, N: int) -> bool:
+        """Whether a tensor can hold N samples in this layout."""
+        if self.single:
+            return True
+        return t.dim() > self.dim and (not t.shape[self.dim] % N if self.flat else t.shape[self.dim] == N)
+
     def samples_first(self, t: Tensor, N: int) -> Tensor:
-        """Return the tensor as N x …, a sample's runs beside each other."""
+        """Return the tensor as N x …, or as N x tokens x … where it is flat or single."""
         if self.single:
             return t[None]
-        if self.count == 1:
+        if not self.flat:
             return t.movedim(self.dim, 0)
-        sizes = (self.count, N) if self.inner else (N, self.count)
-        t = torch.unflatten(t, self.dim, sizes)
+        tokens = t.shape[self.dim] // N
+        t = torch.unflatten(t, self.dim, (tokens, N) if self.inner else (N, tokens))
         return t.movedim((self.dim + self.inner, self.dim + (not self.inner)), (0, 1))
 
     def tokens(self, t: Tensor, N: int) -> Tensor:
@@ -78,12 +86,12 @@ def find_layout(full: Tensor, probe: Tensor, N: int, k: int) -> Layout | None:
     if len(dims) != 1:
         return None
     dim = dims[0]
-    count, rest = divmod(full.shape[dim], N)
-    if rest or probe.shape[dim] != count * k:
+    tokens, rest = divmod(full.shape[dim], N)
+    if rest or probe.shape[dim] != tokens * k:
         return None
-    if count == 1:
+    if tokens == 1:
         return Layout(dim)
-    for layout in (Layout(dim, count), Layout(dim, count, inner=True)):
+    for layout in (Layout(dim, flat=True), Layout(dim, flat=True, inner=True)):
         if alike(layout.samples_first(full, N)[:k], layout.samples_first(probe, k)):
             return layout
     return None
@@ -91,8 +99,12 @@ def find_layout(full: Tensor, probe: Tensor, N: int, k: int) -> Layout | None:
 
 def alike(one: Tensor, other: Tensor) -> bool:
     """Whether two results of the same computation agree up to what another batch size does to rounding."""
+    if one.shape != other.shape:
+        return False
     one, other = one.detach().double(), other.detach().double()
-    return float((one - other).abs().max()) <= 2e-2 * float(one.abs().max()) if one.numel() else True
+    finite = torch.isfinite(one) & torch.isfinite(other)
+    one, other = one[finite], other[finite]
+    return not one.numel() or float((one - other).abs().max()) <= 2e-2 * float(one.abs().max())
 
 
 Reader = Callable[[Any, Tensor, Tensor, Layout, int], dict[str, Use]]
@@ -129,7 +141,9 @@ def _conv(module: Any, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str
         found["weight"] = Outer(g_ntm, x_ntk)
     else:
         left, right = (torch.unflatten(t, 2, (module.groups, -1)) for t in (g_ntm, x_ntk))
-        found["weight"] = Whole(torch.einsum("ntgo,ntgk->ngok", left, right).reshape(N, 1, *module.weight.shape))
+        found["weight"] = Whole(
+            torch.einsum("ntgo,ntgk->ngok", left, right.to(left)).reshape(N, 1, *module.weight.shape)
+        )
     return found
 
 
@@ -160,7 +174,7 @@ def _norm(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> di
     def tokens(t: Tensor) -> Tensor:
         t = layout.samples_first(t, N)
         if channels:
-            t = t.movedim(2 if layout.count > 1 or layout.single else 1, -1)
+            t = t.movedim(2 if layout.flat or layout.single else 1, -1)
         return t.reshape(N, -1, *weight.shape)
 
     return {"weight": Whole(tokens(g * unit)), "bias": Whole(tokens(g))}
@@ -172,6 +186,25 @@ def _at(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
         given["bias"] = torch.zeros_like(weight)
     with torch.no_grad():
         return torch.func.functional_call(module, given, (x,))
+
+
+def two_sided(module: nn.Module, attribute: str) -> bool:
+    """Whether a parameter multiplies tokens as one matrix, so that its uses are outer products."""
+    weight = getattr(module, attribute)
+    table = isinstance(module, nn.Embedding) or getattr(module, "groups", 1) > 1
+    return weight.dim() > 1 and not table and "Norm" not in type(module).__name__
+
+
+def total_gradient(use: Use, shape: torch.Size) -> tuple[Tensor, float]:
+    """Return the gradient summed over all samples, and the size that its terms had before they were summed."""
+    if isinstance(use, Outer):
+        left, right = use.left.flatten(0, 1), use.right.flatten(0, 1).to(use.left)
+        return (left.T @ right).reshape(shape), float(left.norm() * right.norm())
+    if isinstance(use, Whole):
+        return use.parts.sum((0, 1)).reshape(shape), float(use.parts.norm()) * use.parts.shape[:2].numel() ** 0.5
+    total = torch.zeros(shape, dtype=use.g.dtype, device=use.g.device)
+    g = use.g.flatten(0, 1)
+    return total.index_add_(0, use.ids.flatten(), g), float(g.norm())
 
 
 def reader_of(module: nn.Module) -> Reader | None:

@@ -368,7 +368,7 @@ class Pictures(nn.Module):
         self.head = nn.Linear(6, CLASSES)
 
     def forward(self, x):
-        x = self.group(self.grouped(self.batch(self.conv(x)).relu()))
+        x = self.group(self.grouped(self.batch(self.conv(x)).relu())).tanh()
         x = self.second(self.first(self.layer(x.flatten(2))).relu())
         return self.head(x.mean(1))
 
