@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.curvature.uses import Outer, Rows, Use, Whole
+from epimer.curvature.uses import Outer, Rows, Use, Whole, per_token
 from epimer.geometry.metric import Corrected, Diagonal, Kronecker, Metric, Projected, Samples
 from epimer.geometry.subspace import Pairs, Tagged
 
@@ -33,8 +33,6 @@ class Collector(ABC):
         self.refused: dict[str, str] = {}
         """names that this kind of curvature cannot describe, and why"""
         self.samples = 0
-        self.mask: Tensor | None = None
-        """which tokens of the batch are real, N x tokens"""
         self.repeated = False
         """the pass differs from the last one in its labels only, so inputs have been counted"""
 
@@ -68,14 +66,14 @@ class Collector(ABC):
 
     def _count(self, name: str, uses: Sequence[Use]) -> Tensor | None:
         """Count a batch's real tokens; return which they are in all uses beside each other, None where all are."""
-        shapes = [_per_token(use).shape[:2] for use in uses]
-        fits = [self.mask is not None and self.mask.shape == shape for shape in shapes]
-        real = int(self.mask.sum()) if self.mask is not None else 0
-        self.tokens[name] += sum(real if fit else shape.numel() for shape, fit in zip(shapes, fits, strict=True))
-        if self.mask is None or not any(fits):
+        shapes = [per_token(use).shape[:2] for use in uses]
+        masks = [use.mask for use in uses]
+        pairs = list(zip(shapes, masks, strict=True))
+        self.tokens[name] += sum(shape.numel() if mask is None else int(mask.sum()) for shape, mask in pairs)
+        if all(mask is None for mask in masks):
             return None
-        ones = [torch.ones(shape, dtype=torch.bool, device=self.mask.device) for shape in shapes]
-        return torch.cat([self.mask if fit else every for every, fit in zip(ones, fits, strict=True)], dim=1)
+        ones = [torch.ones(shape, dtype=torch.bool, device=self.device) for shape in shapes]
+        return torch.cat([every if mask is None else mask for every, mask in zip(ones, masks, strict=True)], dim=1)
 
 
 class DiagonalCollector(Collector):
@@ -106,11 +104,6 @@ class DiagonalCollector(Collector):
         found = {name: self.F.pop(name, None) for name in self.shapes}
         zeros = {name: self._zeros(*self.shapes[name]) for name, F in found.items() if F is None}
         return {name: Diagonal(zeros[name] if F is None else F / self.samples) for name, F in found.items()}
-
-
-def _per_token(use: Use) -> Tensor:
-    """Return a tensor of N x tokens, or more."""
-    return use.left if isinstance(use, Outer) else use.parts if isinstance(use, Whole) else use.ids
 
 
 def add_squares(F_mn: Tensor, left: Tensor, right: Tensor) -> None:

@@ -199,7 +199,7 @@ class _Measurement:
                 _check_independent(outputs, probe, batch.N)
             if not self.seen:
                 check_sum(self.labels.loss_fn, outputs, batch.targets, batch.N)
-            collector.mask, collector.repeated = tape.mask, False
+            collector.repeated = False
             passes = self.labels.passes(outputs, batch.targets, tape.mask, batch.N)
             losses = next(passes, None)
             while losses is not None:
@@ -236,8 +236,11 @@ class _Measurement:
         else:
             if isinstance(outputs, EpimerError):
                 raise outputs
+            tape.probed.clear()
             return None  # a model that takes batches of one size only
-        tape.expanding = {label for label in tape.single_outputs() if self._takes(tape, label, part, outputs)}
+        two = replace(batch, squares=part.squares).part(0, 2)
+        before = self._tried(tape, "", two)
+        tape.expanding = {label for label in list(tape.singles) if alike(before, self._tried(tape, label, two))}
         return outputs
 
     def _probed(self, tape: Tape, batch: Batch) -> Any:
@@ -249,16 +252,16 @@ class _Measurement:
             tape.verify(plain_loss(self.labels.loss_fn, outputs, batch.targets, batch.N).sum())
         return outputs
 
-    def _takes(self, tape: Tape, label: str, batch: Batch, outputs: Any) -> bool:
-        """Whether the model goes on as before if a layer's output, one for all samples, is repeated for each."""
+    def _tried(self, tape: Tape, label: str, batch: Batch) -> Tensor:
+        """Return the logits where a layer's output, one for all samples, is repeated for each; empty if that fails."""
 
         def run() -> Any:
             with tape.trying(label, batch.N):
                 return batch.run(self.model)
 
-        found = [quietly(run), outputs]
-        one, other = (x if isinstance(x, Tensor) else getattr(x, "logits", None) for x in found)
-        return one is not None and other is not None and alike(one, other)
+        outputs = quietly(run)
+        logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+        return torch.empty(0, 1) if logits is None else logits
 
 
 def _check_independent(outputs: Any, probe: Any, N: int) -> None:

@@ -57,13 +57,13 @@ def check_sum(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> None:
     if N == 1 or logits is None or len(logits) != N or not (targets is None or isinstance(targets, Tensor)):
         return
     with torch.no_grad():
-        whole = plain_loss(loss_fn, outputs, targets, N)
+        whole = plain_loss(loss_fn, with_logits(outputs, logits.detach()), targets, N)
         if whole.dim():
             return
         halves = []
         for part in (slice(0, N // 2), slice(N // 2, N)):
             some = None if targets is None else targets[part]
-            halves.append(float(plain_loss(loss_fn, with_logits(outputs, logits[part]), some, N)))
+            halves.append(float(plain_loss(loss_fn, with_logits(outputs, logits[part].detach()), some, N)))
     total, summed = float(whole), sum(halves)
     if math.isfinite(total) and math.isfinite(summed) and abs(total - summed) > 0.02 * abs(summed) + 1e-12:
         mean = min(halves) * 0.98 <= total <= max(halves) * 1.02

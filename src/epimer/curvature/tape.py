@@ -12,14 +12,15 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from epimer.curvature.attention import can_open, open_forward, parts
-from epimer.curvature.uses import Layout, Reader, Use, find_layout, reader_of, total_gradient, two_sided
+from epimer.curvature.uses import Layout, Reader, Use, find_layout, per_token, reader_of, total_gradient, two_sided
 from epimer.errors import CurvatureError
 
 MASKS = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
@@ -53,6 +54,10 @@ class Tape:
         self.model, self.emit = model, emit
         self.N = 0
         self.mask: Tensor | None = None
+        """which of the batch's tokens are real, N x tokens, as the outermost module was told"""
+        self._masks: dict[str, list[Tensor]] = {}
+        self._memories: dict[int, Tensor] = {}
+        """where an encoder's output lies, that a decoder reads -> which of its tokens are real"""
         self.unread: dict[str, str] = {}
         """parameters that cannot be measured, and why"""
         self.matrices: set[str] = set()
@@ -70,14 +75,17 @@ class Tape:
         self.layouts: dict[tuple[str, int], Layout | None] = {}
         self.probed: dict[tuple[str, int], Tensor] = {}
         self.probe_size = 0
+        self.singles: dict[str, None] = {}
+        """sources whose output was one for all samples in the last trial"""
         self.expanding: set[str] = set()
         """sources whose output is one for all samples, and may be repeated for each"""
         self._totals: dict[str, tuple[Tensor, float]] = {}
+        """name -> the sum of its uses so far, and by how much rounding may have changed it"""
         self._calls: Counter[str] = Counter()
         self._forward_calls: Counter[str] = Counter()
         self._planned: Counter[str] = Counter()
         self._waiting: defaultdict[str, list[Use]] = defaultdict(list)
-        self._gain = 1.0
+        self._gain, self._tried = 1.0, ""
         self._blind: set[str] = set()
         self._live: set[str] = set()
 
@@ -116,12 +124,14 @@ class Tape:
                         handle = source.module.register_forward_hook(self._hook(source), with_kwargs=True)
                         stack.callback(handle.remove)
                 for label, module in self.model.named_modules():
+                    if isinstance(module, nn.Embedding):  # where gradients end, for checkpointing's sake at least here
+                        stack.callback(module.register_forward_hook(self._start).remove)
                     if can_open(module):
                         stack.callback(_put_back, module, module.__dict__.get("forward"))
                         module.forward = open_forward(module, self._part_of(label))
                     if MASKS.keys() & inspect.signature(module.forward).parameters.keys() or module is self.model:
-                        handle = module.register_forward_pre_hook(self._look_for_mask, with_kwargs=True)
-                        stack.callback(handle.remove)
+                        look = partial(self._look_for_mask, label)
+                        stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
                 yield self
             finally:
                 self.mode = "off"
@@ -166,11 +176,9 @@ class Tape:
 
         def compare(p: Tensor) -> None:
             gradient, p.grad = p.grad, None
-            found, size = self._totals.pop(name, (torch.zeros_like(p), 0.0))
+            found, slack = self._totals.pop(name, (torch.zeros_like(p), 0.0))
             assert gradient is not None
-            slack = 1e-3 if p.dtype in (torch.float32, torch.float64) else 5e-2
-            error = float((gradient.to(found) - found).norm())
-            if error > slack * max(size, 0.0) or not error < float("inf"):
+            if not float((gradient.to(found) - found).norm()) <= slack:
                 self.unread[name] = ELSEWHERE
 
         return compare
@@ -179,23 +187,20 @@ class Tape:
     def trying(self, label: str, N: int) -> Iterator[None]:
         """Repeat the output of one layer for every sample, to see whether the model takes it."""
         self._begin("try", N)
-        self._tried = label
+        self._tried, self.singles = label, {}
         try:
             with torch.no_grad():
                 yield
         finally:
             self.mode = "off"
 
-    def single_outputs(self) -> list[str]:
-        """Return the layers whose output was one for all of the samples that were probed."""
-        found = [label for (label, _), y in self.probed.items() if y.dim() > 1 and len(y) == 1]
-        return list(dict.fromkeys(found)) if self.probe_size > 1 else []
-
     @contextmanager
     def recording(self, N: int) -> Iterator[None]:
         """Record the forward pass of a batch of N samples; `backward` follows within the block."""
         self._begin("forward", N)
         self.mask = None
+        self._masks.clear()
+        self._memories.clear()
         self._planned.clear()
         try:
             yield
@@ -241,6 +246,11 @@ class Tape:
 
         return hook
 
+    def _start(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.mode in ("forward", "backward") and torch.is_grad_enabled() and not output.requires_grad:
+            return output.detach().requires_grad_().clone()
+        return output
+
     def _part_of(self, label: str) -> Callable[[str, Tensor, Tensor], Tensor]:
         own = {source.label: source for source in self.sources}
 
@@ -258,6 +268,8 @@ class Tape:
             case "off":
                 return y
             case "try":
+                if y.dim() > 2 and len(y) == 1:  # positions: one x tokens x width
+                    self.singles[source.label] = None
                 return y.expand(self.N, *y.shape[1:]) if source.label == self._tried else y
             case "probe":
                 self.probed[source.label, ordinal] = y.detach()
@@ -270,6 +282,8 @@ class Tape:
             self._blind.add(source.label)
             return y
         self._live.add(source.label)
+        if self.unread.keys() >= set(source.names.values()):
+            return y
         if source.label in self.expanding and len(y) == 1 != self.N:
             y, x = y.expand(self.N, *y.shape[1:]), x.expand(self.N, *x.shape[1:])
         layout = self._layout(source, ordinal, y)
@@ -278,7 +292,7 @@ class Tape:
                 self.unread[name] = MIXED
             return y
         y = y if y.requires_grad else y.detach().requires_grad_().clone()
-        N, version = self.N, x._version
+        N, version, masks = self.N, x._version, self._masks_of(source, x)
 
         def fired(g: Tensor) -> None:
             if x._version != version:
@@ -288,7 +302,8 @@ class Tape:
                 )
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
                 g = g if self._gain == 1 else g.float() / self._gain
-                self._fired(source, source.reader(source.module, x, g, layout, N))
+                uses = source.reader(source.module, x, g, layout, N)
+                self._fired(source, {attribute: _masked(use, masks) for attribute, use in uses.items()})
 
         y.register_hook(fired)  # type: ignore[no-untyped-call]
         return y
@@ -310,9 +325,10 @@ class Tape:
                 except Exception:  # a layer that is not what its class says
                     self.unread |= dict.fromkeys(source.names.values(), ELSEWHERE)
                     return
+                rounding = 1e-3 if g.dtype in (torch.float32, torch.float64) else 5e-2
                 for name, (total, size) in totals.items():
-                    before, large = self._totals.get(name, (0.0, 0.0))
-                    self._totals[name] = total.double() + before, size + large
+                    before, slack = self._totals.get(name, (0.0, 0.0))
+                    self._totals[name] = total.double() + before, slack + rounding * size
 
         y.register_hook(fired)  # type: ignore[no-untyped-call]
         return y
@@ -341,22 +357,48 @@ class Tape:
         found = self.layouts[key]
         return found if found is not None and found.fits(y, self.N) else None
 
-    def _look_for_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.mode != "forward" or self.mask is not None:
+    def _look_for_mask(self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note which tokens are real within a module, where its arguments say so."""
+        if self.mode != "forward":
             return
         try:
             bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         except TypeError:
             return
         given = {**bound, **bound.get("kwargs", {})}
-        for name, real in MASKS.items():
-            mask = given.get(name)
-            if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == self.N:
-                if mask.is_floating_point() and not real:
-                    self.mask = mask == 0
-                else:
-                    self.mask = mask.bool() if real else ~mask.bool()
-                return
+        masks = [mask for name, real in MASKS.items() if (mask := self._mask(given.get(name), real)) is not None]
+        source = self._mask(given.get("encoder_attention_mask"), True)
+        if source is not None:  # a decoder: its own tokens are all real unless it says otherwise
+            tokens = next((t for t in given.values() if isinstance(t, Tensor) and t.dim() > 1), source)
+            masks = masks or [torch.ones_like(source[:, :1]).expand(-1, tokens.shape[1])]
+            if isinstance(memory := given.get("encoder_hidden_states"), Tensor):
+                self._memories[memory.data_ptr()] = source
+        if masks:
+            self._masks[label] = masks
+            self.mask = masks[0] if self.mask is None else self.mask
+
+    def _mask(self, given: Any, real: bool) -> Tensor | None:
+        """Return which tokens are real, N x tokens, if this is such a mask."""
+        if not isinstance(given, Tensor) or given.dim() != 2 or len(given) != self.N:
+            return None
+        if given.is_floating_point() and not real:
+            return given == 0
+        return given.bool() if real else ~given.bool()
+
+    def _masks_of(self, source: Source, x: Tensor) -> list[Tensor]:
+        """Return the masks of a layer's input: an encoder's output, or as the innermost module around was told."""
+        if x.data_ptr() in self._memories:
+            return [self._memories[x.data_ptr()]]
+        label = source.label
+        while label not in self._masks and label:
+            label = label.rpartition(".")[0]
+        return self._masks.get(label, [])
+
+
+def _masked(use: Use, masks: list[Tensor]) -> Use:
+    """Return a use with the mask that fits it."""
+    shape = per_token(use).shape[:2]
+    return replace(use, mask=next((mask for mask in masks if mask.shape == shape), None))
 
 
 def _put_back(module: nn.Module, forward: Any) -> None:

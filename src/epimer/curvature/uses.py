@@ -23,6 +23,8 @@ class Outer:
     right: Tensor
     inputs: int = 1
     """the stored weight's dimension that the inputs belong to: 1, so right; 0, so left"""
+    mask: Tensor | None = None
+    """which tokens are real, N x tokens; None where all are"""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Rows:
 
     ids: Tensor
     g: Tensor
+    mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,15 @@ class Whole:
     """Sample n has the gradient Σ_t parts_nt; parts is N x tokens x the parameter's shape."""
 
     parts: Tensor
+    mask: Tensor | None = None
 
 
 Use = Outer | Rows | Whole
+
+
+def per_token(use: Use) -> Tensor:
+    """Return a tensor of N x tokens, or more."""
+    return use.left if isinstance(use, Outer) else use.parts if isinstance(use, Whole) else use.ids
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,7 @@ def find_layout(full: Tensor, probe: Tensor, N: int, k: int) -> Layout | None:
 
 def alike(one: Tensor, other: Tensor) -> bool:
     """Whether two results of the same computation agree up to what another batch size does to rounding."""
-    if one.shape != other.shape:
+    if one.shape != other.shape or not len(one):
         return False
     one, other = one.detach().double(), other.detach().double()
     finite = torch.isfinite(one) & torch.isfinite(other)

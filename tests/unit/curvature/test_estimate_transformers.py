@@ -100,9 +100,7 @@ def _opt():
 
 def _gemma():
     """A table whose layer multiplies, and is the head."""
-    config = transformers.GemmaConfig(
-        **TOKENS | SMALL, num_key_value_heads=1, head_dim=4, max_position_embeddings=6
-    )  # fmt: skip
+    config = transformers.GemmaConfig(**TOKENS | SMALL, num_key_value_heads=1, head_dim=4, max_position_embeddings=6)
     return text(transformers.GemmaForCausalLM(config), "tokens", on_next_tokens, ["model.embed_tokens.weight"])
 
 
@@ -228,6 +226,21 @@ def test_tables_with_a_forward_of_their_own_are_right_or_left_out(make):
     for name in found:
         assert near(found[name].F, s[name].square().mean(0), 1e-6), name  # Gemma's norms are in float32
     assert len(found) > 8
+
+
+@pytest.mark.parametrize("targets", [4, 5])
+def test_the_padding_of_a_source_is_not_that_of_its_target(targets):
+    """T5 with five source tokens, some of them padding, and as many target tokens, all of them real."""
+    config = transformers.T5Config(**TOKENS, d_model=8, d_kv=4, d_ff=6, num_layers=1, num_heads=2)
+    inputs = padded()[0][0]
+    inputs["decoder_input_ids"] = torch.randint(3, VOCABULARY, (4, targets))
+    model = transformers.T5ForConditionalGeneration(config)
+    case = build(lambda: Case(model, [(inputs, torch.randint(3, VOCABULARY, (4, targets)))], on_tokens))
+    found = measure(case, "kronecker")
+    real, every = int(inputs["attention_mask"].sum()), 4 * targets
+    for name, count in found.about.counts.items():
+        of_source = name.startswith("encoder") or ".EncDecAttention.k." in name or ".EncDecAttention.v." in name
+        assert count == (real if of_source else every), name
 
 
 def test_a_tied_head_is_reported_once_and_found_under_both_names():
