@@ -235,12 +235,23 @@ def make_plan(
         names = {name: role.stored.get(name, name) for name in curvature}
         if curvature.about.model in (None, stored_fingerprint(role.checkpoint, names)):
             continue
+        foreign = [name for name, stored in names.items() if stored not in role.checkpoint.headers]
+        if foreign:
+            problems.append(
+                CurvatureError(
+                    f"{curvature.where} is of {foreign[0]!r}, which {role.label} does not hold: names in memory may "
+                    "differ from those on disk; measure it with `epimer curvature`."
+                )
+            )
+            continue
         wrong = f"{curvature.where} was measured on another model than {role.label}"
         if any_curvature:
             notes.append(f"{wrong}; it is used as you asked.")
         else:
             problems.append(CurvatureError(f"{wrong}; measure it on this one, or pass --any-curvature."))
     _check_curvatures(curvatures or [], basis, problems)
+    if basis is not None:
+        _check_basis(basis, recipe, [role.checkpoint.fingerprint for role in (*roles, base_role) if role], problems)
     inputs = check_inputs(
         None if base_role is None else base_role.headers,
         [role.headers for role in roles],
@@ -323,6 +334,22 @@ def _check_curvatures(curvatures: list[Curvature], basis: StoredBasis | None, pr
         elif about.basis is not None and (basis is None or basis.fingerprint != about.basis):
             remedy = "name its folder under 'basis'" if basis is None else "measure it on this one"
             problems.append(CurvatureError(f"{curvature.where} is projected on a basis that is not here; {remedy}."))
+
+
+def _check_basis(basis: StoredBasis, recipe: Recipe, models: list[str], problems: list[EpimerError]) -> None:
+    """Refuse a basis that was built from other models, or otherwise than the recipe says."""
+    if basis.models is not None and sorted(basis.models) != sorted(models):
+        problems.append(
+            CurvatureError(
+                f"{basis.where} was built from other models than the recipe's; build it with `epimer basis`."
+            )
+        )
+    for key, built in (("rank", basis.rank), ("basis", basis.kind)):
+        asked = recipe.parameters.get(key, built)
+        if built is not None and asked != built:
+            problems.append(
+                CurvatureError(f"{basis.where} was built with {key} {built}, the recipe says {asked}; build it again.")
+            )
 
 
 class _Planner:

@@ -284,6 +284,8 @@ def whole_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterator
             _sync(out.parent)
             shutil.rmtree(old, ignore_errors=True)
         except BaseException:
+            if old.exists() and not os.path.lexists(out):
+                old.rename(out)
             shutil.rmtree(draft, ignore_errors=True)
             raise
 

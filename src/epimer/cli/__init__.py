@@ -139,11 +139,19 @@ def curvature(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A .jsonl, .csv, .parquet or .txt file, an image folder, or a hub dataset id.", show_default=False
+            help="A .jsonl, .json, .csv, .tsv, .parquet or .txt file, an image folder, or a hub dataset id.",
+            show_default=False,
         ),
     ] = None,
-    kind: Annotated[str, typer.Option(help="diagonal, kronecker, ekfac, samples, hessian or ggn.")] = "kronecker",
-    samples: Annotated[int, typer.Option(help="How many samples to measure on.")] = 256,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="kronecker (epimer_kron, mats, regmean), ekfac (epimer_kron, mats), diagonal (epimer, fisher), "
+            "samples (epimer_exact), hessian or ggn (with --basis: epimer_exact).",
+            show_default="kronecker",
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="How many samples to measure on.", show_default="256")] = None,
     fraction: Annotated[
         float | None,
         typer.Option(help="Share of the data instead, as 0.005; one batch at least.", show_default=False),
@@ -183,7 +191,7 @@ def curvature(
     """Measure the curvature of a model's loss on a little data, for every later merge.
 
     Without labels it is measured under the model's own predictions, which is the default.
-    Under torchrun or accelerate every process measures its share, and the sum is saved.
+    Several processes share the data: torchrun --nproc-per-node 2 -m epimer curvature …
     """
     from epimer.curvature.measure import Request, measure
 

@@ -32,6 +32,9 @@ class StoredBasis(Mapping[str, Tagged | Pairs]):
         self.where = where or str(folder)
         if not folder.is_dir():
             raise CheckpointError(f"{self.where} is not a basis folder: it does not exist or is not a folder.")
+        if not (folder / HEADER).exists():
+            remedy = "make one with `epimer basis`"
+            raise CheckpointError(f"{self.where} is not a basis folder: it has no {HEADER}; {remedy}.")
         header = read_json(inside(folder, HEADER), f"{self.where}/{HEADER}")
         self.kind, self.fingerprint = header.get("kind"), str(header.get("fingerprint"))
         if header.get("format") != FORMAT or self.kind not in ("tagged", "tensor"):
@@ -39,6 +42,9 @@ class StoredBasis(Mapping[str, Tagged | Pairs]):
                 f"{self.where} holds a {self.kind!r} basis in format {header.get('format')!r}; "
                 f"expected format {FORMAT}, tagged or tensor: build it again, or update epimer."
             )
+        self.rank, models = header.get("rank"), header.get("models")
+        self.models = [str(model) for model in models] if isinstance(models, list) else None
+        """fingerprints of the base and the models it was built from, where that is known"""
         self.file = SafetensorsFile(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}")
         self._names = dict.fromkeys(key.removesuffix(".U") for key in self.file.headers if key.endswith(".U"))
 

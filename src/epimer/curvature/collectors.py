@@ -86,7 +86,7 @@ class DiagonalCollector(Collector):
     def add(self, name: str, uses: Sequence[Use]) -> None:
         F = self._total(self.F, name, *self.shapes[name])
         if not self.repeated:
-            self._count(name, uses)
+            self._count(name, uses[:1])
         if all(isinstance(use, Outer) for use in uses):
             both = self._together(name, uses)
             assert both is not None

@@ -36,6 +36,9 @@ class About:
     labels: str | None = None
     seed: int | None = None
     dtype: str = "float32"
+    """of the sums"""
+    compute: str | None = None
+    """dtype of the model"""
     sequence: str = "expand"
     """how a sample's tokens enter Kronecker factors: expand or reduce"""
     source: str = "data"
@@ -193,7 +196,7 @@ def joined(abouts: Sequence[About]) -> About:
     return replace(
         first,
         samples=sum(about.samples or 0 for about in abouts),
-        tokens=sum(about.tokens or 0 for about in abouts),
+        tokens=None if first.tokens is None else sum(about.tokens or 0 for about in abouts),
         seed=first.seed if all(about.seed == first.seed for about in abouts) else None,
         counts={name: sum(about.counts.get(name, 0) for about in abouts) for name in first.counts},
         left_out={name: why for about in abouts for name, why in about.left_out.items()},

@@ -22,7 +22,7 @@ from epimer.curvature.collectors import (
 )
 from epimer.curvature.curvature import EXACT, KINDS, About, Curvature, tensors_of
 from epimer.curvature.exact import projected_hessians
-from epimer.curvature.labels import POLICIES, Labels, Loss, SampleError, check_sum, plain_loss
+from epimer.curvature.labels import POLICIES, Labels, Loss, SampleError, check_sum, every_second, plain_loss
 from epimer.curvature.store import model_fingerprint
 from epimer.curvature.tape import Tape, quietly
 from epimer.curvature.uses import alike
@@ -102,7 +102,7 @@ def estimate_curvature(
         if kind in EXACT:
             assert basis is not None
             metrics, count = projected_hessians(model, read, measurement.labels, kind, basis, chosen, dtype, bar)
-            tokens, left_out = dict.fromkeys(chosen, count), dict[str, str]()
+            tokens, left_out = dict[str, int](), dict[str, str]()
         else:
             read = list(read) if kind == "ekfac" else read
             collector = _collector(kind, measurement, sequence, basis)
@@ -123,14 +123,15 @@ def estimate_curvature(
             f"none of the chosen tensors can be measured as {kind}{why}; "
             "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms."
         )
-    counts = {name: tokens[name] for name in metrics}
+    counts = {name: tokens[name] for name in metrics if name in tokens}
     about = About(
         kind=kind,
         samples=count,
-        tokens=max(counts.values()),
+        tokens=max(counts.values(), default=None),
         labels=labels,
         seed=seed,
         dtype=str(dtype).removeprefix("torch."),
+        compute=str(next(iter(chosen.values())).dtype).removeprefix("torch."),
         sequence=sequence,
         model=model_fingerprint({name: parameters[name] for name in metrics}),
         basis=None if basis is None else basis_fingerprint(basis),
@@ -169,7 +170,7 @@ class _Measurement:
         with tape.watching():
             for batch in batches:
                 probe = None
-                if not known:
+                if not known and (batch.N > 1 or not self.seen):
                     known, probe = batch.N > 1, self._probe(tape, batch)
                 self._measure(tape, batch, collector, probe)
                 self.seen += batch.N
@@ -197,8 +198,11 @@ class _Measurement:
             outputs = batch.run(self.model)
             if probe is not None:
                 _check_independent(outputs, probe, batch.N)
-            if not self.seen:
+            if probe is not None or not self.seen:
                 check_sum(self.labels.loss_fn, outputs, batch.targets, batch.N)
+                half = every_second(self.labels.loss_fn, outputs, batch.targets, batch.N)
+                if half is not None:
+                    tape.check_layouts(half)
             collector.repeated = False
             passes = self.labels.passes(outputs, batch.targets, tape.mask, batch.N)
             losses = next(passes, None)
@@ -238,6 +242,8 @@ class _Measurement:
                 raise outputs
             tape.probed.clear()
             return None  # a model that takes batches of one size only
+        if batch.N == 1:
+            return outputs
         two = replace(batch, squares=part.squares).part(0, 2)
         before = self._tried(tape, "", two)
         tape.expanding = {label for label in list(tape.singles) if alike(before, self._tried(tape, label, two))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "moment": tuple(MOMENTS),
     "dtype": DTYPES,
 }
+SAMPLES = 256
 PATIENCE = timedelta(hours=12)  # for the slowest rank
 
 
@@ -57,10 +59,12 @@ class Request:
     image: str | None = None
     head: Path | None = None
     pooling: str = "auto"
-    kind: str = "kronecker"
+    kind: str | None = None
+    """kronecker, or diagonal for an optimiser's state"""
     labels: str = "model"
     sequence: str = "expand"
-    samples: int = 256
+    samples: int | None = None
+    """256 where no fraction is asked for"""
     fraction: float | None = None
     seed: int = 0
     basis: Path | None = None
@@ -79,18 +83,24 @@ def measure(request: Request) -> Curvature | None:
     """Measure and save; returns what was saved, or None on every rank of torch.distributed but the first."""
     for name, known in CHOICES.items():
         value = getattr(request, name)
-        if value not in known:
+        if value is not None and value not in known:
             raise ParameterError(f"--{name} must be one of {', '.join(known)}, got {value!r}.{nearest(value, known)}")
     for name in ("samples", "batch_size", "max_length"):
-        if getattr(request, name) < 1:
+        if (getattr(request, name) or 1) < 1 or getattr(request, name) == 0:
             raise ParameterError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(request, name)}.")
     if request.fraction is not None and not 0 < request.fraction <= 1:
         raise ParameterError(f"--fraction must be above 0 and at most 1, got {request.fraction}.")
+    if request.fraction is not None and request.samples is not None:
+        raise ParameterError("give either --samples or --fraction, not both.")
     if (request.data is None) == (request.optimizer is None):
         raise ParameterError("give either --data, to measure on, or --optimizer, an optimiser's state to read.")
     for name in ("basis", "layers"):
         if request.optimizer is not None and getattr(request, name):
             raise ParameterError(f"--{name} is for measuring on --data; leave it out with --optimizer.")
+    if request.optimizer is not None and request.kind not in (None, "diagonal"):
+        raise ParameterError(f"an optimiser's state gives a diagonal; leave out --kind {request.kind}.")
+    if request.device not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", request.device):
+        raise ParameterError(f"--device must be auto, cpu, cuda or cuda:N, got {request.device!r}.")
     if request.kind in EXACT and request.basis is None:
         raise ParameterError(f"--kind {request.kind} is measured in a basis only; make one with `epimer basis`.")
     check_new(request.out, HEADER, overwrite=request.overwrite)
@@ -158,7 +168,7 @@ def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
             task.model,
             batches,
             task.loss,
-            kind=request.kind,
+            kind=request.kind or "kronecker",
             labels=request.labels,
             samples=None,
             basis=None if basis is None else _for_model(basis, task),
@@ -179,7 +189,7 @@ def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
 def _rows(request: Request, count: int) -> list[int]:
     """Return which rows to measure on: by number, or a fraction of all, then one batch at least."""
     if request.fraction is None:
-        return choose(count, samples=request.samples, fraction=None, seed=request.seed)
+        return choose(count, samples=request.samples or SAMPLES, fraction=None, seed=request.seed)
     rows = choose(count, samples=None, fraction=1.0, seed=request.seed)
     some = len(choose(count, samples=None, fraction=request.fraction, seed=request.seed))
     return rows[: max(some, request.batch_size)]

@@ -77,6 +77,9 @@ def open_curvature(folder: Path, where: str = "") -> Curvature:
     where = where or str(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{where} is not a curvature folder: it does not exist or is not a folder.")
+    if not (folder / HEADER).exists():
+        remedy = "measure one with `epimer curvature`"
+        raise CheckpointError(f"{where} is not a curvature folder: it has no {HEADER}; {remedy}.")
     header = read_json(inside(folder, HEADER), f"{where}/{HEADER}")
     kind = header.get("kind")
     if header.get("format") != FORMAT or kind not in KINDS:

@@ -85,7 +85,7 @@ class Tape:
         self._forward_calls: Counter[str] = Counter()
         self._planned: Counter[str] = Counter()
         self._waiting: defaultdict[str, list[Use]] = defaultdict(list)
-        self._gain, self._tried = 1.0, ""
+        self._gain, self._tried, self._checking = 1.0, "", False
         self._blind: set[str] = set()
         self._live: set[str] = set()
 
@@ -129,7 +129,7 @@ class Tape:
                     if can_open(module):
                         stack.callback(_put_back, module, module.__dict__.get("forward"))
                         module.forward = open_forward(module, self._part_of(label))
-                    if MASKS.keys() & inspect.signature(module.forward).parameters.keys() or module is self.model:
+                    if MASKS.keys() & _parameters(module) or module is self.model:
                         look = partial(self._look_for_mask, label)
                         stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
                 yield self
@@ -238,6 +238,17 @@ class Tape:
                 "inputs); run it with gradients, or leave it out with layers=."
             )
 
+    def check_layouts(self, loss: Tensor) -> None:
+        """Leave out every layer that mixes samples up: `loss` is of every second one, the others' gradients must be 0."""
+        if loss.requires_grad:
+            self._forward_calls = Counter(self._calls)
+            self.mode, self._checking = "backward", True
+            try:
+                torch.autograd.backward(loss, retain_graph=True)
+            finally:
+                self._checking = False
+                self._calls = Counter(self._forward_calls)
+
     def _hook(self, source: Source) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if self.mode == "off" or not isinstance(output, Tensor):
@@ -300,6 +311,10 @@ class Tape:
                     f"the input of layer {source.label!r} was changed in place after its use, so its curvature cannot "
                     "be measured; use an operation that is not in place there."
                 )
+            if self._checking:
+                if not layout.single and layout.samples_first(g, N)[1::2].any():
+                    self.unread |= dict.fromkeys(source.names.values(), MIXED)
+                return
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
                 g = g if self._gain == 1 else g.float() / self._gain
                 uses = source.reader(source.module, x, g, layout, N)
@@ -363,7 +378,7 @@ class Tape:
             return
         try:
             bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        except TypeError:
+        except (TypeError, ValueError):
             return
         given = {**bound, **bound.get("kwargs", {})}
         masks = [mask for name, real in MASKS.items() if (mask := self._mask(given.get(name), real)) is not None]
@@ -399,6 +414,14 @@ def _masked(use: Use, masks: list[Tensor]) -> Use:
     """Return a use with the mask that fits it."""
     shape = per_token(use).shape[:2]
     return replace(use, mask=next((mask for mask in masks if mask.shape == shape), None))
+
+
+def _parameters(module: nn.Module) -> set[str]:
+    """Return the names of what a module's forward takes; none where that cannot be told, as of traced ones."""
+    try:
+        return set(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        return set()
 
 
 def _put_back(module: nn.Module, forward: Any) -> None:

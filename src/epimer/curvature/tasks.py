@@ -210,6 +210,8 @@ class Task:
                 f"{where} has label {short(value)}, which is no class of the model: {listed(names, 6)}."
                 f"{nearest(value, names)}"
             )
+        if isinstance(value, int) and value < 0 and not self.require_labels:
+            return 0  # a row without a label, as data sets mark it; the model's own is taken
         if not isinstance(value, int):
             raise DataError(f"{where} has label {short(value)}, expected a class's number or name.")
         if not 0 <= value < self.classes:

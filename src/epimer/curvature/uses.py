@@ -190,11 +190,15 @@ def _norm(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> di
 
 
 def _at(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-    given = {"weight": weight}
-    if getattr(module, "bias", None) is not None:
-        given["bias"] = torch.zeros_like(weight)
-    with torch.no_grad():
-        return torch.func.functional_call(module, given, (x,))
+    """Return what a norm makes of its input with another weight and no bias, without its hooks."""
+    own = {name: module._parameters[name] for name in ("weight", "bias") if module._parameters.get(name) is not None}
+    try:
+        for name in own:
+            module._parameters[name] = nn.Parameter(weight if name == "weight" else torch.zeros_like(weight), False)
+        with torch.no_grad():
+            return module.forward(x.to(weight.dtype))
+    finally:
+        module._parameters.update(own)
 
 
 def two_sided(module: nn.Module, attribute: str) -> bool:

@@ -66,8 +66,8 @@ def make_basis(
                     yield job.name, basis
                 stage.advance(job.reads, job.name)
 
-        models = [[role.checkpoint.name, role.checkpoint.fingerprint] for role in plan.roles]
-        save_basis(built(), out, about={"models": models}, overwrite=overwrite)
+        about = {"rank": plan.recipe.parameters["rank"], "models": [role.checkpoint.fingerprint for role in plan.roles]}
+        save_basis(built(), out, about=about, overwrite=overwrite)
     return StoredBasis(out)
 
 

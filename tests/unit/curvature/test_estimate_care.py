@@ -399,6 +399,19 @@ def test_half_precision_is_summed_in_float32(kind, form, sequence):
                 assert near(tensors(found[name])[part], value, 0.05), (name, part)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="norms of mixed precision are refused on GPUs only")
+@pytest.mark.parametrize("form", ["bfloat16", "float16"])
+def test_autocast_leaves_nothing_out_on_a_gpu(form):
+    torch.manual_seed(0)
+    model, x, targets = Pictures(), torch.randn(32, 2, 6, 6), torch.randint(CLASSES, (32,))
+    expected = measure(model, [(x, targets)])
+    with torch.autocast("cuda", getattr(torch, form)):
+        found = measure(model.cuda(), [(x, targets)])
+    assert set(found) == set(expected)
+    for name in expected:
+        assert near(found[name].F.cpu(), expected[name].F, 0.05), name
+
+
 def test_small_gradients_survive_float16():
     torch.manual_seed(0)
     model, x, targets = nn.Linear(4, 2), torch.randn(8, 4), torch.zeros(8, dtype=torch.long)

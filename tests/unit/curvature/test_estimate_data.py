@@ -33,6 +33,17 @@ def test_batch_sizes_change_nothing(kind, sizes):
         assert near(parts[name].apply(probe), whole[name].apply(probe)), name
 
 
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_the_model_runs_once_for_each_batch_and_a_few_times_more(size):
+    """A few more at the beginning, whatever the batch size and however many layers there are."""
+    case, ids, targets = ids_case()
+    runs = []
+    case.model.register_forward_hook(lambda *_: runs.append(1))
+    batches = list(zip(ids.split(size), targets.split(size), strict=True))
+    measure(case, "diagonal", batches)
+    assert len(runs) <= len(batches) + 6
+
+
 @pytest.mark.parametrize("samples", [1, 3, 4, 5, 7, 9])
 def test_samples_cut_in_the_middle_of_a_batch(samples):
     case, ids, targets = ids_case()

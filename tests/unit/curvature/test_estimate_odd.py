@@ -166,6 +166,39 @@ def _on_ids(model, tokens=5, samples=4):
     return model, (torch.randint(CLASSES, (samples, tokens)), labels(samples))
 
 
+class Routed(nn.Module):
+    """Some tokens go to an expert; here as many as there are samples, but not one of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.expert, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        tokens = x.reshape(-1, 4)
+        chosen = tokens[:, 0] > 0
+        mixed = tokens.clone()
+        mixed[chosen] = self.expert(tokens[chosen]).tanh()
+        return self.head(mixed.view_as(x).mean(1))
+
+
+def _routed(*chosen):
+    x = draw(len(chosen), 2, 4)
+    x[..., 0] = torch.tensor(chosen).double() - 0.5
+    return Routed(), (x, labels(len(chosen)))
+
+
+class Traced(nn.Module):
+    """A part that was compiled long ago: nothing in it can be watched, nor asked for its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.part(x))
+
+
 def _bilinear():
     class Both(nn.Module):
         def __init__(self):
@@ -194,6 +227,9 @@ ODD = {
     "a layer that is not called": lambda: (NeverCalled(), (draw(4, 4), labels(4))),
     "attention with bias_kv": lambda: (OneAttention(add_bias_kv=True), (draw(4, 3, 4), labels(4))),
     "attention with zeros": lambda: (OneAttention(add_zero_attn=True), (draw(4, 3, 4), labels(4))),
+    "an expert's tokens": lambda: _routed((1, 1), (0, 0), (1, 0)),
+    "an expert's tokens, the first two alike": lambda: _routed((1, 0), (0, 1), (1, 1), (0, 0)),
+    "a traced part": lambda: (Traced(), (draw(4, 4), labels(4))),
     "bilinear": _bilinear,
     "max_norm": lambda: _on_ids(
         nn.Sequential(nn.Embedding(CLASSES, 4, max_norm=100.0), nn.Flatten(), nn.Linear(20, CLASSES))
@@ -206,6 +242,7 @@ ODD = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("name", ODD)
 def test_what_is_reported_is_right_and_the_rest_is_left_out_with_a_reason(name):
     torch.manual_seed(0)

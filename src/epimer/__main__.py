@@ -1,0 +1,5 @@
+"""`python -m epimer`, which torchrun needs."""
+
+from epimer.cli import main
+
+main()
