@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from random import Random
 
-from epimer.checkpoints.hub import fetch_repo, is_hub_id
 from epimer.curvature.tables import READERS, Images, Joined, Table, files_under
 from epimer.errors import DataError, listed, nearest
 
@@ -204,6 +203,8 @@ def _check_complete(files: Sequence[str], name: str) -> None:
 
 
 def _open_hub(text: str, split: str | None, subset: str | None, *, progress: bool) -> Table:
+    from epimer.checkpoints.hub import fetch_repo, is_hub_id  # which needs torch
+
     if text.lower().endswith(tuple(READERS)) or not is_hub_id(text):
         raise DataError(
             f"{text} does not exist; give a file ({', '.join(READERS)}), a folder or a hub dataset (org/name@revision)."

@@ -28,12 +28,12 @@ from epimer.curvature.tape import Tape, quietly
 from epimer.curvature.uses import alike
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
 from epimer.geometry.diagonal import AtomDiagonal
-from epimer.geometry.linalg import nonfinite
 from epimer.geometry.metric import Diagonal, Kronecker, Metric, Projected
 from epimer.geometry.subspace import Pairs, Tagged
 from epimer.progress import Progress, Stage
 
 NOT_TWO_SIDED = "a table, a vector or a grouped convolution has no two-sided curvature"
+FEW = 4  # samples that the model is learned about on
 GAIN = 1024.0  # of the loss, where gradients are in float16 and small ones would vanish
 
 
@@ -171,7 +171,7 @@ class _Measurement:
             for batch in batches:
                 probe = None
                 if not known and (batch.N > 1 or not self.seen):
-                    known, probe = batch.N > 1, self._probe(tape, batch)
+                    known, probe = batch.N > 1, self._learn(tape, batch)
                 self._measure(tape, batch, collector, probe)
                 self.seen += batch.N
                 self.labels.seen = collector.samples = self.seen
@@ -182,8 +182,7 @@ class _Measurement:
             if not isinstance(collector, DiagonalCollector) and name not in tape.matrices:
                 self.left_out.setdefault(name, NOT_TWO_SIDED)
         kept = {name: metric for name, metric in metrics.items() if name not in self.left_out}
-        for name, metric in kept.items():
-            self._check_finite(name, metric)
+        _check_finite(kept)
         unreached = [name for name in kept if name not in reached]
         if unreached:
             warnings.warn(
@@ -200,9 +199,6 @@ class _Measurement:
                 _check_independent(outputs, probe, batch.N)
             if probe is not None or not self.seen:
                 check_sum(self.labels.loss_fn, outputs, batch.targets, batch.N)
-                half = every_second(self.labels.loss_fn, outputs, batch.targets, batch.N)
-                if half is not None:
-                    tape.check_layouts(half)
             collector.repeated = False
             passes = self.labels.passes(outputs, batch.targets, tape.mask, batch.N)
             losses = next(passes, None)
@@ -222,19 +218,12 @@ class _Measurement:
                 self.seen + bad[0],
             )
 
-    def _check_finite(self, name: str, metric: Metric) -> None:
-        for part, value in tensors_of(metric).items():
-            if nonfinite(value):
-                raise CurvatureError(
-                    f"the curvature of {name!r} came out as NaN or Inf (in {part}): gradients overflowed; "
-                    "run the model in float32 or bfloat16."
-                )
-
-    def _probe(self, tape: Tape, batch: Batch) -> Any:
-        """Run a few samples alone: where do layers keep their samples, and do gradients add up."""
+    def _learn(self, tape: Tape, batch: Batch) -> Any:
+        """Find out on the first few samples where layers keep their samples, and whether gradients add up."""
         k = 2 if batch.N > 2 else 1
-        for part in (batch.part(0, k), replace(batch, squares=True).part(0, k)):
-            outputs = quietly(lambda part=part: self._probed(tape, part))  # type: ignore[misc]
+        for form in (batch, replace(batch, squares=True)):
+            few = form.part(0, k)
+            outputs = quietly(lambda few=few: self._probed(tape, few))  # type: ignore[misc]
             if not isinstance(outputs, Exception):
                 break
         else:
@@ -244,9 +233,14 @@ class _Measurement:
             return None  # a model that takes batches of one size only
         if batch.N == 1:
             return outputs
-        two = replace(batch, squares=part.squares).part(0, 2)
+        two, some = form.part(0, 2), form.part(0, FEW)
         before = self._tried(tape, "", two)
         tape.expanding = {label for label in list(tape.singles) if alike(before, self._tried(tape, label, two))}
+        with tape.recording(some.N), torch.enable_grad():
+            found = some.run(self.model)
+            half = every_second(self.labels.loss_fn, found, some.targets, some.N)
+            if half is not None:
+                tape.check_layouts(half)
         return outputs
 
     def _probed(self, tape: Tape, batch: Batch) -> Any:
@@ -268,6 +262,19 @@ class _Measurement:
         outputs = quietly(run)
         logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
         return torch.empty(0, 1) if logits is None else logits
+
+
+def _check_finite(metrics: Mapping[str, Metric]) -> None:
+    """Refuse sums that overflowed; all are looked at before any is asked for, which a GPU prefers."""
+    found = {name: [value.sum() for value in tensors_of(metric).values()] for name, metric in metrics.items()}
+    if not found or torch.isfinite(torch.stack([total for totals in found.values() for total in totals])).all():
+        return
+    for name, totals in found.items():
+        if not torch.isfinite(torch.stack(totals)).all():
+            raise CurvatureError(
+                f"the curvature of {name!r} came out as NaN or Inf: gradients overflowed; "
+                "run the model in float32 or bfloat16."
+            )
 
 
 def _check_independent(outputs: Any, probe: Any, N: int) -> None:

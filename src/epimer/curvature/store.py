@@ -133,14 +133,15 @@ def stored_fingerprint(checkpoint: Checkpoint, names: Mapping[str, str]) -> str 
 
 
 def _fingerprint(shapes: Mapping[str, torch.Size], rows: Callable[[str, int, int], Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    edges: list[Tensor] = []
     for name in sorted(shapes):
         shape = shapes[name]
-        digest.update(f"{name}\0{tuple(shape)}\0".encode())
         if shape and shape.numel():
-            edges = rows(name, 0, 1).flatten()[:EDGE], rows(name, shape[0] - 1, shape[0]).flatten()[-EDGE:]
-            if len(shape) == 1:
-                edges = rows(name, 0, min(EDGE, shape[0])), rows(name, max(0, shape[0] - EDGE), shape[0])
-            for edge in edges:
-                digest.update(edge.cpu().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+            many = EDGE if len(shape) == 1 else 1
+            first, last = rows(name, 0, min(many, shape[0])), rows(name, max(0, shape[0] - many), shape[0])
+            edges += [first.flatten()[:EDGE].to(torch.bfloat16), last.flatten()[-EDGE:].to(torch.bfloat16)]
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update("\0".join(f"{name}\0{tuple(shapes[name])}" for name in sorted(shapes)).encode())
+    if edges:
+        digest.update(torch.cat(edges).cpu().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

@@ -79,8 +79,9 @@ class Tape:
         """sources whose output was one for all samples in the last trial"""
         self.expanding: set[str] = set()
         """sources whose output is one for all samples, and may be repeated for each"""
-        self._totals: dict[str, tuple[Tensor, float]] = {}
+        self._totals: dict[str, tuple[Any, Any]] = {}
         """name -> the sum of its uses so far, and by how much rounding may have changed it"""
+        self._verdicts: list[tuple[str, Tensor]] = []
         self._calls: Counter[str] = Counter()
         self._forward_calls: Counter[str] = Counter()
         self._planned: Counter[str] = Counter()
@@ -170,16 +171,22 @@ class Tape:
         """Leave out every parameter whose uses do not add up to its gradient."""
         if loss.requires_grad:
             torch.autograd.backward(loss)
+            self._judge(ELSEWHERE)
+
+    def _judge(self, reason: str) -> None:
+        """Leave out the parameters that any verdict was against; all are asked for at once, which a GPU prefers."""
+        good = torch.stack([verdict for _, verdict in self._verdicts]).tolist() if self._verdicts else []
+        self.unread |= {name: reason for (name, _), fine in zip(self._verdicts, good, strict=True) if not fine}
+        self._verdicts.clear()
 
     def _compare(self, name: str) -> Callable[[Tensor], None]:
         """Return a hook that compares a parameter's gradient with its uses as soon as both are there."""
 
         def compare(p: Tensor) -> None:
             gradient, p.grad = p.grad, None
-            found, slack = self._totals.pop(name, (torch.zeros_like(p), 0.0))
             assert gradient is not None
-            if not float((gradient.to(found) - found).norm()) <= slack:
-                self.unread[name] = ELSEWHERE
+            found, slack = self._totals.pop(name, (torch.zeros_like(p), p.new_zeros(())))
+            self._verdicts.append((name, (gradient - found).norm() <= slack))
 
         return compare
 
@@ -239,15 +246,15 @@ class Tape:
             )
 
     def check_layouts(self, loss: Tensor) -> None:
-        """Leave out every layer that mixes samples up: `loss` is of every second one, the others' gradients must be 0."""
+        """Leave out every layer that mixes samples up: the gradients of `loss`, of every second one, must be 0 else."""
         if loss.requires_grad:
             self._forward_calls = Counter(self._calls)
             self.mode, self._checking = "backward", True
             try:
-                torch.autograd.backward(loss, retain_graph=True)
+                torch.autograd.backward(loss)
+                self._judge(MIXED)
             finally:
                 self._checking = False
-                self._calls = Counter(self._forward_calls)
 
     def _hook(self, source: Source) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -312,8 +319,9 @@ class Tape:
                     "be measured; use an operation that is not in place there."
                 )
             if self._checking:
-                if not layout.single and layout.samples_first(g, N)[1::2].any():
-                    self.unread |= dict.fromkeys(source.names.values(), MIXED)
+                if not layout.single:
+                    clean = ~layout.samples_first(g, N)[1::2].any()
+                    self._verdicts += [(name, clean) for name in source.names.values()]
                 return
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
                 g = g if self._gain == 1 else g.float() / self._gain
@@ -343,7 +351,7 @@ class Tape:
                 rounding = 1e-3 if g.dtype in (torch.float32, torch.float64) else 5e-2
                 for name, (total, size) in totals.items():
                     before, slack = self._totals.get(name, (0.0, 0.0))
-                    self._totals[name] = total.double() + before, slack + rounding * size
+                    self._totals[name] = total + before, slack + rounding * size
 
         y.register_hook(fired)  # type: ignore[no-untyped-call]
         return y

@@ -208,16 +208,16 @@ def two_sided(module: nn.Module, attribute: str) -> bool:
     return weight.dim() > 1 and not table and "Norm" not in type(module).__name__
 
 
-def total_gradient(use: Use, shape: torch.Size) -> tuple[Tensor, float]:
+def total_gradient(use: Use, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Return the gradient summed over all samples, and the size that its terms had before they were summed."""
     if isinstance(use, Outer):
         left, right = use.left.flatten(0, 1), use.right.flatten(0, 1).to(use.left)
-        return (left.T @ right).reshape(shape), float(left.norm() * right.norm())
+        return (left.T @ right).reshape(shape), left.norm() * right.norm()
     if isinstance(use, Whole):
-        return use.parts.sum((0, 1)).reshape(shape), float(use.parts.norm()) * use.parts.shape[:2].numel() ** 0.5
+        return use.parts.sum((0, 1)).reshape(shape), use.parts.norm() * use.parts.shape[:2].numel() ** 0.5
     total = torch.zeros(shape, dtype=use.g.dtype, device=use.g.device)
     g = use.g.flatten(0, 1)
-    return total.index_add_(0, use.ids.flatten(), g), float(g.norm())
+    return total.index_add_(0, use.ids.flatten(), g), g.norm()
 
 
 def reader_of(module: nn.Module) -> Reader | None:
