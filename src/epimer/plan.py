@@ -232,7 +232,7 @@ def make_plan(
         if other:
             notes.append(f"{role.label} equals {other[0].label}: it counts twice.")
     for role, curvature in zip(roles, curvatures or (), strict=False):
-        names = {name: role.stored.get(name, name) for name in curvature}
+        names = {name: _stored_under(name, role, curvature) for name in curvature}
         if curvature.about.model in (None, stored_fingerprint(role.checkpoint, names)):
             continue
         foreign = [name for name, stored in names.items() if stored not in role.checkpoint.headers]
@@ -251,7 +251,7 @@ def make_plan(
             problems.append(CurvatureError(f"{wrong}; measure it on this one, or pass --any-curvature."))
     _check_curvatures(curvatures or [], basis, problems)
     if basis is not None:
-        _check_basis(basis, recipe, [role.checkpoint.fingerprint for role in (*roles, base_role) if role], problems)
+        _check_basis(basis, recipe, [role.checkpoint.fingerprint for role in (base_role, *roles) if role], problems)
     inputs = check_inputs(
         None if base_role is None else base_role.headers,
         [role.headers for role in roles],
@@ -310,6 +310,13 @@ def _open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerE
     return found
 
 
+def _stored_under(name: str, role: Role, curvature: Curvature) -> str:
+    """Return the name under which a checkpoint holds a tensor that may have several."""
+    aliases = [alias for alias, twin in curvature.about.ties.items() if twin == name]
+    known = (found for found in (role.stored.get(name, name), *aliases) if found in role.checkpoint.headers)
+    return next(known, name)
+
+
 def _open_basis(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> StoredBasis | None:
     if recipe.basis is None:
         return None
@@ -338,10 +345,10 @@ def _check_curvatures(curvatures: list[Curvature], basis: StoredBasis | None, pr
 
 def _check_basis(basis: StoredBasis, recipe: Recipe, models: list[str], problems: list[EpimerError]) -> None:
     """Refuse a basis that was built from other models, or otherwise than the recipe says."""
-    if basis.models is not None and sorted(basis.models) != sorted(models):
+    if basis.models is not None and basis.models != models:  # in their order: atoms are owned by number
         problems.append(
             CurvatureError(
-                f"{basis.where} was built from other models than the recipe's; build it with `epimer basis`."
+                f"{basis.where} was built from other models, or in another order; make it with `epimer basis`."
             )
         )
     for key, built in (("rank", basis.rank), ("basis", basis.kind)):
@@ -430,8 +437,9 @@ class _Planner:
             )
         wanted = "diagonal" if rule == "fisher" else self.method.curvature
         for curvature in self.curvatures:
-            fits = curvature.kind == wanted or (curvature.kind == "ekfac" and wanted == "kronecker")
-            if not fits and (curvature.about.basis is None or rule != "matrix"):
+            projected = curvature.about.basis is not None and rule == "matrix"
+            fits = projected or curvature.kind == wanted or (curvature.kind == "ekfac" and wanted == "kronecker")
+            if not fits or (self.method.name == "regmean" and (projected or curvature.kind == "ekfac")):
                 raise CurvatureError(
                     f"{curvature.where} is {curvature.kind} curvature, but {self.method.name} needs {wanted} "
                     f"for {name!r}; measure that kind, or take a method that uses this one."

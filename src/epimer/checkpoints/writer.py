@@ -264,8 +264,10 @@ def whole_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterator
     Only a folder that holds `marker`, so one of the same kind, is replaced, and only if `overwrite` says so.
     """
     out = Path(os.path.abspath(out.expanduser()))
-    draft, old = draft_of(out), draft_of(out).with_name(f".{out.name}.epimer-old")
+    draft, old = out.parent / f".{out.name}.epimer-draft", out.parent / f".{out.name}.epimer-old"
     with explained(out, "written"):
+        if old.exists() and not os.path.lexists(out):  # a run was killed between two renames
+            old.rename(out)
         check_new(out, marker, overwrite=overwrite)
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(draft, ignore_errors=True)

@@ -255,6 +255,44 @@ def basis(
         show.basis(made, out)
 
 
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to put the table and the merged model.")] = Path(
+        "epimer-demo"
+    ),
+    quiet: Quiet = False,
+) -> None:
+    """Merge eight small vision models, trained on this machine, with every method, and compare.
+
+    The first run trains them (about three minutes on two cores); later runs load them.
+    """
+    from epimer.suites.demo import run
+
+    with _stoppable("the next run starts where whole parts were made"):
+        found = run(out, progress=not quiet)
+    if not quiet:
+        show.demo(found)
+
+
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Argument(help="The suite: glyphs8.")] = "glyphs8",
+    experiment: Annotated[
+        list[str] | None, typer.Option(help="Which, by name, or all; may be repeated.", show_default="performance")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to put tables and figures.")] = Path("epimer-bench"),
+    seed: Annotated[int, typer.Option(help="Of the suite and of the choice of samples.")] = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Run the paper's experiments and ours on a suite: JSON, Markdown and figures."""
+    from epimer.suites.run import run_experiments
+
+    with _stoppable("what was finished is kept"):
+        for result, files in run_experiments(suite, experiment or ["performance"], out, seed=seed, progress=not quiet):
+            if not quiet:
+                show.experiment(result, files)
+
+
 @contextmanager
 def _stoppable(consequence: str) -> Iterator[None]:
     """Say what it means that the user stopped the work."""

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from epimer.methods.registry import Method
     from epimer.plan import Plan
     from epimer.records import MergeRecord
+    from epimer.suites.demo import Demo
+    from epimer.suites.experiments import Result
+
+
+DEMO_COLUMNS = ("method", "average [95%]", "worst", "scale", "merge s", "against tsv")
 
 
 def dump(value: Any) -> None:
@@ -67,11 +72,12 @@ def curvature(found: Curvature, out: Path, notes: Sequence[str], *, as_json: boo
     for reason in dict.fromkeys(about.left_out.values()):
         names = [name for name, why in about.left_out.items() if why == reason]
         console.print(f"note: left out {listed(names)}: {reason}.", markup=False)
-    if found.clipped:
-        worst = max(found.clipped, key=lambda name: found.clipped[name])
+    clipped = found.clipped
+    if clipped:
+        worst = max(clipped, key=lambda name: clipped[name])
         console.print(
-            f"note: negative curvature taken as 0 in {len(found.clipped)} tensors, most in {worst}: "
-            f"{found.clipped[worst]:.1%} of its spectrum.",
+            f"note: negative curvature taken as 0 in {len(clipped)} tensors, most in {worst}: "
+            f"{clipped[worst]:.1%} of its spectrum.",
             markup=False,
         )
     for note in dict.fromkeys(notes):
@@ -82,6 +88,36 @@ def basis(made: StoredBasis, out: Path) -> None:
     """Say what basis was built."""
     total = size(sum(made.size(name) for name in made))
     _console().print(f"{out}: {made.kind} basis of {len(made)} tensors, {total}", markup=False)
+
+
+def experiment(result: Result, files: Sequence[Path]) -> None:
+    """Print one experiment's table, and where its files are."""
+    console = _console()
+    table = Table(title=escape(result.title), title_justify="left", box=None, header_style="bold", padding=(0, 1))
+    for i, heading in enumerate(result.headings):
+        table.add_column(escape(str(heading)), justify="left" if i == 0 else "right", no_wrap=True)
+    for row in result.rows:
+        table.add_row(*(escape(f"{value:.3g}" if isinstance(value, float) else str(value)) for value in row))
+    console.print(table, overflow="ignore", crop=False)
+    for note in result.notes:
+        console.print(note, markup=False)
+    console.print("wrote " + ", ".join(str(file) for file in files), markup=False)
+
+
+def demo(found: Demo) -> None:
+    """Print the table of the demonstration, where its files are and what to try next."""
+    result = found.result
+    kept = [i for i, heading in enumerate(result.headings) if heading in DEMO_COLUMNS]
+    rows = [[row[i] for i in kept] for row in result.rows]
+    experiment(replace(result, headings=[result.headings[i] for i in kept], rows=rows), found.files)
+    console = _console()
+    best = found.best
+    console.print(
+        f"\n{best.candidate.name} was best on validation data; the merged model is in {found.model}\n"
+        f"{found.seconds:.0f} s in all. Next: epimer bench glyphs8 --experiment alpha, epimer methods "
+        f"{best.candidate.method}, docs/curvature.md for your own models.",
+        markup=False,
+    )
 
 
 def done(record: MergeRecord, out: Path, notes: Sequence[str]) -> None:

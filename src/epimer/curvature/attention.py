@@ -17,7 +17,13 @@ Seen = Callable[[str, Tensor, Tensor], Tensor]
 
 def can_open(module: nn.Module) -> bool:
     """Whether a module is an attention that `open_forward` reproduces."""
-    return isinstance(module, nn.MultiheadAttention) and module.bias_k is None and not module.add_zero_attn
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+        and "forward" not in module.__dict__
+        and module.bias_k is None
+        and not module.add_zero_attn
+    )
 
 
 def parts(module: Any) -> dict[str, Reader]:

@@ -22,6 +22,12 @@ class Batch:
     squares: bool = False
     """an input of N x N is the same for all samples: a mask of tokens, as many as there are samples"""
 
+    @property
+    def mask(self) -> Tensor | None:
+        """Which tokens are real, N x tokens, where the inputs say so."""
+        mask = self.inputs.get("attention_mask") if isinstance(self.inputs, Mapping) else None
+        return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
     def run(self, model: nn.Module) -> Any:
         """Call the model on the inputs."""
         if isinstance(self.inputs, Mapping):
@@ -74,7 +80,7 @@ def read_batches(batches: Iterable[Any], samples: int | None, device: torch.devi
         inputs, targets = given
         first = targets if isinstance(targets, Tensor) and targets.dim() else _first(inputs)
         if first is None:
-            raise CurvatureError(f"batch {i} holds no tensor with a batch dimension; inputs need one.")
+            raise CurvatureError(f"batch {i} holds no tensor with a batch dimension; inputs must be torch tensors.")
         batch = Batch(inputs, targets, len(first)).to(device)
         if not batch.N:
             continue

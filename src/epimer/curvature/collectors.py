@@ -186,13 +186,14 @@ class KroneckerCollector(Collector):
             self._add_inputs(name, both.inputs, (both.left, both.right)[both.inputs], self._count(name, uses))
 
     def _add_gradients(self, name: str, side: int, g: Tensor) -> None:
-        self._add(name, side, g.sum(1) if self.reduce else g.flatten(0, 1))
+        self._add(name, side, g.to(self.dtype).sum(1) if self.reduce else g.flatten(0, 1))
 
     def _add_inputs(self, name: str, side: int, x: Tensor, mask: Tensor | None) -> None:
         if self.reduce:
+            x = x.to(self.dtype)
             if mask is not None:
                 x = (x * mask[..., None]).sum(1, keepdim=True) / mask.sum(1).clamp_min(1)[:, None, None]
-            self._add(name, side, x.to(self.dtype).mean(1))
+            self._add(name, side, x.mean(1))
         else:
             self._add(name, side, x.flatten(0, 1) if mask is None else x[mask])
 
@@ -265,7 +266,7 @@ class SamplesCollector(Collector):
             self._count(name, uses)
         left, right = both.left.to(self.dtype), both.right.to(self.dtype)
         if self.basis is None:
-            self.kept.setdefault(name, []).append((left.cpu().clone(), right.cpu().clone()))
+            self.kept.setdefault(name, []).append((left.to("cpu", copy=True), right.to("cpu", copy=True)))
             return
         atoms = self.basis[name]
         s_np = ((left @ atoms.U.to(left)) * (right @ atoms.V.to(left))).sum(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import distributed as dist
 
 from epimer.curvature.curvature import Curvature, joined, mean, tensors_of
 from epimer.errors import CurvatureError
+from epimer.geometry.metric import Projected
 
 
 def ranks() -> tuple[int, int]:
@@ -29,9 +31,12 @@ def sum_over_ranks(curvature: Curvature) -> Curvature:
     about = joined(abouts)
     if any(names != list(curvature) for _, names in gathered):
         raise CurvatureError("the ranks measured different tensors; give every rank the same model and layers.")
-    total = {}
+    total: dict[str, Any] = {}
     for name, metric in curvature.metrics.items():
         dtype = next(iter(tensors_of(metric).values())).dtype
-        dist.all_gather_object(gathered, metric.to(torch.device("cpu"), dtype))
+        own: Any = metric.to(torch.device("cpu"), dtype)
+        dist.all_gather_object(gathered, replace(own, basis=None) if isinstance(own, Projected) else own)
         total[name] = mean(name, gathered, abouts)
+        if isinstance(own, Projected):
+            total[name] = replace(total[name], basis=own.basis)  # which every rank has, and need not be sent
     return Curvature(total, about)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,17 @@ from epimer.curvature.collectors import (
 )
 from epimer.curvature.curvature import EXACT, KINDS, About, Curvature, tensors_of
 from epimer.curvature.exact import projected_hessians
-from epimer.curvature.labels import POLICIES, Labels, Loss, SampleError, check_sum, every_second, plain_loss
+from epimer.curvature.labels import (
+    POLICIES,
+    Labels,
+    Loss,
+    SampleError,
+    check_sum,
+    every_second,
+    find_logits,
+    plain_loss,
+    refuse_sum,
+)
 from epimer.curvature.store import model_fingerprint
 from epimer.curvature.tape import Tape, quietly
 from epimer.curvature.uses import alike
@@ -112,6 +123,10 @@ def estimate_curvature(
             metrics = {name: metric for name, metric in metrics.items() if name not in left_out}
             if kind == "diagonal" and basis is not None:
                 metrics = {name: _project(metric, basis[name]) for name, metric in metrics.items()}
+            elif basis is not None:  # the caller's own, in its own precision
+                metrics = {
+                    name: replace(m, basis=basis[name]) for name, m in metrics.items() if isinstance(m, Projected)
+                }
             if kind == "ekfac":
                 factors = {name: metric for name, metric in metrics.items() if isinstance(metric, Kronecker)}
                 second = CorrectedCollector(factors, dtype, measurement.device)
@@ -169,10 +184,10 @@ class _Measurement:
         self.seen = self.labels.seen = 0
         with tape.watching():
             for batch in batches:
-                probe = None
                 if not known and (batch.N > 1 or not self.seen):
-                    known, probe = batch.N > 1, self._learn(tape, batch)
-                self._measure(tape, batch, collector, probe)
+                    known = batch.N > 1
+                    self._learn(tape, batch)
+                self._measure(tape, batch, collector)
                 self.seen += batch.N
                 self.labels.seen = collector.samples = self.seen
                 stage.advance(batch.N, "")
@@ -192,12 +207,10 @@ class _Measurement:
             )
         return kept
 
-    def _measure(self, tape: Tape, batch: Batch, collector: Collector, probe: Any) -> None:
+    def _measure(self, tape: Tape, batch: Batch, collector: Collector) -> None:
         with tape.recording(batch.N), torch.enable_grad():
             outputs = batch.run(self.model)
-            if probe is not None:
-                _check_independent(outputs, probe, batch.N)
-            if probe is not None or not self.seen:
+            if not self.seen:
                 check_sum(self.labels.loss_fn, outputs, batch.targets, batch.N)
             collector.repeated = False
             passes = self.labels.passes(outputs, batch.targets, tape.mask, batch.N)
@@ -218,50 +231,81 @@ class _Measurement:
                 self.seen + bad[0],
             )
 
-    def _learn(self, tape: Tape, batch: Batch) -> Any:
+    def _learn(self, tape: Tape, batch: Batch) -> None:
         """Find out on the first few samples where layers keep their samples, and whether gradients add up."""
         k = 2 if batch.N > 2 else 1
         for form in (batch, replace(batch, squares=True)):
             few = form.part(0, k)
-            outputs = quietly(lambda few=few: self._probed(tape, few))  # type: ignore[misc]
-            if not isinstance(outputs, Exception):
+            failure = quietly(lambda few=few: self._probed(tape, few))  # type: ignore[misc]
+            if failure is None:
                 break
-        else:
-            if isinstance(outputs, EpimerError):
-                raise outputs
+        else:  # a model that takes batches of one size only, or inputs that do not begin with the samples
             tape.probed.clear()
-            return None  # a model that takes batches of one size only
-        if batch.N == 1:
-            return outputs
-        two, some = form.part(0, 2), form.part(0, FEW)
-        before = self._tried(tape, "", two)
-        tape.expanding = {label for label in list(tape.singles) if alike(before, self._tried(tape, label, two))}
-        with tape.recording(some.N), torch.enable_grad():
-            found = some.run(self.model)
-            half = every_second(self.labels.loss_fn, found, some.targets, some.N)
+            failure = quietly(lambda: self._probed(tape, batch))
+            tape.probed.clear()
+            if isinstance(failure, EpimerError):
+                raise failure
+            self._check_layouts(tape, batch)
+            return
+        if batch.N > 1:
+            two = form.part(0, 2)
+            outputs = self._tried(tape, "", two)
+            before, alone = find_logits(outputs), list(tape.singles)
+            self._check_sum(two, outputs)
+            tape.expanding = {
+                label
+                for label in alone
+                if before is not None
+                and (after := find_logits(self._tried(tape, label, two))) is not None
+                and alike(before, after)
+            }
+            self._check_layouts(tape, form.part(0, FEW))
+
+    def _check_layouts(self, tape: Tape, batch: Batch) -> None:
+        with tape.recording(batch.N), torch.enable_grad():
+            outputs = batch.run(self.model)
+            try:
+                half = every_second(self.labels.loss_fn, outputs, batch.targets, batch.N)
+            except (IndexError, RuntimeError):
+                self.labels.check_range(find_logits(outputs), batch.targets)
+                raise
             if half is not None:
                 tape.check_layouts(half)
-        return outputs
 
-    def _probed(self, tape: Tape, batch: Batch) -> Any:
+    def _check_sum(self, two: Batch, outputs: Any) -> None:
+        """Refuse a loss of two samples that is not the sum of theirs: a batch mean, or samples that see each other."""
+        losses = []
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for part in (two, two.part(0, 1), two.part(1, 2)):
+                found = outputs if part is two else part.run(self.model)
+                losses.append(plain_loss(self.labels.loss_fn, found, part.targets, part.N).double())
+        both, first, second = (float(loss.sum()) for loss in losses)
+        if not all(map(math.isfinite, (both, first, second))) or abs(both - first - second) <= 0.02 * abs(both) + 1e-6:
+            return
+        if losses[0].dim():
+            raise CurvatureError(
+                "a sample's output depends on the other samples of its batch, so it has no curvature of its own; "
+                "measure with batches of one sample."
+            )
+        refuse_sum(both, first, second)
+
+    def _probed(self, tape: Tape, batch: Batch) -> None:
         with tape.probing(batch.N):
             outputs = batch.run(self.model)
-            logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+            logits = find_logits(outputs)
             if logits is not None and len(logits) != batch.N:
                 raise RuntimeError("the samples do not lie along the inputs' first dimension")
             tape.verify(plain_loss(self.labels.loss_fn, outputs, batch.targets, batch.N).sum())
-        return outputs
 
-    def _tried(self, tape: Tape, label: str, batch: Batch) -> Tensor:
-        """Return the logits where a layer's output, one for all samples, is repeated for each; empty if that fails."""
+    def _tried(self, tape: Tape, label: str, batch: Batch) -> Any:
+        """Return the outputs where a layer's output, one for all samples, is repeated for each; or what went wrong."""
 
         def run() -> Any:
             with tape.trying(label, batch.N):
                 return batch.run(self.model)
 
-        outputs = quietly(run)
-        logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-        return torch.empty(0, 1) if logits is None else logits
+        return quietly(run)
 
 
 def _check_finite(metrics: Mapping[str, Metric]) -> None:
@@ -275,18 +319,6 @@ def _check_finite(metrics: Mapping[str, Metric]) -> None:
                 f"the curvature of {name!r} came out as NaN or Inf: gradients overflowed; "
                 "run the model in float32 or bfloat16."
             )
-
-
-def _check_independent(outputs: Any, probe: Any, N: int) -> None:
-    """Refuse a model whose samples see each other."""
-    one, other = (x if isinstance(x, Tensor) else getattr(x, "logits", None) for x in (outputs, probe))
-    if one is None or other is None or one.dim() != other.dim() or len(one) != N or one.shape[1:] != other.shape[1:]:
-        return
-    if not alike(one[: len(other)], other):
-        raise CurvatureError(
-            "a sample's output depends on the other samples of its batch, so it has no curvature of its own; "
-            "measure with batches of one sample."
-        )
 
 
 def _collector(kind: str, of: _Measurement, sequence: str, basis: Mapping[str, Tagged | Pairs] | None) -> Collector:

@@ -48,6 +48,7 @@ def projected_hessians(
                 sums[name] = sums[name] + H.to(dtype) if name in sums else H.to(dtype)
                 stage.advance(1, name)
             count += batch.N
+            labels.seen = count
     for name, H in sums.items():
         if not torch.isfinite(H).all():
             raise CurvatureError(f"the curvature of {name!r} came out as NaN or Inf; run the model in float32.")
@@ -132,9 +133,9 @@ def _targets(model: nn.Module, batch: Batch, labels: Labels, *, first: bool) -> 
         raise CurvatureError("kinds 'hessian' and 'ggn' take labels='true' or 'model', not 'expected'.")
     drawn: list[Any] = []
     recording = Labels(labels.policy, lambda outputs, targets: _kept(drawn, labels.loss_fn, outputs, targets), 0)
-    recording.generator, recording.shift = labels.generator, labels.shift
+    recording.generator, recording.shift, recording.seen = labels.generator, labels.shift, labels.seen
     with torch.no_grad():
-        for _ in recording.passes(outputs, batch.targets, None, batch.N):
+        for _ in recording.passes(outputs, batch.targets, batch.mask, batch.N):
             pass
     labels.shift = recording.shift
     return drawn[-1]

@@ -18,15 +18,22 @@ from epimer.errors import CurvatureError
 
 POLICIES = ("true", "model", "expected")
 IGNORED = -100
+ROOM = 1 << 24  # probabilities formed at a time
 PASSES = 1024  # most backward passes per batch that `expected` may take
 
 Loss = Callable[[Any, Any], Tensor]
 
 
-def logits_of(outputs: Any) -> Tensor:
-    """Return the logits of a model's output: a tensor, or its `.logits`."""
+def find_logits(outputs: Any) -> Tensor | None:
+    """Return the logits of a model's output, a tensor or its `.logits`, if it has any."""
     logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-    if not isinstance(logits, Tensor):
+    return logits if isinstance(logits, Tensor) and logits.dim() else None
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """Return the logits of a model's output, or say that they are needed."""
+    logits = find_logits(outputs)
+    if logits is None:
         raise CurvatureError(
             f"labels='model' and 'expected' need logits: a tensor, or an output with .logits; "
             f"the model returned {type(outputs).__name__}. Wrap it, or use labels='true'."
@@ -53,7 +60,7 @@ def plain_loss(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor:
 
 def check_sum(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> None:
     """Refuse a single loss that is not the sum over the batch's samples, by comparing it with those of its halves."""
-    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    logits = find_logits(outputs)
     if N == 1 or logits is None or len(logits) != N or not (targets is None or isinstance(targets, Tensor)):
         return
     with torch.no_grad():
@@ -66,17 +73,22 @@ def check_sum(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> None:
             halves.append(float(plain_loss(loss_fn, with_logits(outputs, logits[part].detach()), some, N)))
     total, summed = float(whole), sum(halves)
     if math.isfinite(total) and math.isfinite(summed) and abs(total - summed) > 0.02 * abs(summed) + 1e-12:
-        mean = min(halves) * 0.98 <= total <= max(halves) * 1.02
-        raise CurvatureError(
-            f"loss_fn returned {total:.4g} for a batch whose halves give {halves[0]:.4g} and {halves[1]:.4g}: that is "
-            f"{'the batch mean' if mean else 'not the sum over samples'}; return a loss per sample "
-            "(reduction='none'), or their sum (reduction='sum')."
-        )
+        refuse_sum(total, *halves)
+
+
+def refuse_sum(total: float, first: float, second: float) -> None:
+    """Say what is wrong with a loss that is not the sum of its parts'."""
+    mean = min(first, second) * 0.98 <= total <= max(first, second) * 1.02
+    raise CurvatureError(
+        f"loss_fn returned {total:.4g} for a batch whose halves give {first:.4g} and {second:.4g}: that is "
+        f"{'the batch mean' if mean else 'not the sum over samples'}; return a loss per sample "
+        "(reduction='none'), or their sum (reduction='sum')."
+    )
 
 
 def every_second(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor | None:
     """Return the loss of the samples 0, 2, 4 … alone, if it can be had from the outputs of all."""
-    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    logits = find_logits(outputs)
     if N == 1 or logits is None or len(logits) != N or not (targets is None or isinstance(targets, Tensor)):
         return None
     some = with_logits(outputs, logits[::2])
@@ -107,7 +119,12 @@ class Labels:
         if self.policy == "true":
             if targets is None:
                 raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
-            yield per_sample(self.loss_fn(outputs, targets), N)
+            try:
+                losses = self.loss_fn(outputs, targets)
+            except (IndexError, RuntimeError):
+                self.check_range(find_logits(outputs), targets)
+                raise
+            yield per_sample(losses, N)
             return
         logits = logits_of(outputs)
         if isinstance(targets, Tensor) and targets.is_floating_point():
@@ -123,19 +140,14 @@ class Labels:
         if not isinstance(targets, Tensor):
             raise CurvatureError(f"labels={self.policy!r} needs targets as a tensor, got {type(targets).__name__}.")
         aligned = self._aligned(outputs, logits, targets, N)
-        probabilities = aligned.double().softmax(-1)
-        bad = (~torch.isfinite(probabilities.flatten(1))).any(1).nonzero().flatten().tolist()
-        if bad:
-            sample = self.seen + bad[0]
-            raise SampleError(
-                f"the logits of sample {sample} are NaN or Inf; look at that sample, or at the model.", sample
-            )
         live = targets != IGNORED
         if self.policy == "model":
-            flat = probabilities.flatten(0, -2).cpu()
-            drawn = torch.multinomial(flat, 1, generator=self.generator).view(targets.shape).to(targets.device)
-            yield per_sample(self.loss_fn(outputs, torch.where(live, drawn, targets)), N)
+            drawn = targets.clone()
+            drawn[live] = self._drawn(aligned[live], live)
+            yield per_sample(self.loss_fn(outputs, drawn), N)
             return
+        probabilities = aligned.double().softmax(-1)
+        self._check_finite(probabilities.sum(-1)[live], live)
         classes = probabilities.shape[-1]
         places = live.flatten(1).any(0).nonzero().flatten().tolist() if targets.dim() > 1 else [None]
         if classes * len(places) > PASSES:
@@ -148,6 +160,42 @@ class Labels:
         for place in places:
             for label in range(classes):
                 yield self._weighed(outputs, targets, live, probabilities, place, label, N)
+
+    def _drawn(self, logits: Tensor, live: Tensor) -> Tensor:
+        """Draw a label for each row of logits, some rows at a time; the same on every device, up to rounding."""
+        wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
+        u = torch.rand(len(logits), 1, generator=self.generator, dtype=torch.float64).to(logits.device, wide)
+        labels, totals = [], []
+        step = max(1, ROOM // max(1, logits.shape[-1]))
+        for start in range(0, len(logits), step):
+            sums = logits[start : start + step].to(wide).softmax(-1).cumsum(-1)
+            labels.append(torch.searchsorted(sums, u[start : start + step] * sums[:, -1:]).flatten())
+            totals.append(sums[:, -1])
+        if not labels:
+            return torch.empty(0, dtype=torch.long, device=logits.device)
+        self._check_finite(torch.cat(totals), live)
+        return torch.cat(labels).clamp_max(logits.shape[-1] - 1)
+
+    def _check_finite(self, totals: Tensor, live: Tensor) -> None:
+        """Name the sample whose probabilities do not add up to a number."""
+        bad = (~torch.isfinite(totals)).nonzero().flatten().tolist()
+        if bad:
+            sample = self.seen + int(live.nonzero()[bad[0], 0])
+            raise SampleError(f"the logits of sample {sample} are NaN or Inf; look at it, and at the model.", sample)
+
+    def check_range(self, logits: Tensor | None, targets: Any) -> None:
+        """Name the sample whose label is none of the classes."""
+        if logits is None or not isinstance(targets, Tensor) or targets.is_floating_point() or logits.dim() < 2:
+            return
+        if targets.shape not in (logits.shape[:-1], logits.shape[:1] + logits.shape[2:]):
+            return
+        classes = logits.shape[-1] if targets.shape == logits.shape[:-1] else logits.shape[1]
+        bad = ((targets >= classes) | ((targets < 0) & (targets != IGNORED))).nonzero()
+        if len(bad):
+            sample, value = self.seen + int(bad[0, 0]), int(targets[tuple(bad[0])])
+            raise SampleError(
+                f"the target of sample {sample} is {value}, expected 0 to {classes - 1}, or -100.", sample
+            )
 
     def _weighed(
         self, outputs: Any, targets: Tensor, live: Tensor, p: Tensor, place: int | None, label: int, N: int

@@ -20,7 +20,7 @@ from epimer.checkpoints.folder import inside, read_json
 from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
 from epimer.curvature.curvature import KINDS, About, Curvature, tensors_of
-from epimer.errors import CheckpointError, CurvatureError
+from epimer.errors import CheckpointError, CurvatureError, short
 from epimer.geometry.metric import Corrected, Diagonal, Kronecker, Metric, Projected, Samples
 
 FORMAT = 1
@@ -89,13 +89,20 @@ def open_curvature(folder: Path, where: str = "") -> Curvature:
         )
     known = {field.name for field in fields(About)}
     given: dict[str, Any] = {key: value for key, value in header.items() if key in known and value is not None}
-    for key in ("counts", "left_out", "ties"):
-        if not isinstance(given.get(key, {}), dict):
-            raise CurvatureError(f"{where}/{HEADER}: {key} must be an object; measure it again.")
+    plain: dict[str, Any] = {"samples": int, "tokens": int, "counts": int, "left_out": str, "ties": str}
+    for key, kind_of in ((field.name, plain.get(field.name)) for field in fields(About)):
+        value = given.get(key)
+        entries = list(value.values()) if isinstance(value, dict) else [value]
+        nested = key in ("counts", "left_out", "ties")
+        if value is not None and (
+            isinstance(value, dict) is not nested
+            or (kind_of is not None and not all(isinstance(entry, kind_of) for entry in entries))
+        ):
+            raise CurvatureError(f"{where}/{HEADER}: {key} cannot be {short(value)}; measure it again.")
     about = About(**given)
     file = SafetensorsFile(inside(folder, NUMBERS), f"{where}/{NUMBERS}")
     first = header.get("inputs_first")
-    inputs = dict.fromkeys(first if isinstance(first, list) else (), 0)
+    inputs = {name: 0 for name in first if isinstance(name, str)} if isinstance(first, list) else {}
     if about.basis is None and kind not in _CLASSES:
         raise CurvatureError(f"{where} holds {kind} curvature without a basis; measure it again.")
     found = Curvature(_Stored(file, about, where, inputs), about, where=where)

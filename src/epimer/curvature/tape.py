@@ -121,14 +121,14 @@ class Tape:
                     p.requires_grad_(False)
                 torch.backends.mha.set_fastpath_enabled(False)  # it would run past the hooks
                 for source in self.sources:
-                    if not can_open(source.module):
+                    if not isinstance(source.module, nn.MultiheadAttention):
                         handle = source.module.register_forward_hook(self._hook(source), with_kwargs=True)
                         stack.callback(handle.remove)
                 for label, module in self.model.named_modules():
                     if isinstance(module, nn.Embedding):  # where gradients end, for checkpointing's sake at least here
                         stack.callback(module.register_forward_hook(self._start).remove)
                     if can_open(module):
-                        stack.callback(_put_back, module, module.__dict__.get("forward"))
+                        stack.callback(delattr, module, "forward")
                         module.forward = open_forward(module, self._part_of(label))
                     if MASKS.keys() & _parameters(module) or module is self.model:
                         look = partial(self._look_for_mask, label)
@@ -430,14 +430,6 @@ def _parameters(module: nn.Module) -> set[str]:
         return set(inspect.signature(module.forward).parameters)
     except (TypeError, ValueError):
         return set()
-
-
-def _put_back(module: nn.Module, forward: Any) -> None:
-    """Give a module the forward back that it had."""
-    if forward is None:
-        del module.forward
-    else:
-        module.forward = forward
 
 
 def quietly(run: Callable[[], Any]) -> Any:

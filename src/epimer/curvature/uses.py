@@ -178,7 +178,7 @@ def _norm(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> di
     """Take the normalised input as the difference a unit weight makes, which serves every kind of norm."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     unit = _at(module, x, torch.ones_like(weight)) - _at(module, x, torch.zeros_like(weight))
-    channels = isinstance(module, nn.GroupNorm | nn.modules.batchnorm._BatchNorm)
+    channels = isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase)
 
     def tokens(t: Tensor) -> Tensor:
         t = layout.samples_first(t, N)
@@ -209,12 +209,12 @@ def two_sided(module: nn.Module, attribute: str) -> bool:
 
 
 def total_gradient(use: Use, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return the gradient summed over all samples, and the size that its terms had before they were summed."""
+    """Return the gradient summed over all samples, and the size of its terms, whose rounding adds up in squares."""
     if isinstance(use, Outer):
         left, right = use.left.flatten(0, 1), use.right.flatten(0, 1).to(use.left)
-        return (left.T @ right).reshape(shape), left.norm() * right.norm()
+        return (left.T @ right).reshape(shape), (left.float().norm(dim=1) * right.float().norm(dim=1)).norm()
     if isinstance(use, Whole):
-        return use.parts.sum((0, 1)).reshape(shape), use.parts.norm() * use.parts.shape[:2].numel() ** 0.5
+        return use.parts.sum((0, 1)).reshape(shape), use.parts.norm()
     total = torch.zeros(shape, dtype=use.g.dtype, device=use.g.device)
     g = use.g.flatten(0, 1)
     return total.index_add_(0, use.ids.flatten(), g), g.norm()

@@ -14,7 +14,7 @@ from epimer.curvature.basis import HEADER, StoredBasis, save_basis
 from epimer.engine.merge import check_plan
 from epimer.errors import ParameterError
 from epimer.geometry.subspace import Pairs, Tagged, clamp_rank, pairs, tagged
-from epimer.methods.inputs import matrix_shape, task_vectors
+from epimer.methods.inputs import check_finite, matrix_shape, task_vectors
 from epimer.methods.registry import describe_method
 from epimer.plan import Job, Plan, make_plan
 from epimer.progress import Progress
@@ -101,7 +101,10 @@ def _basis(plan: Plan, job: Job, kind: str) -> Tagged | Pairs | None:
     rank = clamp_rank(matrix_shape(job.template), len(plan.models), job.setting.p.rank)
     if not rank:
         return None
-    W0 = plan.base.read(job.name).to(job.precision)
-    deltas = task_vectors(W0, [model.read(job.name).to(job.precision) for model in plan.models], matrix=True)
+    tensors = []
+    for role in plan.roles:
+        tensors.append(role.read(job.name).to(job.precision))
+        check_finite(role.label, job.name, tensors[-1])
+    deltas = task_vectors(tensors[0], tensors[1:], matrix=True)
     atoms = tagged(deltas, rank)
     return atoms if kind == "tagged" else pairs(atoms)

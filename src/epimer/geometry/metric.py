@@ -220,8 +220,8 @@ class Corrected(Metric):
         for name, E, size in (("P", self.P, shape[0]), ("Q", self.Q, shape[1])):
             if tuple(E.shape) != (size, size) or _not_finite(name, E):
                 return f"{name} must be a finite {size} x {size} matrix, got shape {tuple(E.shape)}"
-            probe = E.double() @ (E.double().T @ torch.ones(size, dtype=torch.float64, device=E.device))
-            if float((probe - 1).abs().max()) > 1e-3:
+            z = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(E.device)
+            if float((E.double() @ (E.double().T @ z) - z).abs().max()) > 1e-3:
                 return f"{name} must be orthogonal"
         return None
 

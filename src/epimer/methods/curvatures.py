@@ -70,6 +70,7 @@ def check_layer(
         kind = "diagonal" if rule == "fisher" else method.curvature or ""
         kinds: tuple[str, ...] = (kind, "projected") if matrix else (kind,)
         kinds += ("ekfac",) if kind == "kronecker" else ()
+        kinds = (kind,) if method.name == "regmean" else kinds
         metrics = layer_metrics(curvatures or (), name, [W0, *tensors], matrix=matrix, kinds=kinds, user=method.name)
         if not metrics and needs_metric(name, rule, tensors[0]):
             raise missing_metric(name, method)

@@ -17,7 +17,7 @@ from epimer.methods.inputs import StateDict, check_inputs, check_weights, matrix
 from epimer.methods.registry import describe_method
 from epimer.records import Diagnosis, LayerDiagnosis
 
-KINDS = ("diagonal", "kronecker", "samples", "projected")
+KINDS = ("ekfac", "diagonal", "kronecker", "samples", "projected")
 
 
 @torch.no_grad()

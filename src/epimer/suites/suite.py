@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,14 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the samples, all or those of `order`, some at a time."""
+        order = torch.arange(len(self)) if order is None else order
+        order = order.to(self.y.device)
+        for start in range(0, len(order), size):
+            some = order[start : start + size]
+            yield self.x[some], self.y[some]
 
 
 @dataclass(frozen=True)
@@ -56,5 +64,4 @@ class Suite:
     def right_on(self, state: Mapping[str, Tensor], task: SuiteTask, split: str) -> Tensor:
         """Return which of a task's samples a model gets right."""
         network, data = self.network(state, task), task.splits[split]
-        parts = zip(data.x.split(BATCH), data.y.split(BATCH), strict=True)
-        return torch.cat([network(x).argmax(1) == y for x, y in parts])
+        return torch.cat([network(x).argmax(1) == y for x, y in data.batches(BATCH)]).cpu()

@@ -122,7 +122,7 @@ def test_a_batch_mean_is_refused_at_once(model, batches, kind, labels):
         basis = epimer.build_basis(base, other, rules=[("head.weight", "matrix")])
     with pytest.raises(CurvatureError, match=r"batch mean; return a loss per sample"):
         measure(model, batches, counted, kind=kind, labels=labels, basis=basis)
-    assert max(calls) == 4
+    assert max(calls) <= 4
     assert 3 not in calls  # the second batch
 
 

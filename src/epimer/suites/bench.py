@@ -1,0 +1,221 @@
+"""Merge the models of a suite in every way, choose each method's scale on validation data, report on test data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from epimer.curvature.curvature import Curvature
+from epimer.curvature.estimate import estimate_curvature
+from epimer.geometry.metric import Metric
+from epimer.methods.merge import MergedState, build_basis, merge_state_dicts
+from epimer.methods.registry import describe_method
+from epimer.suites.stats import Scores
+from epimer.suites.suite import Suite
+
+SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
+SAMPLES = 256  # per task, for curvature
+RANK = 32  # of bases, where a candidate does not say otherwise
+CHUNK = 64  # samples in a batch when curvature is measured
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to merge: a method with parameters, under a name."""
+
+    method: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+    kind: str | None = None
+    """of curvature, where it is not what the method asks for by name"""
+
+    @property
+    def name(self) -> str:
+        """What to call it in a table."""
+        return self.label or self.method
+
+    @property
+    def curvature(self) -> str | None:
+        """The kind of curvature it needs."""
+        row = describe_method(self.method)
+        return self.kind or (row.curvature if row.needs_curvature else None)
+
+
+CANDIDATES = (
+    Candidate("average"),
+    Candidate("task_arithmetic"),
+    Candidate("ties"),
+    Candidate("dare"),
+    Candidate("fisher"),
+    Candidate("gradient_matching"),
+    Candidate("regmean"),
+    Candidate("mats"),
+    Candidate("wudi"),
+    Candidate("tsv"),
+    Candidate("iso_c"),
+    Candidate("iso_cts"),
+    Candidate("epimer"),
+    Candidate("epimer_exact"),
+    Candidate("epimer_free"),
+    Candidate("epimer_kron"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A merge at the scale that validation data chose."""
+
+    candidate: Candidate
+    scale: float
+    validation: float
+    test: Scores
+    seconds: float
+    """of the merge, without curvature and evaluation"""
+    state: State
+    edge: bool
+    """the scale is the first or last of the grid, so a better one may lie beyond"""
+
+
+class Bench:
+    """A suite with the curvature of its models, measured once and kept."""
+
+    def __init__(self, suite: Suite, *, samples: int = SAMPLES, seed: int = 0, keep: bool = True) -> None:
+        self.suite, self.samples, self.seed, self.keep = suite, samples, seed, keep
+        self.seconds: dict[str, float] = {}
+        """what measuring each kind of curvature took"""
+        self._curvature: dict[str, list[Curvature]] = {}
+
+    @cached_property
+    def states(self) -> list[dict[str, Tensor]]:
+        """The fine-tuned models."""
+        return [dict(model) for model in self.suite.models]
+
+    @cache  # noqa: B019  (a bench lives as long as its program)
+    def basis(self, rank: int | None) -> dict[str, Any]:
+        """Return the models' tagged basis."""
+        return dict(build_basis(dict(self.suite.base), self.states, rank=rank))
+
+    def curvature(self, kind: str, rank: int | None = RANK) -> list[Curvature]:
+        """Return every model's curvature on its own task, measured or from an earlier run.
+
+        Per-sample gradients (kind samples) are kept in the basis of `rank` only.
+        """
+        basis = self.basis(rank) if kind == "samples" else None
+        key = f"{kind}-{self.samples}-{self.seed}" + (f"-{rank}" if basis else "")
+        if key not in self._curvature:
+            started = time.perf_counter()
+            self._curvature[key] = [self._measured(t, key, kind, basis) for t in range(len(self.states))]
+            self.seconds[kind] = time.perf_counter() - started
+        return self._curvature[key]
+
+    def _measured(self, t: int, key: str, kind: str, basis: dict[str, Any] | None) -> Curvature:
+        task = self.suite.tasks[t]
+        folder = self.suite.folder / "curvature" / key / task.name
+        if self.keep and (folder / "curvature.json").is_file():
+            return Curvature.load(folder)
+        data = task.splits["train"]
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))[: self.samples]
+        found = estimate_curvature(
+            self.suite.network(self.states[t], task),
+            data.batches(CHUNK, order),
+            lambda outputs, targets: cross_entropy(outputs, targets, reduction="none"),
+            kind=kind,
+            samples=None,
+            basis=basis,
+            seed=self.seed,
+            layers=list(self.suite.base),
+            progress=False,
+        )
+        if self.keep:
+            found.save(folder)
+        return found
+
+    def merge(self, candidate: Candidate, models: Sequence[int] | None = None, **parameters: Any) -> MergedState:
+        """Merge all models of the suite, or some of them."""
+        chosen = range(len(self.states)) if models is None else models
+        given = {**candidate.parameters, **parameters}
+        curvature: list[Mapping[str, Metric]] | None = None
+        if candidate.curvature is not None:
+            rank = given.get("rank", RANK)
+            curvature = [self.curvature(candidate.curvature, rank)[t] for t in chosen]
+            if candidate.curvature == "samples":
+                given["basis"] = self.basis(rank)
+        some = [self.states[t] for t in chosen]
+        return merge_state_dicts(dict(self.suite.base), some, candidate.method, curvature=curvature, **given)
+
+    def scaled(self, merged: State, scale: float) -> dict[str, Tensor]:
+        """Return base + scale · (merged - base)."""
+        return {
+            name: W + scale * (merged[name] - W) if W.is_floating_point() else merged[name]
+            for name, W in self.suite.base.items()
+        }
+
+    def score(self, state: State, split: str) -> Scores:
+        """Return what a model gets right."""
+        return Scores(self.suite.right(state, split))
+
+    def best(self, candidate: Candidate, scales: Sequence[float] = SCALES) -> Outcome:
+        """Merge once, take the scale that is best on validation data, and report on test data.
+
+        The merged delta is proportional to the scale, so all scales share one merge; the search climbs from 1.
+        """
+        if candidate.curvature is not None:
+            self.curvature(candidate.curvature, candidate.parameters.get("rank", RANK))
+        started = time.perf_counter()
+        merged = self.merge(candidate)
+        seconds = time.perf_counter() - started
+        validation: dict[float, float] = {}
+
+        def made(scale: float) -> State:
+            if candidate.method == "gradient_matching":  # whose scale sits inside a fraction
+                return self.merge(candidate, scale=scale)
+            return self.scaled(merged, scale)
+
+        def at(scale: float) -> float:
+            if scale not in validation:
+                validation[scale] = self.score(made(scale), "val").average
+            return validation[scale]
+
+        scale = climb(at, sorted(scales))
+        state = made(scale)
+        edge = scale in (min(scales), max(scales))
+        return Outcome(candidate, scale, validation[scale], self.score(state, "test"), seconds, state, edge)
+
+
+def climb(value: Any, grid: Sequence[float]) -> float:
+    """Return the best point of a grid, searched upwards and downwards from the one nearest to 1, two ahead."""
+    start = min(range(len(grid)), key=lambda i: abs(grid[i] - 1.0))
+    best = start
+    for step in (1, -1):
+        i, misses = start + step, 0
+        while 0 <= i < len(grid) and misses < 2:
+            if value(grid[i]) > value(grid[best]):
+                best, misses = i, 0
+            else:
+                misses += 1
+            i += step
+    return grid[best]
+
+
+def references(bench: Bench) -> dict[str, Scores]:
+    """Return the few-shot probe (the base with each task's head) and each model on its own task."""
+    suite = bench.suite
+    own = [suite.right_on(state, task, "test") for state, task in zip(bench.states, suite.tasks, strict=True)]
+    return {"few-shot probe": bench.score(suite.base, "test"), "fine-tuned": Scores(own)}
+
+
+def folder_of(path: str | Path) -> Path:
+    """Return a folder for results, made where there is none."""
+    folder = Path(path).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

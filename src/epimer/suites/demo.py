@@ -1,0 +1,52 @@
+"""The demonstration: build or load the embedded suite, merge its models in every way, keep the best one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
+from epimer.progress import Progress
+from epimer.suites.bench import CANDIDATES, Bench, Outcome
+from epimer.suites.experiments import Result, performance
+from epimer.suites.output import write
+from epimer.suites.suite import Suite
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What the demonstration found and where it lies."""
+
+    result: Result
+    best: Outcome
+    files: list[Path]
+    model: Path
+    seconds: float
+
+
+def run(folder: Path, *, progress: bool = True) -> Demo:
+    """Run the demonstration; `folder` gets the table and one merged model."""
+    from epimer.suites.glyphs.build import load
+
+    started = time.perf_counter()
+    suite = load(progress=progress)
+    bench = Bench(suite)
+    with Progress(progress, unit="methods") as bar:
+        stage = bar.begin("merging", len(CANDIDATES) + 2)
+        result, outcomes = performance(bench, lambda name: stage.advance(1, name))
+    best = max(outcomes, key=lambda outcome: outcome.validation)  # chosen without a look at test data
+    files = write(result, folder)
+    model = save_model(suite, best, folder / "merged")
+    return Demo(result, best, files, model, time.perf_counter() - started)
+
+
+def save_model(suite: Suite, outcome: Outcome, folder: Path) -> Path:
+    """Write a merged model as a folder like those of the models it was made of."""
+    about = {"suite": suite.name, "method": outcome.candidate.name, "scale": outcome.scale}
+    config = (suite.folder / "base" / "config.json").read_bytes()
+    with whole_folder(folder, "merge.json", overwrite=True) as draft:
+        save_tensors(draft / "model.safetensors", dict(outcome.state))
+        (draft / "config.json").write_bytes(config)
+        (draft / "merge.json").write_bytes(as_json(about))
+    return folder

@@ -1,0 +1,167 @@
+"""The bench on a small suite of real, trained networks: scales chosen on validation data, honest statistics."""
+
+import copy
+import itertools
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import epimer
+from epimer.suites import experiments
+from epimer.suites.bench import CANDIDATES, Bench, Candidate, climb, references
+from epimer.suites.output import write
+from epimer.suites.stats import Scores, compare
+from epimer.suites.suite import Split, Suite, SuiteTask
+
+CLASSES = 3
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.norm = nn.Linear(8, 24), nn.Linear(24, 16), nn.LayerNorm(16)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.norm(self.two(self.one(x).tanh())).tanh())
+
+
+def network(state, task):
+    made = Network()
+    made.load_state_dict({**state, "head.weight": task.head["weight"], "head.bias": task.head["bias"]})
+    return made.eval()
+
+
+def data(t, count, generator):
+    teacher = torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(t))
+    x = torch.randn(count, 8, generator=generator)
+    return Split(x, (x @ teacher).argmax(1))
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    base, models, tasks = Network(), [], []
+    for t in range(3):
+        splits = {name: data(t, count, generator) for name, count in (("train", 400), ("val", 150), ("test", 200))}
+        model = copy.deepcopy(base)
+        torch.nn.init.normal_(model.head.weight)
+        model.head.requires_grad_(False)
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
+        for _ in range(60):
+            optimizer.zero_grad()
+            cross_entropy(model(splits["train"].x), splits["train"].y).backward()
+            optimizer.step()
+        head = {"weight": model.head.weight.detach(), "bias": model.head.bias.detach()}
+        tasks.append(SuiteTask(f"task{t}", ["a", "b", "c"], head, splits))
+        models.append({n: W for n, W in model.state_dict().items() if not n.startswith("head.")})
+    state = {n: W for n, W in base.state_dict().items() if not n.startswith("head.")}
+    return Suite("small", state, models, tasks, network, tmp_path_factory.mktemp("suite"))
+
+
+@pytest.fixture(scope="module")
+def bench(suite):
+    return Bench(suite, samples=64)
+
+
+def test_right_is_what_the_network_gets_right(suite):
+    for state, task in zip(suite.models, suite.tasks, strict=True):
+        test = task.splits["test"]
+        expected = network(state, task)(test.x).argmax(1) == test.y
+        assert torch.equal(suite.right_on(state, task, "test"), expected)
+    assert references(Bench(suite))["fine-tuned"].average > 0.8
+
+
+def test_the_scale_is_chosen_on_validation_and_reported_on_test(bench):
+    grid = (0.3, 1.0, 2.0)
+    outcome = bench.best(Candidate("tsv"), grid)
+    merged = epimer.merge_state_dicts(dict(bench.suite.base), bench.states, "tsv")
+    by_scale = {}
+    for scale in grid:
+        state = {n: W + scale * (merged[n] - W) for n, W in bench.suite.base.items()}
+        direct = epimer.merge_state_dicts(dict(bench.suite.base), bench.states, "tsv", scale=scale)
+        assert all(torch.allclose(state[n], direct[n], atol=1e-5) for n in state)
+        by_scale[scale] = Scores(bench.suite.right(state, "val")).average
+    assert outcome.validation == max(by_scale.values())
+    assert by_scale[outcome.scale] == outcome.validation
+    again = Scores(bench.suite.right(outcome.state, "test"))
+    assert again.accuracies == outcome.test.accuracies
+
+
+@pytest.mark.parametrize("values", list(itertools.permutations([0.0, 1.0, 2.0, 3.0])))
+def test_climbing_finds_the_top_of_a_hill(values):
+    grid = [0.5, 1.0, 1.5, 2.0]
+    best = climb(dict(zip(grid, values, strict=True)).__getitem__, grid)
+    assert values[grid.index(best)] == 3.0
+
+
+def test_intervals_cover_and_shrink():
+    few = Scores([torch.arange(100) < 70, torch.arange(100) < 90])
+    many = Scores([torch.arange(10_000) < 7000, torch.arange(10_000) < 9000])
+    assert few.average == many.average == pytest.approx(0.8)
+    assert few.worst == pytest.approx(0.7)
+    for scores, spread in ((few, (0.7 * 0.3 / 100 + 0.9 * 0.1 / 100) ** 0.5 / 2), (many, None)):
+        low, high = scores.interval()
+        assert low < scores.average < high
+        if spread is not None:
+            assert high - low == pytest.approx(2 * 1.96 * spread, rel=0.15)
+    assert many.interval()[1] - many.interval()[0] < 0.2 * (few.interval()[1] - few.interval()[0])
+
+
+def test_the_paired_test_is_the_exact_one_within_its_draws():
+    a = torch.tensor([1, 1, 1, 1, 1, 0, 1, 1], dtype=torch.bool)
+    b = torch.tensor([1, 0, 0, 1, 0, 1, 0, 1], dtype=torch.bool)
+    d = a.double() - b.double()
+    changed = d[d != 0]
+    signs = itertools.product((1, -1), repeat=len(changed))
+    flips = [sum(s * abs(x) for s, x in zip(sign, changed.tolist(), strict=True)) for sign in signs]
+    exact = sum(abs(f) >= abs(float(d.sum())) for f in flips) / len(flips)
+    difference, p = compare(Scores([a]), Scores([b]))
+    assert difference == pytest.approx(float(d.mean()))
+    assert p == pytest.approx(exact, abs=0.04)
+    assert compare(Scores([a]), Scores([a])) == (0.0, 1.0)
+
+
+def test_curvature_is_measured_once_and_kept(suite):
+    first = Bench(suite, samples=32)
+    measured = first.curvature("diagonal")
+    again = Bench(suite, samples=32).curvature("diagonal")
+    assert first.curvature("diagonal") is measured
+    for one, other in zip(measured, again, strict=True):
+        assert all(torch.equal(one[name].F, other[name].F) for name in one)
+        assert one.about.samples == 32
+    other = Bench(suite, samples=32, seed=1).curvature("diagonal")
+    assert not torch.equal(other[0]["two.weight"].F, again[0]["two.weight"].F)
+
+
+def test_performance_has_every_method_and_the_references(bench):
+    result, outcomes = experiments.performance(bench)
+    assert [row[0] for row in result.rows] == ["few-shot probe", "fine-tuned", *(c.name for c in CANDIDATES)]
+    assert len(outcomes) == len(CANDIDATES)
+    assert all(len(row) == len(result.headings) for row in result.rows)
+    assert "| tsv |" in result.markdown()
+
+
+@pytest.mark.parametrize("name", ["worst-task", "alpha", "eta", "cost", "tasks"])
+def test_experiments_write_tables_and_figures(bench, tmp_path, name):
+    result = experiments.EXPERIMENTS[name](bench)
+    assert result.rows
+    assert all(len(row) == len(result.headings) for row in result.rows)
+    files = write(result, tmp_path)
+    assert json.loads(files[0].read_text())["rows"] == json.loads(json.dumps(result.rows))
+    assert files[1].read_text().count("\n|") >= len(result.rows)
+    if result.figure is not None:
+        assert files[2].read_text().startswith("<?xml")
+
+
+def test_samples_and_metrics(bench, monkeypatch):
+    monkeypatch.setattr(experiments, "SIZES", (8, 32))
+    monkeypatch.setattr(experiments, "FRACTIONS", (0.05, 0.5))
+    assert [row[2] for row in experiments.samples(bench).rows] == [8, 32] * 3
+    assert [row[2] for row in experiments.fisher_fraction(bench).rows] == [20, 200] * 3
+    rows = experiments.metrics(bench).rows
+    assert len(rows) == 3 * 3 * 3 * 3 + 9
