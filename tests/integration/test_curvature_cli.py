@@ -928,7 +928,7 @@ def watch(event, args):
         return
     path = str(args[0])
     opened += path.endswith("lines.txt")
-    if opened == 12 if moment == "measuring" else path.endswith(".epimer/curvature.json"):
+    if opened == 12 if moment == "measuring" else path.endswith(".epimer-draft/curvature.json"):
         opened += 1
         print("here", flush=True)
         sys.stdin.readline()
@@ -960,7 +960,7 @@ def test_a_killed_run_leaves_no_folder_and_is_no_hindrance(here):
     command = ["curvature", *on("llama"), "--out", "out"]
     ran = stopped("saving", signal.SIGKILL, *command)
     assert ran.code == -signal.SIGKILL
-    assert left_over(Path("out")) == [".out.epimer"]
+    assert left_over(Path("out")) == [".out.epimer-draft"]
     done(*command)
     assert left_over(Path("out")) == ["out"]
     assert header("out")["samples"] == ROWS
