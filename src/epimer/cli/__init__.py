@@ -255,7 +255,7 @@ def basis(
         show.basis(made, out)
 
 
-@app.command()
+@app.command(hidden=True)
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to put the table and the merged model.")] = Path(
         "epimer-demo"
@@ -274,7 +274,7 @@ def demo(
         show.demo(found)
 
 
-@app.command()
+@app.command(hidden=True)
 def bench(
     suite: Annotated[str, typer.Argument(help="The suite: glyphs8.")] = "glyphs8",
     experiment: Annotated[
