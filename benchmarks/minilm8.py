@@ -208,7 +208,7 @@ def main() -> None:
             label = f"{candidate.name} {count if candidate.curvature else ''}"
             print(
                 f"{label:<28} {interval(outcome.test)}  worst {percent(outcome.test.worst)}  val "
-                f"{percent(outcome.validation)}  scale {outcome.scale:g} {outcome.seconds:.1f} s {100 * difference:+.1f}",
+                f"{percent(outcome.validation)}  scale {outcome.scale:g} {outcome.seconds:.1f} s {difference:+.3f}",
                 flush=True,
             )
         print("measured", {kind: round(s, 1) for kind, s in bench.seconds.items()}, flush=True)
