@@ -7,17 +7,17 @@ there is one, and then, for a tensor basis, `.left` and `.right`, whose pairs it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from epimer.checkpoints.folder import inside, read_json
-from epimer.checkpoints.safetensors import SafetensorsFile
+from epimer.checkpoints.folder import inside
+from epimer.checkpoints.parts import StoredParts, read_header
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
 from epimer.curvature.store import model_fingerprint
-from epimer.errors import CheckpointError, CurvatureError, ParameterError
+from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.subspace import Pairs, Tagged
 
 FORMAT = 1
@@ -25,17 +25,12 @@ NUMBERS, HEADER = "basis.safetensors", "basis.json"
 PARTS = ("U", "V", "sigma", "owner", "mix", "left", "right")
 
 
-class StoredBasis(Mapping[str, Tagged | Pairs]):
+class StoredBasis(StoredParts[Tagged | Pairs]):
     """A basis folder: tensor name -> its basis, read when it is asked for."""
 
     def __init__(self, folder: Path, where: str = "") -> None:
         self.where = where or str(folder)
-        if not folder.is_dir():
-            raise CheckpointError(f"{self.where} is not a basis folder: it does not exist or is not a folder.")
-        if not (folder / HEADER).exists():
-            remedy = "make one with `epimer basis`"
-            raise CheckpointError(f"{self.where} is not a basis folder: it has no {HEADER}; {remedy}.")
-        header = read_json(inside(folder, HEADER), f"{self.where}/{HEADER}")
+        header = read_header(folder, HEADER, "basis", "make one with `epimer basis`", self.where)
         self.kind, self.fingerprint = header.get("kind"), str(header.get("fingerprint"))
         if header.get("format") != FORMAT or self.kind not in ("tagged", "tensor"):
             raise CurvatureError(
@@ -45,13 +40,10 @@ class StoredBasis(Mapping[str, Tagged | Pairs]):
         self.rank, models = header.get("rank"), header.get("models")
         self.models = [str(model) for model in models] if isinstance(models, list) else None
         """fingerprints of the base and the models it was built from, where that is known"""
-        self.file = SafetensorsFile(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}")
-        self._names = dict.fromkeys(key.removesuffix(".U") for key in self.file.headers if key.endswith(".U"))
+        super().__init__(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}", PARTS)
 
     def __getitem__(self, name: str) -> Tagged | Pairs:
-        if name not in self._names:
-            raise KeyError(name)
-        found = {part: self.file.read(key) for part in PARTS if (key := f"{name}.{part}") in self.file.headers}
+        found = self.read(name)
         lacking = {"U", "V", "sigma", "owner"} - found.keys()
         if lacking:
             raise CurvatureError(f"{self.where} has no {sorted(lacking)[0]} for {name!r}; build it again.")
@@ -59,19 +51,6 @@ class StoredBasis(Mapping[str, Tagged | Pairs]):
         if self.kind == "tagged":
             return atoms
         return Pairs(found.get("left", atoms.U), found.get("right", atoms.V), atoms)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def size(self, name: str) -> int:
-        """Return the bytes of one tensor's basis."""
-        return sum(self.file.size(key) for part in PARTS if (key := f"{name}.{part}") in self.file.headers)
 
 
 def basis_fingerprint(basis: Mapping[str, Tagged | Pairs]) -> str:

@@ -225,7 +225,7 @@ class KroneckerCollector(Collector):
             if self.basis is None:
                 found[name] = Kronecker(A=A, G=G, inputs=inputs)
             else:
-                found[name] = Projected(A=A, G=G, basis=self.basis[name], inputs=inputs)
+                found[name] = Projected(A=A, G=G, inputs=inputs)
         return found
 
 
@@ -285,7 +285,7 @@ class SamplesCollector(Collector):
                 size = atoms.U.shape[1] if atoms.mix is None else atoms.mix.shape[1]
                 H = self.H.pop(name, None)
                 H = self._zeros(size, size) if H is None else mirrored(H).div_(self.samples)
-                found[name] = Projected(H=H, basis=atoms)
+                found[name] = Projected(H=H)
                 continue
             kept = self.kept.pop(name, [])
             if not kept:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from epimer.checkpoints.safetensors import SafetensorsFile
 
 KINDS = ("diagonal", "kronecker", "ekfac", "samples", "hessian", "ggn")
+SEQUENCES = ("expand", "reduce")
 EXACT = ("hessian", "ggn")  # kinds that are projected in any case
 
 

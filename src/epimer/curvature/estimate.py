@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,7 +21,7 @@ from epimer.curvature.collectors import (
     KroneckerCollector,
     SamplesCollector,
 )
-from epimer.curvature.curvature import EXACT, KINDS, About, Curvature, tensors_of
+from epimer.curvature.curvature import EXACT, KINDS, SEQUENCES, About, Curvature, tensors_of
 from epimer.curvature.exact import projected_hessians
 from epimer.curvature.labels import (
     POLICIES,
@@ -89,7 +89,7 @@ def estimate_curvature(
     for name, value, known in (
         ("kind", kind, KINDS),
         ("labels", labels, POLICIES),
-        ("sequence", sequence, ("expand", "reduce")),
+        ("sequence", sequence, SEQUENCES),
     ):
         if value not in known:
             raise ParameterError(f"The {name!r} parameter must be one of {', '.join(known)}. Got {value!r} instead.")
@@ -123,7 +123,7 @@ def estimate_curvature(
             metrics = {name: metric for name, metric in metrics.items() if name not in left_out}
             if kind == "diagonal" and basis is not None:
                 metrics = {name: _project(metric, basis[name]) for name, metric in metrics.items()}
-            elif basis is not None:  # the caller's own, in its own precision
+            if basis is not None:  # the caller's own, in its own precision
                 metrics = {
                     name: replace(m, basis=basis[name]) for name, m in metrics.items() if isinstance(m, Projected)
                 }
@@ -339,7 +339,18 @@ def _project(metric: Metric, basis: Any) -> Projected:
     F_mn = metric.F.reshape(len(metric.F), -1)
     form = basis.to(F_mn).restrict(Diagonal(F_mn))
     assert isinstance(form, AtomDiagonal)
-    return Projected(H=form.dense().to(F_mn.dtype), basis=basis)
+    return Projected(H=form.dense().to(F_mn.dtype))
+
+
+def matching(patterns: Sequence[str], names: Collection[str], where: str) -> list[str]:
+    """Return the names that any pattern matches; refuse a pattern that matches none."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise CurvatureError(
+                f"{where} has no tensor {pattern!r}.{nearest(pattern, names)} "
+                f"It has {listed(names)}; a pattern is a glob over the whole name."
+            )
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _chosen(
@@ -347,23 +358,14 @@ def _chosen(
 ) -> dict[str, Tensor]:
     """Return the parameters to measure: those that patterns name, and that a basis has."""
     patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in parameters):
-            raise CurvatureError(
-                f"the model has no tensor {pattern!r}.{nearest(pattern, parameters)} "
-                f"It has {listed(parameters)}; a pattern is a glob over the whole name."
-            )
+    named = set(matching(patterns, parameters, "the model"))
     missing = [name for name in basis or () if name not in parameters]
     if missing:
         raise CurvatureError(
             f"the basis has {missing[0]!r}, which is not in the model.{nearest(missing[0], parameters)} "
             "Build the basis from models with these names."
         )
-    chosen = {
-        name: p
-        for name, p in parameters.items()
-        if any(fnmatchcase(name, pattern) for pattern in patterns) and (basis is None or name in basis)
-    }
+    chosen = {name: p for name, p in parameters.items() if name in named and (basis is None or name in basis)}
     if not chosen:
         raise CurvatureError(
             "none of the model's tensors is in the basis and fits layers=; there is nothing to measure."

@@ -7,7 +7,6 @@ reference that every approximation is ranked against.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from epimer.curvature.batches import Batch
 from epimer.curvature.labels import Labels, check_sum, logits_of, per_sample, with_logits
+from epimer.curvature.tape import still
 from epimer.errors import CurvatureError
 from epimer.geometry.metric import Metric, Projected
 from epimer.geometry.subspace import Pairs, Tagged
@@ -36,7 +36,7 @@ def projected_hessians(
     atoms = {name: basis[name] for name in chosen}
     sums: dict[str, Tensor] = {}
     count = 0
-    with _still(model):
+    with still(model), sdpa_kernel(SDPBackend.MATH):  # whose operations have second derivatives
         for batch in batches:
             targets = _targets(model, batch, labels, first=not count)
             stage = progress.begin(f"samples {count} to {count + batch.N}", len(atoms))
@@ -144,19 +144,3 @@ def _targets(model: nn.Module, batch: Batch, labels: Labels, *, first: bool) -> 
 def _kept(drawn: list[Any], loss_fn: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Tensor:
     drawn.append(targets)
     return loss_fn(outputs, targets)
-
-
-@contextmanager
-def _still(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode and by operations that have second derivatives; leave it as it was."""
-    training = {module: module.training for module in model.modules()}
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        model.eval()
-        torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for module, flag in training.items():
-            module.training = flag

@@ -17,7 +17,7 @@ from torch import Tensor
 from epimer.errors import CurvatureError
 
 POLICIES = ("true", "model", "expected")
-IGNORED = -100
+IGNORED = -100  # the target that no loss is taken of
 ROOM = 1 << 24  # probabilities formed at a time
 PASSES = 1024  # most backward passes per batch that `expected` may take
 
@@ -60,20 +60,30 @@ def plain_loss(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor:
 
 def check_sum(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> None:
     """Refuse a single loss that is not the sum over the batch's samples, by comparing it with those of its halves."""
+    with torch.no_grad():
+        whole = _loss_of(loss_fn, outputs, targets, N, slice(0, N))
+        if whole is None or whole.dim():
+            return
+        parts = (_loss_of(loss_fn, outputs, targets, N, part) for part in (slice(0, N // 2), slice(N // 2, N)))
+        first, second = (float(loss) for loss in parts if loss is not None)
+    total, summed = float(whole), first + second
+    if math.isfinite(total) and math.isfinite(summed) and abs(total - summed) > 0.02 * abs(summed) + 1e-12:
+        refuse_sum(total, first, second)
+
+
+def every_second(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor | None:
+    """Return the loss of the samples 0, 2, 4 … alone, if it can be had from the outputs of all."""
+    loss = _loss_of(loss_fn, outputs, targets, N, slice(0, N, 2))
+    return None if loss is None else loss.sum()
+
+
+def _loss_of(loss_fn: Loss, outputs: Any, targets: Any, N: int, part: slice) -> Tensor | None:
+    """Return the loss of some of a batch's samples, if its outputs and targets can be taken apart."""
     logits = find_logits(outputs)
     if N == 1 or logits is None or len(logits) != N or not (targets is None or isinstance(targets, Tensor)):
-        return
-    with torch.no_grad():
-        whole = plain_loss(loss_fn, with_logits(outputs, logits.detach()), targets, N)
-        if whole.dim():
-            return
-        halves = []
-        for part in (slice(0, N // 2), slice(N // 2, N)):
-            some = None if targets is None else targets[part]
-            halves.append(float(plain_loss(loss_fn, with_logits(outputs, logits[part].detach()), some, N)))
-    total, summed = float(whole), sum(halves)
-    if math.isfinite(total) and math.isfinite(summed) and abs(total - summed) > 0.02 * abs(summed) + 1e-12:
-        refuse_sum(total, *halves)
+        return None
+    some = logits[part] if torch.is_grad_enabled() else logits[part].detach()
+    return plain_loss(loss_fn, with_logits(outputs, some), None if targets is None else targets[part], len(some))
 
 
 def refuse_sum(total: float, first: float, second: float) -> None:
@@ -84,15 +94,6 @@ def refuse_sum(total: float, first: float, second: float) -> None:
         f"{'the batch mean' if mean else 'not the sum over samples'}; return a loss per sample "
         "(reduction='none'), or their sum (reduction='sum')."
     )
-
-
-def every_second(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor | None:
-    """Return the loss of the samples 0, 2, 4 … alone, if it can be had from the outputs of all."""
-    logits = find_logits(outputs)
-    if N == 1 or logits is None or len(logits) != N or not (targets is None or isinstance(targets, Tensor)):
-        return None
-    some = with_logits(outputs, logits[::2])
-    return plain_loss(loss_fn, some, None if targets is None else targets[::2], len(logits[::2])).sum()
 
 
 class SampleError(CurvatureError):

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,16 @@ from torch import distributed as dist
 
 from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import StoredBasis
-from epimer.curvature.curvature import EXACT, KINDS, Curvature
+from epimer.curvature.curvature import EXACT, KINDS, SEQUENCES, Curvature
 from epimer.curvature.data import choose, open_data
 from epimer.curvature.distributed import ranks
-from epimer.curvature.estimate import estimate_curvature
+from epimer.curvature.estimate import estimate_curvature, matching
 from epimer.curvature.labels import POLICIES, SampleError
 from epimer.curvature.loading import AUTO, POOLINGS
 from epimer.curvature.optimizer import MOMENTS
 from epimer.curvature.store import HEADER, stored_fingerprint
 from epimer.curvature.tasks import Task, load_task
-from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, listed, nearest
+from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, nearest
 from epimer.geometry.linalg import nonfinite
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -35,7 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "task": tuple(AUTO),
     "kind": KINDS,
     "labels": POLICIES,
-    "sequence": ("expand", "reduce"),
+    "sequence": SEQUENCES,
     "pooling": POOLINGS,
     "moment": tuple(MOMENTS),
     "dtype": DTYPES,
@@ -86,8 +85,9 @@ def measure(request: Request) -> Curvature | None:
         if value is not None and value not in known:
             raise ParameterError(f"--{name} must be one of {', '.join(known)}, got {value!r}.{nearest(value, known)}")
     for name in ("samples", "batch_size", "max_length"):
-        if (getattr(request, name) or 1) < 1 or getattr(request, name) == 0:
-            raise ParameterError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(request, name)}.")
+        count = getattr(request, name)
+        if count is not None and count < 1:
+            raise ParameterError(f"--{name.replace('_', '-')} must be at least 1, got {count}.")
     if request.fraction is not None and not 0 < request.fraction <= 1:
         raise ParameterError(f"--fraction must be above 0 and at most 1, got {request.fraction}.")
     if request.fraction is not None and request.samples is not None:
@@ -197,14 +197,10 @@ def _rows(request: Request, count: int) -> list[int]:
 
 def _patterns(layers: tuple[str, ...], task: Task) -> list[str]:
     """Return the parameters to measure, by the names the model has in memory."""
-    for pattern in layers:
-        if not any(fnmatchcase(stored, pattern) for stored in task.names.values()):
-            raise CurvatureError(
-                f"{task.checkpoint.where} has no tensor {pattern!r}.{nearest(pattern, task.names.values())} "
-                f"It has {listed(task.names.values())}; a pattern is a glob over the whole name."
-            )
-    wanted = layers or ("*",)
-    return [name for name, stored in task.names.items() if any(fnmatchcase(stored, pattern) for pattern in wanted)]
+    if not layers:
+        return list(task.names)
+    named = set(matching(layers, task.names.values(), task.checkpoint.where))
+    return [name for name, stored in task.names.items() if stored in named]
 
 
 def _for_model(basis: StoredBasis, task: Task) -> dict[str, Any]:

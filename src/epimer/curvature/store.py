@@ -7,7 +7,7 @@ A tensor's curvature lies under its name and a letter: `.F` (diagonal), `.A` and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint
-from epimer.checkpoints.folder import inside, read_json
-from epimer.checkpoints.safetensors import SafetensorsFile
+from epimer.checkpoints.folder import inside
+from epimer.checkpoints.parts import StoredParts, read_header
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
 from epimer.curvature.curvature import KINDS, About, Curvature, tensors_of
-from epimer.errors import CheckpointError, CurvatureError, short
+from epimer.errors import CurvatureError, short
 from epimer.geometry.metric import Corrected, Diagonal, Kronecker, Metric, Projected, Samples
 
 FORMAT = 1
@@ -35,52 +35,29 @@ _CLASSES: dict[str, type[Any]] = {
 }
 
 
-class _Stored(Mapping[str, Metric]):
+class _Stored(StoredParts[Metric]):
     """The metrics of a curvature folder, read when they are asked for."""
 
-    def __init__(self, file: SafetensorsFile, about: About, where: str, inputs: Mapping[str, int]) -> None:
-        self.file, self.where, self.inputs = file, where, inputs
+    def __init__(self, folder: Path, about: About, where: str, inputs: Mapping[str, int]) -> None:
+        self.where, self.inputs = where, inputs
         self.kind = Projected if about.basis is not None else _CLASSES[about.kind]
-        known = {field.name for field in fields(self.kind)}
-        self.keys_of: dict[str, dict[str, str]] = {}
-        for key in file.headers:
-            name, _, part = key.rpartition(".")
-            if part in known:
-                self.keys_of.setdefault(name, {})[part] = key
+        self.known = {field.name for field in fields(self.kind)}
+        super().__init__(inside(folder, NUMBERS), f"{where}/{NUMBERS}", self.known)
 
     def __getitem__(self, name: str) -> Metric:
-        keys = self.keys_of[name]
-        given: dict[str, Any] = {part: self.file.read(key) for part, key in keys.items()}
-        if self.kind in (Kronecker, Projected):
-            given["inputs"] = self.inputs.get(name, 1)
-        lacking = {"F", "S", "P", "Q", "g", "x"} & {field.name for field in fields(self.kind)} - given.keys()
+        given: dict[str, Any] = dict(self.read(name))
+        lacking = {"F", "S", "P", "Q", "g", "x"} & self.known - given.keys()
         if lacking:
             raise CurvatureError(f"{self.where} has no {sorted(lacking)[0]} for {name!r}; measure it again.")
+        if "inputs" in self.known:
+            given["inputs"] = self.inputs.get(name, 1)
         return self.kind(**given)
-
-    def size(self, name: str) -> int:
-        """Return the bytes of one tensor's curvature."""
-        return sum(self.file.size(key) for key in self.keys_of[name].values())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys_of)
-
-    def __len__(self) -> int:
-        return len(self.keys_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.keys_of
 
 
 def open_curvature(folder: Path, where: str = "") -> Curvature:
     """Open a curvature folder; its numbers are read when they are asked for."""
     where = where or str(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{where} is not a curvature folder: it does not exist or is not a folder.")
-    if not (folder / HEADER).exists():
-        remedy = "measure one with `epimer curvature`"
-        raise CheckpointError(f"{where} is not a curvature folder: it has no {HEADER}; {remedy}.")
-    header = read_json(inside(folder, HEADER), f"{where}/{HEADER}")
+    header = read_header(folder, HEADER, "curvature", "measure one with `epimer curvature`", where)
     kind = header.get("kind")
     if header.get("format") != FORMAT or kind not in KINDS:
         raise CurvatureError(
@@ -100,26 +77,25 @@ def open_curvature(folder: Path, where: str = "") -> Curvature:
         ):
             raise CurvatureError(f"{where}/{HEADER}: {key} cannot be {short(value)}; measure it again.")
     about = About(**given)
-    file = SafetensorsFile(inside(folder, NUMBERS), f"{where}/{NUMBERS}")
     first = header.get("inputs_first")
     inputs = {name: 0 for name in first if isinstance(name, str)} if isinstance(first, list) else {}
     if about.basis is None and kind not in _CLASSES:
         raise CurvatureError(f"{where} holds {kind} curvature without a basis; measure it again.")
-    found = Curvature(_Stored(file, about, where, inputs), about, where=where)
-    found.file = file
+    stored = _Stored(folder, about, where, inputs)
+    found = Curvature(stored, about, where=where)
+    found.file = stored.file
     return found
 
 
 def save_curvature(curvature: Curvature, folder: Path, *, overwrite: bool = False) -> None:
     """Write curvature into a new folder, which appears whole or not at all."""
-    tensors = {
-        f"{name}.{part}": value.detach().cpu()
-        for name, metric in curvature.metrics.items()
-        for part, value in tensors_of(metric).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    transposed: list[str] = []
+    for name, metric in curvature.metrics.items():  # each is read once, where it lies on disk
+        tensors |= {f"{name}.{part}": value.detach().cpu() for part, value in tensors_of(metric).items()}
+        transposed += [name] if getattr(metric, "inputs", 1) == 0 else []
     if not tensors:
         raise CurvatureError("there is no curvature to save: no tensor was measured.")
-    transposed = [name for name, metric in curvature.metrics.items() if getattr(metric, "inputs", 1) == 0]
     header = {"format": FORMAT, **asdict(curvature.about), "inputs_first": transposed}
     with whole_folder(folder, HEADER, overwrite=overwrite) as draft:
         save_tensors(draft / NUMBERS, tensors)

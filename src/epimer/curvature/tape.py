@@ -111,15 +111,11 @@ class Tape:
     @contextmanager
     def watching(self) -> Iterator[Tape]:
         """Attach the hooks, freeze the parameters and switch dropout off, until the end of the block."""
-        training = {module: module.training for module in self.model.modules()}
         asked = {p: p.requires_grad for p in self.model.parameters()}
-        fast = torch.backends.mha.get_fastpath_enabled()
-        with ExitStack() as stack:
+        with still(self.model), ExitStack() as stack:
             try:
-                self.model.eval()
                 for p in asked:
                     p.requires_grad_(False)
-                torch.backends.mha.set_fastpath_enabled(False)  # it would run past the hooks
                 for source in self.sources:
                     if not isinstance(source.module, nn.MultiheadAttention):
                         handle = source.module.register_forward_hook(self._hook(source), with_kwargs=True)
@@ -136,11 +132,8 @@ class Tape:
                 yield self
             finally:
                 self.mode = "off"
-                torch.backends.mha.set_fastpath_enabled(fast)
                 for p, flag in asked.items():
                     p.requires_grad_(flag)
-                for module, flag in training.items():
-                    module.training = flag
 
     @contextmanager
     def probing(self, k: int) -> Iterator[None]:
@@ -416,6 +409,21 @@ class Tape:
         while label not in self._masks and label:
             label = label.rpartition(".")[0]
         return self._masks.get(label, [])
+
+
+@contextmanager
+def still(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode, and layer by layer instead of by torch's fused attention; leave it as it was."""
+    training = {module: module.training for module in model.modules()}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        model.eval()
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, flag in training.items():
+            module.training = flag
 
 
 def _masked(use: Use, masks: list[Tensor]) -> Use:

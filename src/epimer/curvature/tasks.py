@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
+from epimer.curvature.labels import IGNORED
 from epimer.curvature.loading import (
     AUTO,
     CAUSAL_LM,
@@ -34,7 +35,6 @@ LABELS = ("label", "labels")
 IMAGES = ("image", "img")
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-IGNORED = -100  # the target that no loss is taken of
 
 Batch = tuple[dict[str, Tensor], Tensor | None]
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -212,10 +211,3 @@ def references(bench: Bench) -> dict[str, Scores]:
     suite = bench.suite
     own = [suite.right_on(state, task, "test") for state, task in zip(bench.states, suite.tasks, strict=True)]
     return {"few-shot probe": bench.score(suite.base, "test"), "fine-tuned": Scores(own)}
-
-
-def folder_of(path: str | Path) -> Path:
-    """Return a folder for results, made where there is none."""
-    folder = Path(path).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
