@@ -193,6 +193,7 @@ def curvature(
     Without labels it is measured under the model's own predictions, which is the default.
     Several processes share the data: torchrun --nproc-per-node 2 -m epimer curvature …
     """
+    from epimer.curvature.distributed import leave
     from epimer.curvature.measure import Request, measure
 
     request = Request(
@@ -230,6 +231,7 @@ def curvature(
     if found is not None and not quiet:
         notes = [str(warning.message) for warning in caught if issubclass(warning.category, EpimerWarning)]
         show.curvature(found, out, notes, as_json=as_json)
+    leave()
 
 
 @app.command()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
@@ -119,15 +118,15 @@ class Bench:
 
     def _measured(self, t: int, key: str, kind: str, basis: dict[str, Any] | None) -> Curvature:
         task = self.suite.tasks[t]
-        folder = self.suite.folder / "curvature" / key / task.name
-        if self.keep and (folder / "curvature.json").is_file():
+        folder = self.suite.folder / "curvature" / key / task.name if self.keep and self.suite.folder else None
+        if folder is not None and (folder / "curvature.json").is_file():
             return Curvature.load(folder)
         data = task.splits["train"]
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))[: self.samples]
         found = estimate_curvature(
             self.suite.network(self.states[t], task),
             data.batches(CHUNK, order),
-            lambda outputs, targets: cross_entropy(outputs, targets, reduction="none"),
+            task.loss,
             kind=kind,
             samples=None,
             basis=basis,
@@ -135,7 +134,7 @@ class Bench:
             layers=list(self.suite.base),
             progress=False,
         )
-        if self.keep:
+        if folder is not None:
             found.save(folder)
         return found
 
@@ -160,8 +159,8 @@ class Bench:
         }
 
     def score(self, state: State, split: str) -> Scores:
-        """Return what a model gets right."""
-        return Scores(self.suite.right(state, split))
+        """Return how a model does on every task."""
+        return Scores(self.suite.scores(state, split))
 
     def best(self, candidate: Candidate, scales: Sequence[float] = SCALES) -> Outcome:
         """Merge once, take the scale that is best on validation data, and report on test data.
@@ -209,5 +208,5 @@ def climb(value: Any, grid: Sequence[float]) -> float:
 def references(bench: Bench) -> dict[str, Scores]:
     """Return the few-shot probe (the base with each task's head) and each model on its own task."""
     suite = bench.suite
-    own = [suite.right_on(state, task, "test") for state, task in zip(bench.states, suite.tasks, strict=True)]
+    own = [suite.scores_on(state, task, "test") for state, task in zip(bench.states, suite.tasks, strict=True)]
     return {"few-shot probe": bench.score(suite.base, "test"), "fine-tuned": Scores(own)}

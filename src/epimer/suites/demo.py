@@ -44,6 +44,7 @@ def run(folder: Path, *, progress: bool = True) -> Demo:
 def save_model(suite: Suite, outcome: Outcome, folder: Path) -> Path:
     """Write a merged model as a folder like those of the models it was made of."""
     about = {"suite": suite.name, "method": outcome.candidate.name, "scale": outcome.scale}
+    assert suite.folder is not None
     config = (suite.folder / "base" / "config.json").read_bytes()
     with whole_folder(folder, "merge.json", overwrite=True) as draft:
         save_tensors(draft / "model.safetensors", dict(outcome.state))

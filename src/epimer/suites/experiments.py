@@ -243,7 +243,7 @@ def tasks(bench: Bench) -> Result:
 
             def right(scale: float, split: str, merged: Any = merged, some: Any = some) -> Scores:
                 state = bench.scaled(merged, scale)
-                return Scores([bench.suite.right_on(state, task, split) for task in some])
+                return Scores([bench.suite.scores_on(state, task, split) for task in some])
 
             scale = max((0.3, 0.5, 0.7, 1.0, 1.3, 1.75, 2.5), key=lambda s: right(s, "val").average)
             scores = right(scale, "test")

@@ -13,29 +13,29 @@ DRAWS = 2000
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model gets right on every task of a suite."""
+    """How a model does on every task of a suite."""
 
-    right: Sequence[Tensor]
-    """per task, which samples"""
+    values: Sequence[Tensor]
+    """per task, every sample's score: 1 or 0 where it is right or wrong; higher is better"""
 
     @property
     def accuracies(self) -> list[float]:
-        """The share that is right, per task."""
-        return [float(right.double().mean()) for right in self.right]
+        """The mean score per task: the share that is right."""
+        return [float(scores.double().mean()) for scores in self.values]
 
     @property
     def average(self) -> float:
-        """The mean of the tasks' accuracies."""
+        """The mean of the tasks' scores."""
         return sum(self.accuracies) / len(self.accuracies)
 
     @property
     def worst(self) -> float:
-        """The lowest of the tasks' accuracies."""
+        """The lowest of the tasks' scores."""
         return min(self.accuracies)
 
     def interval(self, seed: int = 0) -> tuple[float, float]:
         """Return the 95% bootstrap interval of the average, samples drawn anew within each task."""
-        means = _resampled([right.double() for right in self.right], seed)
+        means = _resampled([scores.double() for scores in self.values], seed)
         low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
         return low, high
 
@@ -45,7 +45,7 @@ def compare(one: Scores, other: Scores, seed: int = 0) -> tuple[float, float]:
 
     Under the null hypothesis it does not matter which of the two models gave which of a sample's two answers.
     """
-    differences = [a.double() - b.double() for a, b in zip(one.right, other.right, strict=True)]
+    differences = [a.double() - b.double() for a, b in zip(one.values, other.values, strict=True)]
     observed = sum(float(d.mean()) for d in differences) / len(differences)
     generator = torch.Generator().manual_seed(seed)
     flipped = torch.zeros(DRAWS, dtype=torch.float64)
@@ -58,14 +58,14 @@ def compare(one: Scores, other: Scores, seed: int = 0) -> tuple[float, float]:
 
 
 def _resampled(tasks: Sequence[Tensor], seed: int) -> Tensor:
-    """Return the average over tasks of each resampled mean; a mean of 0s and 1s is binomial."""
+    """Return the average over tasks of each task's mean over samples drawn anew."""
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros(DRAWS, dtype=torch.float64)
-    for right in tasks:
-        counts = torch.binomial(
-            torch.full((DRAWS,), float(len(right)), dtype=torch.float64),
-            right.mean().expand(DRAWS),
-            generator=generator,
-        )
-        total += counts / len(right)
+    for scores in tasks:
+        n = len(scores)
+        if bool(((scores == 0) | (scores == 1)).all()):  # then the sum is binomial
+            share = scores.mean().expand(DRAWS)
+            total += torch.binomial(torch.full_like(share, n), share, generator=generator) / n
+        else:
+            total += torch.stack([scores[torch.randint(0, n, (n,), generator=generator)].mean() for _ in range(DRAWS)])
     return total / len(tasks)

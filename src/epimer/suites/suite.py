@@ -1,20 +1,42 @@
-"""A suite: a base, its fine-tuned models, and for each its task, with data to choose on and data to report on."""
+"""A suite: a base, its fine-tuned models, and for each its task, with data to choose on and data to report on.
+
+Anything that can be written as a `Suite` can be benched: `network` turns a state dict into a module, a task's `splits`
+yield batches for it, and its `score` and `loss` judge the outputs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from epimer.curvature.batches import Batch
+from epimer.curvature.labels import logits_of
 
 BATCH = 500  # samples evaluated at a time
 
 
+class Data(Protocol):
+    """Samples of a task, in a fixed order."""
+
+    def __len__(self) -> int: ...
+
+    def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Any, Any]]:
+        """Yield (inputs, targets) of all samples, or of those in `order`, some at a time.
+
+        Inputs are a tensor, a tuple or a dict, and are passed to the network accordingly.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Split:
-    """Inputs and their labels."""
+    """Inputs and their labels, in memory."""
 
     x: Tensor
     y: Tensor
@@ -31,16 +53,30 @@ class Split:
             yield self.x[some], self.y[some]
 
 
+def right(outputs: Any, targets: Tensor) -> Tensor:
+    """Return which samples a classifier gets right: 1 or 0 each."""
+    return (logits_of(outputs).argmax(1) == targets).double()
+
+
+def classification_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Return each sample's cross-entropy."""
+    return cross_entropy(logits_of(outputs).float(), targets, reduction="none")
+
+
 @dataclass(frozen=True)
 class SuiteTask:
-    """One task: what its classes are, and its data in splits that share no sample."""
+    """One task: its data in splits that share no sample, and how outputs are judged."""
 
     name: str
     classes: Sequence[str]
-    head: Mapping[str, Tensor]
-    """`weight` (classes x features) and `bias` of the frozen head"""
-    splits: Mapping[str, Split]
+    splits: Mapping[str, Data]
     """train (what fine-tuning saw, and curvature is measured on), val (to choose on), test (to report on)"""
+    head: Mapping[str, Tensor] = field(default_factory=dict)
+    """`weight` (classes x features) and `bias` of the frozen head, where it is not part of the models"""
+    score: Callable[[Any, Any], Tensor] = right
+    """(outputs, targets) -> one number per sample, higher is better"""
+    loss: Callable[[Any, Any], Tensor] = classification_loss
+    """(outputs, targets) -> each sample's loss, which curvature is measured of"""
 
 
 @dataclass(frozen=True)
@@ -52,16 +88,29 @@ class Suite:
     models: Sequence[Mapping[str, Tensor]]
     tasks: Sequence[SuiteTask]
     network: Callable[[Mapping[str, Tensor], SuiteTask], nn.Module]
-    """(state dict, task) -> the module whose output is the task's logits, in eval mode"""
-    folder: Path
-    """where base/, models/NAME/ and heads/NAME.safetensors lie, as anybody's models would"""
+    """(state dict, task) -> the module whose outputs are judged, in eval mode"""
+    folder: Path | None = None
+    """where curvature is kept between runs, where it may be"""
+    batch: int = BATCH
+    """samples evaluated at a time"""
 
-    def right(self, state: Mapping[str, Tensor], split: str) -> list[Tensor]:
-        """Return for each task which samples a model gets right."""
-        return [self.right_on(state, task, split) for task in self.tasks]
+    def scores(self, state: Mapping[str, Tensor], split: str) -> list[Tensor]:
+        """Return every sample's score, per task."""
+        return [self.scores_on(state, task, split) for task in self.tasks]
+
+    def scores_on(self, state: Mapping[str, Tensor], task: SuiteTask, split: str) -> Tensor:
+        """Return every sample's score on one task."""
+        return self._judged(state, task, split, task.score)
+
+    def losses(self, state: Mapping[str, Tensor], split: str) -> list[float]:
+        """Return the mean loss per task."""
+        return [float(self._judged(state, task, split, task.loss).mean()) for task in self.tasks]
 
     @torch.no_grad()
-    def right_on(self, state: Mapping[str, Tensor], task: SuiteTask, split: str) -> Tensor:
-        """Return which of a task's samples a model gets right."""
-        network, data = self.network(state, task), task.splits[split]
-        return torch.cat([network(x).argmax(1) == y for x, y in data.batches(BATCH)]).cpu()
+    def _judged(
+        self, state: Mapping[str, Tensor], task: SuiteTask, split: str, judge: Callable[[Any, Any], Tensor]
+    ) -> Tensor:
+        network, found = self.network(state, task), []
+        for inputs, targets in task.splits[split].batches(self.batch):
+            found.append(judge(Batch(inputs, targets, 0).run(network), targets).double().cpu())
+        return torch.cat(found)

@@ -57,7 +57,7 @@ def suite(tmp_path_factory):
             cross_entropy(model(splits["train"].x), splits["train"].y).backward()
             optimizer.step()
         head = {"weight": model.head.weight.detach(), "bias": model.head.bias.detach()}
-        tasks.append(SuiteTask(f"task{t}", ["a", "b", "c"], head, splits))
+        tasks.append(SuiteTask(f"task{t}", ["a", "b", "c"], splits, head))
         models.append({n: W for n, W in model.state_dict().items() if not n.startswith("head.")})
     state = {n: W for n, W in base.state_dict().items() if not n.startswith("head.")}
     return Suite("small", state, models, tasks, network, tmp_path_factory.mktemp("suite"))
@@ -71,8 +71,8 @@ def bench(suite):
 def test_right_is_what_the_network_gets_right(suite):
     for state, task in zip(suite.models, suite.tasks, strict=True):
         test = task.splits["test"]
-        expected = network(state, task)(test.x).argmax(1) == test.y
-        assert torch.equal(suite.right_on(state, task, "test"), expected)
+        expected = (network(state, task)(test.x).argmax(1) == test.y).double()
+        assert torch.equal(suite.scores_on(state, task, "test"), expected)
     assert references(Bench(suite))["fine-tuned"].average > 0.8
 
 
@@ -85,10 +85,10 @@ def test_the_scale_is_chosen_on_validation_and_reported_on_test(bench):
         state = {n: W + scale * (merged[n] - W) for n, W in bench.suite.base.items()}
         direct = epimer.merge_state_dicts(dict(bench.suite.base), bench.states, "tsv", scale=scale)
         assert all(torch.allclose(state[n], direct[n], atol=1e-5) for n in state)
-        by_scale[scale] = Scores(bench.suite.right(state, "val")).average
+        by_scale[scale] = Scores(bench.suite.scores(state, "val")).average
     assert outcome.validation == max(by_scale.values())
     assert by_scale[outcome.scale] == outcome.validation
-    again = Scores(bench.suite.right(outcome.state, "test"))
+    again = Scores(bench.suite.scores(outcome.state, "test"))
     assert again.accuracies == outcome.test.accuracies
 
 

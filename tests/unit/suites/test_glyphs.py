@@ -149,11 +149,11 @@ def test_the_suite_is_what_was_drawn(suite: Suite) -> None:
 def test_its_note_holds_what_is_measured_again(suite: Suite) -> None:
     about = json.loads((suite.folder / "suite.json").read_text())
     assert set(about["seconds"]) == {"data", "pretrain", "heads", "fine-tune", "evaluate"}
-    right = suite.right(suite.base, "test")
+    right = suite.scores(suite.base, "test")
     for task, hits, state in zip(suite.tasks, right, suite.models, strict=True):
         noted = about["tasks"][task.name]["accuracy"]
         assert noted["probe"]["test"] == pytest.approx(float(hits.float().mean()))
-        assert noted["fine-tuned"]["val"] == pytest.approx(float(suite.right_on(state, task, "val").float().mean()))
+        assert noted["fine-tuned"]["val"] == pytest.approx(float(suite.scores_on(state, task, "val").float().mean()))
 
 
 def test_curvature_sees_every_matrix(suite: Suite) -> None:

@@ -205,7 +205,7 @@ def _open(settings: Settings, folder: Path) -> Suite:
         splits = {
             split: Split(pixels(data[f"{given.name}.{split}.x"]), data[f"{given.name}.{split}.y"]) for split in SPLITS
         }
-        return SuiteTask(given.name, given.classes, _read(folder / "heads" / f"{given.name}.safetensors"), splits)
+        return SuiteTask(given.name, given.classes, splits, _read(folder / "heads" / f"{given.name}.safetensors"))
 
     def network(state: Mapping[str, Tensor], task: SuiteTask) -> nn.Module:
         return _network(settings.shape, state, task.head)
