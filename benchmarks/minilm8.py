@@ -2,7 +2,7 @@
 
 The data (minilm8.npz) and the progenitor are not part of the project. Scales are chosen on a tenth of the train data.
 
-    python benchmarks/minilm8.py DATA.npz MODEL_FOLDER [--device cuda] [--json FILE] [--samples 64 256 1000]
+    python benchmarks/minilm8.py DATA.npz MODEL_FOLDER [--device cuda] [--samples 256] [--experiments performance eta …]
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from defaults import defaults
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import BertConfig, BertModel
 
-from epimer.suites.bench import CANDIDATES, Bench, Candidate, references
-from epimer.suites.experiments import interval, percent
-from epimer.suites.stats import compare
+from epimer.suites.bench import Bench
+from epimer.suites.experiments import EXPERIMENTS
+from epimer.suites.output import write
 from epimer.suites.suite import Split, Suite, SuiteTask
 
 TASKS = ("agnews", "banking77", "clinc150", "emotion", "hate", "sst2", "subj", "trec6")
@@ -118,102 +120,83 @@ def fine_tune(network: Network, train: Split, device: str, epochs: int) -> None:
     network.eval()
 
 
-def build(data: Path, folder: Path, device: str, epochs: int, length: int) -> Suite:
-    """Train heads and models, and return them as a suite."""
+def build(data: Path, folder: Path, device: str, epochs: int, length: int, cache: Path) -> Suite:
+    """Train heads and models, or read them from the cache, and return them as a suite."""
     splits = read(data, folder, device, length)
-    start = {name: W.clone() for name, W in progenitor(folder, device).state_dict().items()}
-    networks: dict[str, Network] = {}
-    tasks, models = [], []
-    for name in TASKS:
-        torch.manual_seed(0)
-        classes = int(splits[name]["train"].y.max()) + 1
-        network = Network(progenitor(folder, device), classes).to(device)
-        network.requires_grad_(False)
-        network.head.requires_grad_(True)
-        train_head(network, splits[name]["train"])
-        network.head.requires_grad_(False)
-        network.bert.encoder.requires_grad_(True)
-        fine_tune(network, splits[name]["train"], device, epochs)
-        networks[name] = network
-        encoder = {
-            f"bert.{key}": W.clone() for key, W in network.bert.state_dict().items() if key.startswith("encoder.")
-        }
-        models.append(encoder)
-        head = {"weight": network.head.weight.detach()}
-        tasks.append(SuiteTask(name, [str(c) for c in range(classes)], head, splits[name]))
-    base = {f"bert.{key}": W for key, W in start.items() if key.startswith("encoder.")}
+    start = progenitor(folder, device)
+    base = {f"bert.{name}": W.clone() for name, W in start.state_dict().items() if name.startswith("encoder.")}
+    classes = {name: int(splits[name]["train"].y.max()) + 1 for name in TASKS}
+
+    def make() -> tuple[list[Mapping[str, Tensor]], list[Mapping[str, Tensor]]]:
+        models, heads = [], []
+        for name in TASKS:
+            torch.manual_seed(0)
+            network = Network(progenitor(folder, device), classes[name]).to(device)
+            network.requires_grad_(False)
+            network.head.requires_grad_(True)
+            train_head(network, splits[name]["train"])
+            network.head.requires_grad_(False)
+            network.bert.encoder.requires_grad_(True)
+            fine_tune(network, splits[name]["train"], device, epochs)
+            state = network.bert.state_dict()
+            models.append({f"bert.{key}": W for key, W in state.items() if key.startswith("encoder.")})
+            heads.append({"weight": network.head.weight.detach()})
+        return models, heads
+
+    models, heads = stored(cache, make)
+    models = [{name: W.to(device) for name, W in model.items()} for model in models]
+    networks = {name: Network(start, classes[name]).to(device) for name in TASKS}  # one encoder in all of them
+    for name, head in zip(TASKS, heads, strict=True):
+        networks[name].head.load_state_dict(head)
 
     def network_of(state: Mapping[str, Tensor], task: SuiteTask) -> nn.Module:
         network = networks[task.name]
         network.load_state_dict(dict(state), strict=False)
-        return network.eval()
+        return network.requires_grad_(True).eval()
 
-    return Suite("minilm8", base, models, tasks, network_of, Path("minilm8"))
+    tasks = [
+        SuiteTask(name, [str(c) for c in range(classes[name])], splits[name], head)
+        for name, head in zip(TASKS, heads, strict=True)
+    ]
+    return Suite("minilm8", base, models, tasks, network_of)
+
+
+def stored(cache: Path, make: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Return models and heads from a folder, made first where it has none."""
+    names = [cache / kind / f"{task}.safetensors" for kind in ("models", "heads") for task in TASKS]
+    if not all(name.exists() for name in names):
+        for name, state in zip(names, (state for part in make() for state in part), strict=True):
+            name.parent.mkdir(parents=True, exist_ok=True)
+            save_file({key: W.contiguous().cpu() for key, W in state.items()}, name)
+    states = [load_file(name) for name in names]
+    return states[: len(TASKS)], states[len(TASKS) :]
 
 
 def main() -> None:
-    """Print the table for several numbers of samples."""
+    """Run experiments and write their tables; several numbers of samples for `performance`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--samples", type=int, nargs="+", default=[64, 256, 1000])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--experiments", nargs="+", default=["performance"], choices=[*EXPERIMENTS, "defaults"])
+    parser.add_argument("--cache", type=Path, default=Path("minilm8-models"))
+    parser.add_argument("--out", type=Path, default=Path("minilm8-results"))
     given = parser.parse_args()
     started = time.perf_counter()
-    suite = build(given.data, given.model, given.device, given.epochs, given.length)
+    suite = build(given.data, given.model, given.device, given.epochs, given.length, given.cache)
     print(f"heads and models in {time.perf_counter() - started:.0f} s", flush=True)
-    rows: list[dict[str, Any]] = []
-    for name, scores in references(Bench(suite, keep=False)).items():
-        rows.append({"method": name, "average": scores.average, "worst": scores.worst, "tasks": scores.accuracies})
-        print(f"{name:<28} {interval(scores)}  worst {percent(scores.worst)}", flush=True)
-    flat = None
-    kron = [
-        Candidate("epimer_kron", {"basis": basis, "aggregator": a, "damping": d}, f"kron {basis} {a} {d}")
-        for basis in ("tensor", "full")
-        for a, d in (("mean", 0.01), ("anchored", 0.1), ("anchored", 0.3), ("anchored", 1.0))
-    ]
-    free = [
-        Candidate("epimer_free", {"basis": basis, "damping": d}, f"free {basis} {d}")
-        for basis in ("tensor", "full")
-        for d in (0.1, 0.3, 1.0, 3.0)
-    ]
-    for count in given.samples:
-        bench = Bench(suite, samples=count, keep=False)
-        first = count == given.samples[0]
-        chosen = [c for c in (*CANDIDATES, *kron, *free) if first or c.curvature is not None]
-        for candidate in chosen:
-            if candidate.method in ("mats",) and count != given.samples[-1]:
-                continue
-            outcome = bench.best(candidate)
-            flat = outcome if candidate.name == "tsv" else flat
-            difference, p = compare(outcome.test, flat.test) if flat else (float("nan"), float("nan"))
-            rows.append(
-                {
-                    "method": candidate.name,
-                    "samples": count if candidate.curvature else None,
-                    "average": outcome.test.average,
-                    "interval": outcome.test.interval(),
-                    "validation": outcome.validation,
-                    "worst": outcome.test.worst,
-                    "scale": outcome.scale,
-                    "seconds": outcome.seconds,
-                    "over tsv": difference,
-                    "p": p,
-                    "tasks": outcome.test.accuracies,
-                }
-            )
-            label = f"{candidate.name} {count if candidate.curvature else ''}"
-            print(
-                f"{label:<28} {interval(outcome.test)}  worst {percent(outcome.test.worst)}  val "
-                f"{percent(outcome.validation)}  scale {outcome.scale:g} {outcome.seconds:.1f} s {difference:+.3f}",
-                flush=True,
-            )
-        print("measured", {kind: round(s, 1) for kind, s in bench.seconds.items()}, flush=True)
-        if given.json:
-            given.json.write_text(json.dumps({"device": given.device, "rows": rows}, indent=1))
+    bench = Bench(suite, samples=given.samples, keep=False)
+    for name in given.experiments:
+        started = time.perf_counter()
+        result = defaults(bench) if name == "defaults" else EXPERIMENTS[name](bench)
+        result = replace(
+            result, name=f"{result.name}-{given.samples}", title=f"minilm8, {given.samples} samples: {result.title}"
+        )
+        write(result, given.out)
+        print(result.markdown(), f"{time.perf_counter() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from epimer.curvature.curvature import Curvature as Curvature
     from epimer.curvature.estimate import estimate_curvature as estimate_curvature
+    from epimer.diagnosis.diagnose import diagnose_state_dicts as diagnose_state_dicts
     from epimer.engine.merge import merge as merge
     from epimer.errors import CheckpointError as CheckpointError
     from epimer.errors import CurvatureError as CurvatureError
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from epimer.geometry.metric import Kronecker as Kronecker
     from epimer.geometry.metric import Projected as Projected
     from epimer.geometry.metric import Samples as Samples
-    from epimer.methods.diagnose import diagnose_state_dicts as diagnose_state_dicts
     from epimer.methods.merge import build_basis as build_basis
     from epimer.methods.merge import merge_state_dicts as merge_state_dicts
     from epimer.methods.registry import describe_method as describe_method
@@ -55,7 +55,7 @@ _HOMES = {
         "TensorError",
     ),
     "epimer.geometry.metric": ("Corrected", "Diagonal", "Kronecker", "Projected", "Samples"),
-    "epimer.methods.diagnose": ("diagnose_state_dicts",),
+    "epimer.diagnosis.diagnose": ("diagnose_state_dicts",),
     "epimer.methods.merge": ("build_basis", "merge_state_dicts"),
     "epimer.methods.registry": ("describe_method", "list_methods"),
     "epimer.records": ("Diagnosis", "MergeRecord"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
 
-from epimer.errors import RecipeError, short
+from epimer.errors import RecipeError, nearest, short
 
 TAG = "tag:yaml.org,2002:"
 MOST_BYTES, MOST_VALUES = 1_000_000, 10_000
@@ -16,12 +17,12 @@ Path = tuple[str | int, ...]
 
 
 def spell(path: Path) -> str:
-    """Return a place in a recipe as people write it: models[0].parameters."""
+    """Return a place in the data as people write it: models[0].parameters."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
 class _Loader(yaml.SafeLoader):
-    """Compose nodes, which know their lines, and give up early on a file that no recipe can be."""
+    """Compose nodes, which know their lines, and give up early on a file that nobody wrote."""
 
     composed = 0
 
@@ -35,16 +36,37 @@ class _Loader(yaml.SafeLoader):
 class Source:
     """A file as plain data, with the line of everything in it; a mapping has no lines."""
 
-    def __init__(self, file: str | None) -> None:
-        self.file, self.lines, self.values = file, dict[Path, int](), 0
+    def __init__(self, file: str | None, what: str = "recipe") -> None:
+        self.file, self.what, self.lines, self.values = file, what, dict[Path, int](), 0
 
     def error(self, path: Path, message: str) -> RecipeError:
         while path and path not in self.lines:
             path = path[:-1]
-        return RecipeError(f"{self.file}:{self.lines.get(path, 1)}: {message}" if self.file else f"recipe: {message}")
+        where = f"{self.file}:{self.lines.get(path, 1)}" if self.file else self.what
+        return RecipeError(f"{where}: {message}")
 
     def wrong(self, path: Path, value: Any, expected: str) -> RecipeError:
-        return self.error(path, f"{spell(path) or 'a recipe'} must be {expected}. Got {short(value)} instead.")
+        return self.error(path, f"{spell(path) or f'a {self.what}'} must be {expected}. Got {short(value)} instead.")
+
+    def mapping(self, path: Path, raw: Any, known: Iterable[str], refused: Mapping[str, str], of: str = "") -> Any:
+        """Return `raw` if it is a mapping of known keys; say of a `refused` one what is the matter with it."""
+        if not isinstance(raw, dict):
+            raise self.wrong(path, raw, f"a mapping with keys among {', '.join(known)}")
+        for key in raw:
+            if key in refused:
+                raise self.error((*path, key), refused[key])
+            if key not in known:
+                where = f" in {spell(path)}{of}" if path else ""
+                shown = str(key)[:60]
+                hint = nearest(shown, known)
+                raise self.error((*path, key), f"unknown key {shown!r}{where}.{hint} Known: {', '.join(known)}.")
+        return raw
+
+    def text(self, path: Path, raw: Any) -> str | None:
+        """Return `raw` if it is a text, or None where nothing is given."""
+        if raw is not None and (not isinstance(raw, str) or not raw.strip()):
+            raise self.wrong(path, raw, "text (in quotes if it looks like a number or a yes or no)")
+        return raw
 
     def read(self) -> Any:
         """Return the file's plain data: the safe types of YAML, and nothing else is ever built."""
@@ -54,7 +76,7 @@ class Source:
                 raw = file.read(MOST_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise RecipeError(f"Cannot read the recipe {self.file!r}: {reason}.") from None
+            raise RecipeError(f"Cannot read the {self.what} {self.file!r}: {reason}.") from None
         text, line = "", 0
         try:
             if len(raw) > MOST_BYTES:
@@ -72,7 +94,7 @@ class Source:
             message = f"not valid YAML: {problem}.{hint}"
         except (OverflowError, RecursionError):
             most = f"{MOST_BYTES:,} bytes or {MOST_VALUES:,} values (an alias counts each time it is used)"
-            message = f"too large to be a recipe: more than {most}, or nested without end."
+            message = f"too large to be a {self.what}: more than {most}, or nested without end."
         raise RecipeError(f"{self.file}:{line + 1}: {message}")
 
     def plain(self, node: yaml.Node, path: Path) -> Any:
@@ -86,7 +108,7 @@ class Source:
             self.lines |= {(*path, i): item.start_mark.line + 1 for i, item in enumerate(node.value)}
             return [self.plain(item, (*path, i)) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.ScalarNode) or kind not in ("str", "timestamp", "null", "bool", "int", "float"):
-            raise self.error(path, f"the YAML tag {kind!r} is not allowed in a recipe.")
+            raise self.error(path, f"the YAML tag {kind!r} is not allowed in a {self.what}.")
         if kind in ("str", "timestamp"):
             return node.value
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from epimer.errors import ParameterError, RecipeError, nearest
+from epimer.errors import ParameterError, RecipeError
 from epimer.lines import Path, Source, spell
 
 if TYPE_CHECKING:  # the registry imports torch; functions import it when they must know the methods
@@ -239,6 +239,7 @@ class _Reader:
 
     def __init__(self, source: Source) -> None:
         self.error, self.wrong = source.error, source.wrong
+        self.mapping, self.text = source.mapping, source.text
 
     def recipe(self, raw: Any) -> Recipe:
         if raw is None or raw == {}:
@@ -286,25 +287,6 @@ class _Reader:
         if folder in ("tagged", "tensor", "full"):
             raise self.error(("basis",), f"{folder!r} is a kind of basis; it belongs under 'parameters'.")
         return folder
-
-    def mapping(self, path: Path, raw: Any, known: Iterable[str], refused: Mapping[str, str], of: str = "") -> Any:
-        """Return `raw` if it is a mapping of known keys; say of a `refused` one what is the matter with it."""
-        if not isinstance(raw, dict):
-            raise self.wrong(path, raw, f"a mapping with keys among {', '.join(known)}")
-        for key in raw:
-            if key in refused:
-                raise self.error((*path, key), refused[key])
-            if key not in known:
-                where = f" in {spell(path)}{of}" if path else ""
-                shown = str(key)[:60]
-                hint = nearest(shown, known)
-                raise self.error((*path, key), f"unknown key {shown!r}{where}.{hint} Known: {', '.join(known)}.")
-        return raw
-
-    def text(self, path: Path, raw: Any) -> str | None:
-        if raw is not None and (not isinstance(raw, str) or not raw.strip()):
-            raise self.wrong(path, raw, "text (in quotes if it looks like a number or a yes or no)")
-        return raw
 
     def find_method(self, given: Mapping[str, Any]) -> Method:
         from epimer.methods.registry import describe_method, list_methods

@@ -109,13 +109,89 @@ class LayerDiagnosis:
         return self.eta / self.flat_objective if self.flat_objective > 0 else 0.0
 
 
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """How task vectors stand to each other, task by task; all but `interference` are symmetric."""
+
+    cosine: Matrix
+    """⟨D_s, D_t⟩ / ‖D_s‖‖D_t‖"""
+    sign: Matrix
+    """share of the entries in which both moved, and in the same direction"""
+    left: Matrix
+    """‖U_sᵀU_t‖² / k of the leading left singular vectors: 0 apart, 1 the same subspace"""
+    right: Matrix
+    """the same of the right ones"""
+    interference: Matrix
+    """row s, column t: D_sᵀH_tD_s / D_tᵀH_tD_t, what adding task s does to task t, in units of task t's own step"""
+
+
+@dataclass(frozen=True)
+class LayerFindings:
+    """What was found of one matrix."""
+
+    shape: tuple[int, ...]
+    theory: LayerDiagnosis
+    norms: tuple[float, ...]
+    """‖D_t‖"""
+    base_norm: float
+    energy: dict[str, tuple[float, ...]]
+    """rank k -> share of each task vector's energy that the basis of rank k keeps"""
+    forecast: dict[str, tuple[float, ...]]
+    """method -> share of each task's step that the merge undoes, under the task's curvature"""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the quadratic model says of a merge: (x - D_t)ᵀH_t(x - D_t) / D_tᵀH_tD_t for every task.
+
+    0: as good as the task's own model; 1: as bad as the base; to second order, and only as a ranking.
+    """
+
+    tasks: tuple[float, ...]
+    mean: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One sentence of a recommendation."""
+
+    kind: str
+    """take (what to do), mind (what may go wrong) or note"""
+    text: str
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """What can be known before a merge, per matrix and in total."""
 
-    layers: dict[str, LayerDiagnosis]
+    models: tuple[str, ...]
+    layers: dict[str, LayerFindings]
     total: LayerDiagnosis
+    norms: tuple[float, ...]
+    base_norm: float
+    energy: dict[str, tuple[float, ...]]
+    """rank k -> share of each task vector's energy that the bases of rank k keep"""
+    conflict: Conflict
+    forecast: dict[str, Forecast]
+    eta_by_rank: tuple[dict[str, float], ...]
+    """per rank k: η under three normalisations"""
+    curvature: str
+    """the kind that was used; task-gram where none was given"""
+    rank: int | None
+    damping: float
+    base: str = "base"
+    recipe: str = ""
+    version: str = ""
+    advice: tuple[Advice, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as plain JSON-ready values."""
-        return asdict(self)
+        found = asdict(self)
+        found["total"]["eta_fraction"] = self.total.eta_fraction
+        for name, layer in found["layers"].items():
+            layer["theory"]["eta_fraction"] = self.layers[name].theory.eta_fraction
+        return {"kind": "diagnosis", "format": 1, **found}

@@ -1,4 +1,4 @@
-"""Read PyTorch files that hold plain tensors; whatever would have to be executed is refused."""
+"""Read PyTorch files: tensors by name, or a whole module, of which the tensors are taken and nothing is executed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, is_text, nbytes, sampled
+from epimer.checkpoints.inert import module_tensors
 from epimer.errors import CheckpointError, listed
 
 REMAP = 1 << 28  # bytes read through a mapping before it is made anew, which gives its pages back
 
 
 class TorchFile(Checkpoint):
-    """A state dict saved with `torch.save`, mapped rather than loaded."""
+    """A state dict or a module saved with `torch.save`, mapped rather than loaded."""
 
     def __init__(self, path: Path, where: str = "") -> None:
         self.path, self.where, self.name = path, where or str(path), path.stem
@@ -58,8 +59,15 @@ def find_ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def load_tensors(path: Path, where: str, *, key: str | None = None, mapped: bool = True) -> dict[str, Tensor]:
-    """Return the state dict in a torch file, under `key` if it is nested."""
-    loaded = load(path, where, mapped=mapped)
+    """Return the state dict in a torch file, or that of the module in it, under `key` if it is nested."""
+    try:
+        loaded = load(path, where, mapped=mapped)
+    except CheckpointError as error:
+        holds_objects = isinstance(error.__cause__, pickle.UnpicklingError)
+        found = module_tensors(path, where, key) if holds_objects else None
+        if found is None:
+            raise
+        loaded, key = found, None
     if key is not None:
         if not isinstance(loaded, Mapping) or key not in loaded:
             inside = listed(map(str, loaded)) if isinstance(loaded, Mapping) else type(loaded).__name__

@@ -278,21 +278,92 @@ def demo(
 
 @app.command(hidden=True)
 def bench(
-    suite: Annotated[str, typer.Argument(help="The suite: glyphs8.")] = "glyphs8",
+    suite: Annotated[str, typer.Argument(help="glyphs8, clip8, a YAML file, or module:function.")] = "glyphs8",
     experiment: Annotated[
         list[str] | None, typer.Option(help="Which, by name, or all; may be repeated.", show_default="performance")
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to put tables and figures.")] = Path("epimer-bench"),
     seed: Annotated[int, typer.Option(help="Of the suite and of the choice of samples.")] = 0,
+    variant: Annotated[str | None, typer.Option(help="Of clip8: B/32, B/16 or L/14.", show_default="B/32")] = None,
+    limit: Annotated[int | None, typer.Option(help="Of clip8: samples of each split.", show_default="all")] = None,
+    family: Annotated[
+        str | None, typer.Option(help="Of clip8's models: tanganke or task_vectors.", show_default="tanganke")
+    ] = None,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder with clip8's models.", show_default="the hub")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with clip8's datasets.", show_default="the hub")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Run the paper's experiments and ours on a suite: JSON, Markdown and figures."""
     from epimer.suites.run import run_experiments
 
+    given = {"variant": variant, "limit": limit, "family": family, "checkpoints": checkpoints, "data": data}
+    wanted = experiment or ["performance"]
     with _stoppable("what was finished is kept"):
-        for result, files in run_experiments(suite, experiment or ["performance"], out, seed=seed, progress=not quiet):
+        for result, files in run_experiments(suite, wanted, out, seed=seed, progress=not quiet, **given):
             if not quiet:
                 show.experiment(result, files)
+
+
+@app.command(name="eval")
+def evaluate(
+    suite: Annotated[
+        str | None,
+        typer.Argument(help="A suite: a YAML file, module:function, or a name as glyphs8.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="A model folder, a hub id, or base+adapter.", show_default=False)
+    ] = None,
+    split: Annotated[str, typer.Option(help="test or val.")] = "test",
+    limit: Annotated[int | None, typer.Option(help="Most samples of each task.", show_default="all")] = None,
+    references: Annotated[
+        bool, typer.Option("--references/--no-references", help="Also the base and each task's own model.")
+    ] = True,
+    harness: Annotated[str | None, typer.Option(help="lm-eval, instead of a suite.", show_default=False)] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of the harness, with commas.", show_default=False)] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="Folder with task files of your own for the harness.", show_default=False)
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Requests of the harness at a time.", show_default="16")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write the result to this JSON file.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Evaluate a model on every task of a suite, beside the base and the fine-tuned models.
+
+    A suite is a YAML file (docs/evaluating.md) or a Python function. For language models there is lm-eval:
+    epimer eval --harness lm-eval --tasks hellaswag --model PATH
+    """
+    from epimer.suites.ask import Question, ask
+
+    question = Question(
+        suite=suite,
+        model=model,
+        split=split,
+        limit=limit,
+        references=references,
+        harness=harness,
+        tasks=tasks,
+        include=include_path,
+        batch_size=batch_size,
+        device=device,
+        out=out,
+        progress=not (quiet or as_json),
+    )
+    with _stoppable("nothing was written"):
+        found = ask(question)
+    if out is not None:
+        show.write(out, found.to_dict())
+    if as_json:
+        show.dump(found.to_dict())
+    elif not quiet:
+        show.evaluation(found)
 
 
 @contextmanager

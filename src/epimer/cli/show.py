@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from epimer.plan import Plan
     from epimer.records import MergeRecord
     from epimer.suites.demo import Demo
-    from epimer.suites.experiments import Result
+    from epimer.suites.evaluate import Evaluation
+    from epimer.suites.harness import HarnessResult
+    from epimer.suites.results import Result
 
 
 DEMO_COLUMNS = ("method", "average [95%]", "worst", "scale", "merge s", "against tsv")
@@ -41,11 +43,16 @@ def dump(value: Any) -> None:
 
 
 def write(path: Path, value: Any) -> None:
-    """Write a value to a JSON file."""
-    from epimer.checkpoints.writer import as_json, explained
+    """Write a value to a JSON file, which appears whole or not at all."""
+    from epimer.checkpoints.writer import as_json, draft_of, explained
 
+    draft = draft_of(path)
     with explained(path, "written"):
-        path.write_bytes(as_json(value))
+        try:
+            draft.write_bytes(as_json(value))
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def size(count: float) -> str:
@@ -97,19 +104,43 @@ def experiment(result: Result, files: Sequence[Path]) -> None:
     for i, heading in enumerate(result.headings):
         table.add_column(escape(str(heading)), justify="left" if i == 0 else "right", no_wrap=True)
     for row in result.rows:
-        table.add_row(*(escape(f"{value:.3g}" if isinstance(value, float) else str(value)) for value in row))
-    console.print(table, overflow="ignore", crop=False)
+        table.add_row(*map(escape, row))
+    width = console.measure(table).minimum
+    console.print(table, width=max(width, console.width), overflow="ignore", crop=False, no_wrap=True)
     for note in result.notes:
-        console.print(note, markup=False)
+        console.print(note, markup=False, highlight=False)
     console.print("wrote " + ", ".join(str(file) for file in files), markup=False)
+
+
+def evaluation(found: Evaluation | HarnessResult) -> None:
+    """Print how a model does: on a suite, beside base and fine-tuned models, or in a harness."""
+    from epimer.suites.evaluate import Evaluation
+
+    if isinstance(found, Evaluation):
+        title = f"{found.suite}, {found.split}: {found.model}"
+        headings = ["task", "metric", "model [95%]", *("base", "fine-tuned")[: len(found.columns) - 1]]
+        rows = list(found.rows())
+    else:
+        title, headings = f"{found.harness}: {found.model}", ["task", "metric", "score", "± s.e."]
+        rows = []
+        for row in found.rows:
+            named = row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
+            spread = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
+            rows.append([row["task"], named, f"{row['score']:.4f}", spread])
+    console = _console()
+    table = Table(title=escape(title), title_justify="left", box=None, header_style="bold", padding=(0, 1))
+    for i, heading in enumerate(headings):
+        table.add_column(escape(heading), justify="left" if i < 2 else "right", no_wrap=True)
+    for cells in rows:
+        table.add_row(*map(escape, cells))
+    console.print(table, overflow="ignore", crop=False)
 
 
 def demo(found: Demo) -> None:
     """Print the table of the demonstration, where its files are and what to try next."""
     result = found.result
-    kept = [i for i, heading in enumerate(result.headings) if heading in DEMO_COLUMNS]
-    rows = [[row[i] for i in kept] for row in result.rows]
-    experiment(replace(result, headings=[result.headings[i] for i in kept], rows=rows), found.files)
+    columns = {heading: show for heading, show in result.columns.items() if heading in DEMO_COLUMNS}
+    experiment(replace(result, columns=columns), found.files)
     console = _console()
     best = found.best
     console.print(

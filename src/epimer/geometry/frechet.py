@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.form import Form, combine
+from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace
 
@@ -122,12 +123,15 @@ def pose(
     damping: float = 0.0,
     jitter: float = 0.0,
     tolerance: float = 0.0,
+    most: int | None = None,
 ) -> Problem:
     """Project, add `jitter`·I, scale each H̃_t to mean diagonal 1 ("trace"), then add `damping` times its mean diagonal.
 
-    A task without curvature becomes damping·I under "trace" and nothing under "none".
+    A task without curvature becomes damping·I under "trace" and nothing under "none". `most` ends an iterative solve
+    after so many steps.
     """
     forms = [subspace.restrict(metric, tolerance) for metric in metrics]
+    forms = [replace(form, most=most) if isinstance(form, KroneckerSum) else form for form in forms]
     scales, shifts = [], []
     for form in forms:
         size = form.mean_diagonal() + jitter

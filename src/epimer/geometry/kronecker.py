@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from epimer.geometry.form import Form, Solved, residual
-from epimer.geometry.linalg import NULL, conjugate_gradients, solve_spd
+from epimer.geometry.linalg import MOST, NULL, conjugate_gradients, solve_spd
 
 JOINT = 1024  # factors up to this size are worth an eigendecomposition per task
 WELL = 1.3  # bound on ‖E‖‖E⁻¹‖ of the tasks' stacked leading eigenvectors, as a multiple of an orthonormal one's
-SINGLE = 1e-8  # relative residual to reach where the curvature is in single precision
+SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class KroneckerSum(Form):
 
     terms: tuple[tuple[float, Tensor | None, Tensor | None], ...]
     null: float = NULL
+    most: int | None = None
+    """steps after which an iterative solve stops, converged or not"""
 
     def apply(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x)
@@ -34,10 +36,10 @@ class KroneckerSum(Form):
         return sum(c * _mean_diagonal(G) * _mean_diagonal(A) for c, G, A in self.terms)
 
     def plus(self, other: Self, weight: float) -> KroneckerSum:
-        return KroneckerSum(self.terms + other.times(weight).terms, max(self.null, other.null))
+        return replace(self, terms=self.terms + other.times(weight).terms, null=max(self.null, other.null))
 
     def times(self, weight: float) -> KroneckerSum:
-        return KroneckerSum(tuple((weight * c, G, A) for c, G, A in self.terms), self.null)
+        return replace(self, terms=tuple((weight * c, G, A) for c, G, A in self.terms))
 
     def solve(self, b: Tensor, shift: float) -> Solved:
         """Solve in closed form where one side is the identity, else by CG where the factors are nearly diagonal."""
@@ -47,12 +49,14 @@ class KroneckerSum(Form):
             return self._one_sided(b, [(c, G) for c, G, _ in self.terms], shift, right=False)
         single = self.null > NULL
         if shift == 0 and (damping := self._singular()):  # no preconditioner: it would leave the operator's range
-            y, left = conjugate_gradients(lambda x: self.apply(x) + damping * x, b, tolerance=1e-8)
+            y, left = conjugate_gradients(
+                lambda x: self.apply(x) + damping * x, b, tolerance=1e-8, most=self.most or MOST
+            )
             return Solved(y, left, damping, iterative=True)
         P = _diagonaliser([G for _, G, _ in self.terms], b.shape[0], b, single=single)
         Q = _diagonaliser([A for _, _, A in self.terms], b.shape[1], b, single=single)
         terms = [(c, _congruent(P, G), _congruent(Q, A)) for c, G, A in (*self.terms, (shift, None, None)) if c]
-        y = P @ _preconditioned(terms, P.T @ b @ Q, single=single) @ Q.T
+        y = P @ _preconditioned(terms, P.T @ b @ Q, single=single, most=self.most) @ Q.T
         return Solved(y, residual(self, y, b, shift), iterative=True)
 
     def _singular(self) -> float:
@@ -102,7 +106,7 @@ def _congruent(P: Tensor, factor: Tensor | None) -> Tensor:
     return P.T @ P if factor is None else P.T @ factor @ P
 
 
-def _preconditioned(terms: list[tuple[float, Tensor, Tensor]], b: Tensor, *, single: bool) -> Tensor:
+def _preconditioned(terms: list[tuple[float, Tensor, Tensor]], b: Tensor, *, single: bool, most: int | None) -> Tensor:
     """Solve Σ c G Y A = b by conjugate gradients, preconditioned by the operator's diagonal.
 
     Factors known in single precision are iterated in it, under a residual that is kept in float64.
@@ -113,14 +117,17 @@ def _preconditioned(terms: list[tuple[float, Tensor, Tensor]], b: Tensor, *, sin
     diagonal = diagonal.clamp_min(1e-30 * float(diagonal.max()))
     exact = _Stacked(terms, torch.float64)
     if not single:
-        return conjugate_gradients(exact.apply, b, lambda r: r / diagonal).y
+        return conjugate_gradients(exact.apply, b, lambda r: r / diagonal, most=most or MOST).y
     quick, diagonal = _Stacked(terms, torch.float32), diagonal.float()
     y, r, norm = torch.zeros_like(b), b, float(torch.linalg.vector_norm(b))
     size = norm
     for _ in range(8):
         wanted = max(0.5 * SINGLE * norm / size, 3e-6)
-        step = conjugate_gradients(quick.apply, (r / size).float(), lambda r: r / diagonal, tolerance=wanted).y
+        scaled = (r / size).float()
+        step = conjugate_gradients(quick.apply, scaled, lambda r: r / diagonal, tolerance=wanted, most=most or MOST).y
         y = y + size * step.double()
+        if most is not None:
+            break
         r, previous = b - exact.apply(y), size
         size = float(torch.linalg.vector_norm(r))
         if size <= SINGLE * norm or size > 0.5 * previous:

@@ -20,6 +20,7 @@ SMALL = 192  # below this side a full SVD in float64 costs next to nothing
 SVD_TOLERANCE = 6e-3  # bound on the mean angle of float32 triples; their product's error is some 30x lower
 CHUNK = 1 << 19  # entries looked at together where each stands alone: they stay in the cache
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
+MOST = 2000  # conjugate-gradient steps
 
 
 def nonfinite(x: Tensor) -> int:
@@ -341,7 +342,7 @@ def conjugate_gradients(
     precondition: Callable[[Tensor], Tensor] = lambda r: r,
     *,
     tolerance: float = 1e-10,
-    most: int = 2000,
+    most: int = MOST,
 ) -> CgSolution:
     """Solve `apply(y) = b` for a symmetric positive semi-definite operator on tensors of any shape.
 

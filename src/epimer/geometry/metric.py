@@ -30,6 +30,10 @@ class Metric(ABC):
     def apply(self, D_mn: Tensor) -> Tensor:
         """Return HD."""
 
+    def energy(self, D_mn: Tensor) -> float:
+        """Return DᵀHD."""
+        return max(0.0, float((D_mn * self.apply(D_mn)).double().sum()))
+
     @abstractmethod
     def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
         """Return the form on X in D = U X Vᵀ."""
@@ -276,6 +280,15 @@ class TaskGram(Metric):
     def apply(self, D_mn: Tensor) -> Tensor:
         D = self.D.double()  # a product of five task vectors leaves float32
         return D @ (D.T @ D_mn.double() @ D.T) @ D
+
+    def energy(self, D_mn: Tensor) -> float:
+        size = float(torch.linalg.vector_norm(self.D.double()))
+        if size == 0:
+            return 0.0
+        D = self.D / size  # a product of three task vectors would leave float32
+        step = D_mn.to(D.dtype).T
+        product = (D @ step) @ D if D.shape[0] <= D.shape[1] else D @ (step @ D)
+        return size**4 * float(product.double().square().sum())
 
     def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
         left, right = self._factors(U, V)

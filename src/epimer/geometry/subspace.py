@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.form import Dense, Form
-from epimer.geometry.linalg import NULL, Polar, Svd, along_atoms, column_basis, iterates, polar, sum_of_atoms, top_svd
+from epimer.geometry.linalg import NULL, Svd, along_atoms, column_basis, iterates, polar, sum_of_atoms, top_svd
 from epimer.geometry.metric import Metric
 
 NEAR_DUPLICATE = 0.02  # a stack's weakest direction below this calls for exact SVDs
@@ -135,13 +135,27 @@ class Span(Subspace):
 
 
 def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
-    """Build the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor.
+    """Build the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor."""
+    return tagged_with_triples(deltas, rank)[0]
+
+
+def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, list[Svd]]:
+    """Return the tagged basis and every task's leading triples, from which it was made.
 
     Near-duplicate models make the stack near-singular, which magnifies errors; then the SVDs are taken exactly.
     """
-    triples, left, right = _whitened(deltas, rank, exact=False)
-    if min(left.weakest, right.weakest) < NEAR_DUPLICATE and any(iterates(D, rank) for D in deltas):
-        triples, left, right = _whitened(deltas, rank, exact=True)
+    triples = [top_svd(D, rank) for D in deltas]
+    atoms, weakest = whitened(triples)
+    if weakest < NEAR_DUPLICATE and any(iterates(D, rank) for D in deltas):
+        triples = [top_svd(D, rank, exact=True) for D in deltas]
+        atoms, _ = whitened(triples)
+    return atoms, triples
+
+
+def whitened(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, float]:
+    """Return the tagged basis of the first `rank` triples of every task, and its stack's weakest direction."""
+    triples = [Svd(U[:, :rank], sigma[:rank], V[:, :rank]) for U, sigma, V in triples]
+    left, right = (polar(torch.cat([triple[side] for triple in triples], dim=1)) for side in (0, 2))
     sigma = torch.cat([triple.sigma for triple in triples])
     owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)])
     mix = None
@@ -150,14 +164,8 @@ def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
         values, vectors = torch.linalg.eigh((U.T @ U) * (V.T @ V))
         kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
-    return Tagged(left.factor, right.factor, sigma, owner.to(sigma.device), mix)
-
-
-def _whitened(deltas: Sequence[Tensor], rank: int, *, exact: bool) -> tuple[list[Svd], Polar, Polar]:
-    """Return every task's leading triples and the polar factors of their stacked left and right vectors."""
-    triples = [top_svd(D, rank, exact=exact) for D in deltas]
-    left = polar(torch.cat([triple.U for triple in triples], dim=1))
-    return triples, left, polar(torch.cat([triple.V for triple in triples], dim=1))
+    atoms = Tagged(left.factor, right.factor, sigma, owner.to(sigma.device), mix)
+    return atoms, min(left.weakest, right.weakest)
 
 
 def pairs(atoms: Tagged) -> Pairs:

@@ -64,8 +64,8 @@ def residual_energy(
     total = 0.0
     for D, metric, weight in zip(deltas, metrics, weights, strict=True):
         outside = D - subspace.lift(subspace.project(D))
-        total += weight * float((outside * metric.apply(outside)).double().sum())
-    return max(0.0, total)
+        total += weight * metric.energy(outside)
+    return total
 
 
 def bound(v_s: float, r_s: float | None) -> float | None:

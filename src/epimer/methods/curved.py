@@ -39,6 +39,7 @@ def frechet(layer: Layer, p: Any) -> Outcome:
         damping=0.0 if anchored else p.damping,
         jitter=p.jitter,
         tolerance=p.projection_tol,
+        most=p.iterations,
     )
     if anchored:
         unit = 1.0 if p.normalize == "trace" else mean_size(problem)
@@ -86,7 +87,7 @@ FISHER = SimpleNamespace(normalize="none", damping=0.0, jitter=0.0)
 
 def entrywise(layer: Layer, p: Any) -> Outcome:
     """Solve the equation in the full space, whatever the tensor's shape."""
-    fixed = SimpleNamespace(basis="full", rank=None, aggregator="mean", projection_tol=0.0)
+    fixed = SimpleNamespace(basis="full", rank=None, aggregator="mean", projection_tol=0.0, iterations=None)
     return frechet(layer, SimpleNamespace(**vars(fixed), normalize=p.normalize, damping=p.damping, jitter=p.jitter))
 
 
@@ -186,6 +187,14 @@ def _parameters(
             "error of the low-rank projection that starts a large diagonal solve; 0 projects exactly",
             low=0,
             high=1,
+        ),
+        Parameter(
+            "iterations",
+            "integer",
+            None,
+            "conjugate-gradient steps at most, for kronecker curvature on tensor or full; None goes on until converged",
+            low=1,
+            optional=True,
         ),
         *COMMON,
     )

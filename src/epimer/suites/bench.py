@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch import Tensor
 
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
+from epimer.errors import EpimerWarning
 from epimer.geometry.metric import Metric
 from epimer.methods.merge import MergedState, build_basis, merge_state_dicts
 from epimer.methods.registry import describe_method
 from epimer.suites.stats import Scores
 from epimer.suites.suite import Suite
 
-SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
+SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
+COARSE = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 4.0)
 SAMPLES = 256  # per task, for curvature
 RANK = 32  # of bases, where a candidate does not say otherwise
 CHUNK = 64  # samples in a batch when curvature is measured
@@ -57,7 +60,7 @@ CANDIDATES = (
     Candidate("fisher"),
     Candidate("gradient_matching"),
     Candidate("regmean"),
-    Candidate("mats"),
+    Candidate("mats", {"iterations": 20}),  # its authors stop early too; more steps merge no better here
     Candidate("wudi"),
     Candidate("tsv"),
     Candidate("iso_c"),
@@ -79,7 +82,6 @@ class Outcome:
     test: Scores
     seconds: float
     """of the merge, without curvature and evaluation"""
-    state: State
     edge: bool
     """the scale is the first or last of the grid, so a better one may lie beyond"""
 
@@ -87,10 +89,25 @@ class Outcome:
 class Bench:
     """A suite with the curvature of its models, measured once and kept."""
 
-    def __init__(self, suite: Suite, *, samples: int = SAMPLES, seed: int = 0, keep: bool = True) -> None:
-        self.suite, self.samples, self.seed, self.keep = suite, samples, seed, keep
+    def __init__(
+        self,
+        suite: Suite,
+        *,
+        samples: int = SAMPLES,
+        seed: int = 0,
+        keep: bool = True,
+        scales: Sequence[float] = SCALES,
+    ) -> None:
+        self.suite, self.samples, self.seed, self.keep, self.scales = suite, samples, seed, keep, sorted(scales)
         self.seconds: dict[str, float] = {}
         """what measuring each kind of curvature took"""
+        self.notes: list[str] = []
+        """what merges warned of, each once"""
+        self.winner: Outcome | None = None
+        """the best on validation data so far"""
+        self.model: State = {}
+        """its merged model"""
+        self._outcomes: dict[str, Outcome] = {}
         self._curvature: dict[str, list[Curvature]] = {}
 
     @cached_property
@@ -123,17 +140,20 @@ class Bench:
             return Curvature.load(folder)
         data = task.splits["train"]
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))[: self.samples]
+        network, names = self.suite.network(self.states[t], task), self.suite.names and self.suite.names(task)
+        names = names or {name: name for name, _ in network.named_parameters() if name in self.suite.base}
         found = estimate_curvature(
-            self.suite.network(self.states[t], task),
+            network,
             data.batches(CHUNK, order),
             task.loss,
             kind=kind,
             samples=None,
-            basis=basis,
+            basis=None if basis is None else {name: basis[stored] for name, stored in names.items() if stored in basis},
             seed=self.seed,
-            layers=list(self.suite.base),
+            layers=list(names),
             progress=False,
         )
+        found = found if self.suite.names is None else renamed(found, names)
         if folder is not None:
             found.save(folder)
         return found
@@ -149,7 +169,12 @@ class Bench:
             if candidate.curvature == "samples":
                 given["basis"] = self.basis(rank)
         some = [self.states[t] for t in chosen]
-        return merge_state_dicts(dict(self.suite.base), some, candidate.method, curvature=curvature, **given)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", EpimerWarning)
+            merged = merge_state_dicts(dict(self.suite.base), some, candidate.method, curvature=curvature, **given)
+        said = [str(warning.message) for warning in caught if issubclass(warning.category, EpimerWarning)]
+        self.notes += [note for note in said if note not in self.notes]
+        return merged
 
     def scaled(self, merged: State, scale: float) -> dict[str, Tensor]:
         """Return base + scale · (merged - base)."""
@@ -162,11 +187,17 @@ class Bench:
         """Return how a model does on every task."""
         return Scores(self.suite.scores(state, split))
 
-    def best(self, candidate: Candidate, scales: Sequence[float] = SCALES) -> Outcome:
-        """Merge once, take the scale that is best on validation data, and report on test data.
+    def best(self, candidate: Candidate) -> Outcome:
+        """Merge once, take the scale that is best on validation data, and report on test data; asked again, remember.
 
         The merged delta is proportional to the scale, so all scales share one merge; the search climbs from 1.
         """
+        asked = repr(candidate)
+        if asked not in self._outcomes:
+            self._outcomes[asked] = self._best(candidate)
+        return self._outcomes[asked]
+
+    def _best(self, candidate: Candidate) -> Outcome:
         if candidate.curvature is not None:
             self.curvature(candidate.curvature, candidate.parameters.get("rank", RANK))
         started = time.perf_counter()
@@ -184,10 +215,22 @@ class Bench:
                 validation[scale] = self.score(made(scale), "val").average
             return validation[scale]
 
-        scale = climb(at, sorted(scales))
+        scale = climb(at, self.scales)
         state = made(scale)
-        edge = scale in (min(scales), max(scales))
-        return Outcome(candidate, scale, validation[scale], self.score(state, "test"), seconds, state, edge)
+        edge = scale in (self.scales[0], self.scales[-1])
+        outcome = Outcome(candidate, scale, validation[scale], self.score(state, "test"), seconds, edge)
+        if self.winner is None or outcome.validation > self.winner.validation:
+            self.winner, self.model = outcome, state
+        return outcome
+
+
+def renamed(found: Curvature, names: Mapping[str, str]) -> Curvature:
+    """Return curvature that was measured under a network's names under those of the state dicts."""
+    metrics, about = {names[name]: metric for name, metric in found.items()}, found.about
+    counts = {names[name]: count for name, count in about.counts.items()}
+    left_out = {names.get(name, name): why for name, why in about.left_out.items()}
+    ties = {name: names[twin] for name, twin in about.ties.items() if twin in names}
+    return Curvature(metrics, replace(about, counts=counts, left_out=left_out, ties=ties))
 
 
 def climb(value: Any, grid: Sequence[float]) -> float:
@@ -209,4 +252,4 @@ def references(bench: Bench) -> dict[str, Scores]:
     """Return the few-shot probe (the base with each task's head) and each model on its own task."""
     suite = bench.suite
     own = [suite.scores_on(state, task, "test") for state, task in zip(bench.states, suite.tasks, strict=True)]
-    return {"few-shot probe": bench.score(suite.base, "test"), "fine-tuned": Scores(own)}
+    return {suite.untrained: bench.score(suite.base, "test"), "fine-tuned": Scores(own)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from epimer.checkpoints.writer import as_json, explained
-from epimer.suites.experiments import Result
+from epimer.suites.results import Result
 
 
 def write(result: Result, folder: Path) -> list[Path]:
@@ -22,12 +24,20 @@ def write(result: Result, folder: Path) -> list[Path]:
     return files
 
 
-def draw(figure: dict[str, Any], title: str, path: Path) -> None:
-    """Draw lines with their intervals."""
+def draw(figure: Mapping[str, Any], title: str, path: Path) -> None:
+    """Draw a figure: lines with their intervals, or maps of a landscape."""
     from matplotlib.figure import Figure
 
     page = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = page.subplots()
+    if figure["kind"] == "maps":
+        _draw_maps(figure, page)
+        page.suptitle(title)
+    else:
+        _draw_lines(figure, title, page.subplots())
+    page.savefig(path, metadata={"Date": None})
+
+
+def _draw_lines(figure: Mapping[str, Any], title: str, axes: Any) -> None:
     for label, points in figure["lines"].items():
         x, y, low, high = zip(*points, strict=True)
         (line,) = axes.plot(x, y, marker="o", markersize=3, label=label)
@@ -37,4 +47,29 @@ def draw(figure: dict[str, Any], title: str, path: Path) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    page.savefig(path, metadata={"Date": None})
+
+
+MARKS = {"base": "s", "task": "o", "merged": "*"}
+
+
+def _draw_maps(figure: Mapping[str, Any], page: Any) -> None:
+    """Draw the joint loss, then every task's; the base, the models and the merges are marked."""
+    maps = {"all tasks, summed": figure["joint"], **figure["maps"]}
+    columns = math.ceil(len(maps) ** 0.5)
+    rows = math.ceil(len(maps) / columns)
+    page.set_size_inches(3.4 * columns, 3.1 * rows)
+    cells = page.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+    for cell, (name, losses) in zip(cells, maps.items(), strict=False):
+        cell.contourf(figure["a"], figure["b"], losses, levels=14, cmap="viridis_r")
+        cell.contour(figure["a"], figure["b"], losses, levels=14, colors="white", linewidths=0.3)
+        for point in figure["points"]:
+            own = point["name"] == name
+            color = {"base": "white", "task": "orange" if own else "lightgrey", "merged": "red"}[point["kind"]]
+            mark = MARKS[point["kind"]]
+            cell.plot(point["a"], point["b"], mark, color=color, markeredgecolor="black", markersize=9 if own else 6)
+            if point["kind"] != "task" or own:
+                cell.annotate(point["name"], (point["a"], point["b"]), fontsize=6, xytext=(3, 3),
+                              textcoords="offset points")  # fmt: skip
+        cell.set_title(name, fontsize="small")
+    for cell in list(page.axes)[len(maps) :]:
+        cell.set_axis_off()

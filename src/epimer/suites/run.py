@@ -3,40 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from epimer.errors import ParameterError, nearest
+from epimer.errors import DataError, ParameterError, nearest
 from epimer.progress import Progress
 from epimer.suites.bench import Bench
-from epimer.suites.experiments import EXPERIMENTS, Result
+from epimer.suites.beside import beside
+from epimer.suites.entry import call_entry, is_entry
+from epimer.suites.experiments import EXPERIMENTS
+from epimer.suites.metrics import unit
 from epimer.suites.output import write
+from epimer.suites.results import Result
 from epimer.suites.suite import Suite
 
-SUITES = ("glyphs8",)
+SUITES = ("glyphs8", "clip8")
+NEEDS = {"alpha": ("train", "test"), "cost": ("train",)}
+"""which splits an experiment reads, where it is not all three"""
 
 
-def open_suite(name: str, *, seed: int = 0, progress: bool = True) -> Suite:
-    """Build or load a suite."""
+def open_suite(
+    name: str, *, seed: int = 0, progress: bool = True, device: str = "auto", keep: bool = True, **options: Any
+) -> Suite:
+    """Build or load a suite: by name, by its YAML file, or by `module:function`, a function of one's own.
+
+    `device` and `keep` are for suites of YAML files, see `read_suite`; `options` are for clip8, see its `load`.
+    """
+    given = {option: value for option, value in options.items() if value is not None}
+    if name == "clip8":
+        from epimer.suites.clip8.load import load as load_clip8
+
+        return load_clip8(seed=seed, progress=progress, **given)
+    if given:
+        raise ParameterError(f"--{next(iter(given))} is for the suite clip8; leave it out for {name}.")
+    if name.lower().endswith((".yaml", ".yml")):
+        from epimer.suites.networks import read_suite
+
+        return read_suite(name, device=device, keep=keep, progress=progress)
+    if is_entry(name):
+        return call_entry(name)
     if name not in SUITES:
-        raise ParameterError(f"There is no suite {name!r}.{nearest(name, SUITES)} Suites: {', '.join(SUITES)}.")
+        more = "or give a YAML file, or module:function"
+        raise ParameterError(f"There is no suite {name!r}.{nearest(name, SUITES)} Suites: {', '.join(SUITES)}; {more}.")
     from epimer.suites.glyphs.build import load
 
     return load(seed=seed, progress=progress)
 
 
 def run_experiments(
-    suite: str, names: Sequence[str], folder: Path, *, seed: int = 0, progress: bool = True
+    suite: str, names: Sequence[str], folder: Path, *, seed: int = 0, progress: bool = True, **options: Any
 ) -> Iterator[tuple[Result, list[Path]]]:
-    """Run experiments one by one; each is written when it is done."""
+    """Run experiments one by one; each is written when it is done. Options are those of `open_suite`."""
     wanted = list(EXPERIMENTS) if "all" in names else list(dict.fromkeys(names))
     for name in wanted:
         if name not in EXPERIMENTS:
             hint, known = nearest(name, EXPERIMENTS), ", ".join(EXPERIMENTS)
             raise ParameterError(f"There is no experiment {name!r}.{hint} Experiments: {known}, all.")
-    bench = Bench(open_suite(suite, seed=seed, progress=progress), seed=seed)
+    bench = Bench(open_suite(suite, seed=seed, progress=progress, **options), seed=seed)
+    measured = _check_fit(bench.suite, wanted)
     for name in wanted:
         with Progress(progress, unit="experiments") as bar:
             stage = bar.begin(name, None)
-            result = EXPERIMENTS[name](bench)
+            result = beside(EXPERIMENTS[name](bench), bench.suite)
             stage.advance(1, "")
+        result = replace(result, title=result.title.replace("accuracy", measured))
+        if measured in ("loss", "perplexity"):
+            more = " (perplexity is its exp)" if measured == "perplexity" else ""
+            result.notes.append(f"Scores are minus the loss{more} in hundredths: -51.2 is a loss of 0.512.")
         yield result, write(result, folder.expanduser())
+
+
+def _check_fit(suite: Suite, experiments: Sequence[str]) -> str:
+    """Refuse experiments that a suite lacks data for; return what its tasks are measured in."""
+    for name in experiments:
+        for task in suite.tasks:
+            lacking = [split for split in NEEDS.get(name, ("train", "val", "test")) if split not in task.splits]
+            if lacking:
+                use = {"train": "measures curvature", "val": "chooses", "test": "reports"}[lacking[0]]
+                raise DataError(
+                    f"{suite.name}: task {task.name!r} has no {lacking[0]} data, on which {name!r} {use}; add it "
+                    "(`epimer eval` needs only test)."
+                )
+    units = sorted({unit(task.metric) for task in suite.tasks})
+    if len(units) > 1:
+        raise ParameterError(
+            f"{suite.name}: its tasks are measured in {', '.join(units)}, of which no average can be taken; give all "
+            "tasks one metric."
+        )
+    if "worst-task" in experiments and units[0] in ("loss", "perplexity"):
+        raise ParameterError(
+            f"{suite.name}: 'worst-task' tells what share of fine-tuning's score is kept, and a {units[0]} has none; "
+            "leave it out, or take another metric."
+        )
+    return units[0]

@@ -7,7 +7,7 @@ yield batches for it, and its `score` and `loss` judge the outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +53,21 @@ class Split:
             yield self.x[some], self.y[some]
 
 
+@dataclass(frozen=True)
+class Some:
+    """The first samples of a split."""
+
+    data: Data
+    count: int
+
+    def __len__(self) -> int:
+        return min(self.count, len(self.data))
+
+    def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Any, Any]]:
+        """Yield the samples, some at a time."""
+        return self.data.batches(size, torch.arange(len(self)) if order is None else order)
+
+
 def right(outputs: Any, targets: Tensor) -> Tensor:
     """Return which samples a classifier gets right: 1 or 0 each."""
     return (logits_of(outputs).argmax(1) == targets).double()
@@ -77,6 +92,8 @@ class SuiteTask:
     """(outputs, targets) -> one number per sample, higher is better"""
     loss: Callable[[Any, Any], Tensor] = classification_loss
     """(outputs, targets) -> each sample's loss, which curvature is measured of"""
+    metric: str = "accuracy"
+    """what the mean score is: accuracy, token-accuracy, loss (minus the score), perplexity (exp of it), or any name"""
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,23 @@ class Suite:
     """where curvature is kept between runs, where it may be"""
     batch: int = BATCH
     """samples evaluated at a time"""
+    names: Callable[[SuiteTask], Mapping[str, str]] | None = None
+    """parameter of a task's network -> its name in the state dicts; None where the two are the same"""
+    untrained: str = "few-shot probe"
+    """what the base is called, with each task's head on it"""
+    published: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """who -> method -> the average in percent that they report, to be shown beside ours"""
+    remarks: Sequence[str] = ()
+    """what to know when reading the suite's tables"""
+
+    def some(self, **counts: int) -> Suite:
+        """Return the suite with only the first samples of the splits that are named."""
+
+        def cut(task: SuiteTask) -> SuiteTask:
+            splits = {name: Some(data, counts[name]) if name in counts else data for name, data in task.splits.items()}
+            return replace(task, splits=splits)
+
+        return replace(self, tasks=[cut(task) for task in self.tasks])
 
     def scores(self, state: Mapping[str, Tensor], split: str) -> list[Tensor]:
         """Return every sample's score, per task."""

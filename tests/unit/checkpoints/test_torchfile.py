@@ -181,8 +181,8 @@ def test_code_in_a_zip_made_by_hand_is_not_executed(tmp_path, marker):
     assert UNTRUSTED in refused(path)
 
 
-def test_a_whole_module_is_refused(save):
-    message = refused(save(nn.Linear(2, 3)))
+def test_objects_that_are_no_module_are_refused_with_what_to_save_instead(save):
+    message = refused(save({"model": nn.Linear(2, 3), "path": Path("x")}))
     assert UNTRUSTED in message
     assert "torch.save(model.state_dict(), path)" in message
 

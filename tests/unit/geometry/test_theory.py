@@ -130,7 +130,7 @@ def test_diagnosis_of_models_sums_its_layers(kind):
     curvature = make_curvature(BASE, kind)
     found = epimer.diagnose_state_dicts(BASE, MODELS, curvature=curvature, rank=3, weights=[1, 2, 3])
     assert set(found.layers) == set(MATRICES)
-    layers, total = list(found.layers.values()), found.total
+    layers, total = [layer.theory for layer in found.layers.values()], found.total
     for name in ("eta", "eta_unit_trace", "flat_objective", "v_s", "v_s_solve", "r_s", "damped"):
         assert getattr(total, name) == pytest.approx(sum(getattr(layer, name) for layer in layers))
     assert total.bound == pytest.approx(0.5 * (total.v_s**0.5 + total.r_s**0.5) ** 2)
@@ -151,7 +151,7 @@ def test_eta_of_a_merge_is_the_diagnosis_eta():
     found = epimer.diagnose_state_dicts(BASE, MODELS, curvature=curvature, rank=3)
     merged = epimer.merge_state_dicts(BASE, MODELS, "epimer", curvature=curvature, rank=3)
     for name in MATRICES:
-        assert merged.record.tensors[name].eta == pytest.approx(found.layers[name].eta)
+        assert merged.record.tensors[name].eta == pytest.approx(found.layers[name].theory.eta)
 
 
 def test_more_directions_keep_more_energy_and_lose_less():

@@ -845,7 +845,7 @@ def test_the_record_tells_the_rank_of_the_basis_that_was_used(base, models, diag
 
 def test_the_diagnosis_tells_the_rank_of_the_basis_that_was_used(base, models, diagonals):
     bases = epimer.build_basis(base, models, rank=2)
-    assert epimer.diagnose_state_dicts(base, models, curvature=diagonals, basis=bases).layers[FIRST].rank == 2
+    assert epimer.diagnose_state_dicts(base, models, curvature=diagonals, basis=bases).layers[FIRST].theory.rank == 2
 
 
 @pytest.mark.parametrize("size", [4, 20])  # 20 would fit the default basis by chance

@@ -76,9 +76,10 @@ def test_right_is_what_the_network_gets_right(suite):
     assert references(Bench(suite))["fine-tuned"].average > 0.8
 
 
-def test_the_scale_is_chosen_on_validation_and_reported_on_test(bench):
+def test_the_scale_is_chosen_on_validation_and_reported_on_test(suite):
     grid = (0.3, 1.0, 2.0)
-    outcome = bench.best(Candidate("tsv"), grid)
+    bench = Bench(suite, scales=grid)
+    outcome = bench.best(Candidate("tsv"))
     merged = epimer.merge_state_dicts(dict(bench.suite.base), bench.states, "tsv")
     by_scale = {}
     for scale in grid:
@@ -88,8 +89,26 @@ def test_the_scale_is_chosen_on_validation_and_reported_on_test(bench):
         by_scale[scale] = Scores(bench.suite.scores(state, "val")).average
     assert outcome.validation == max(by_scale.values())
     assert by_scale[outcome.scale] == outcome.validation
-    again = Scores(bench.suite.scores(outcome.state, "test"))
+    again = Scores(bench.suite.scores(bench.model, "test"))
     assert again.accuracies == outcome.test.accuracies
+    assert bench.best(Candidate("tsv")) is bench.winner is outcome
+    bench.best(Candidate("task_arithmetic"))
+    assert bench.winner.validation == max(o.validation for o in bench._outcomes.values())
+
+
+def test_some_is_the_first_samples(suite):
+    some = suite.some(test=30)
+    whole, part = suite.scores(suite.base, "test"), some.scores(suite.base, "test")
+    assert [len(scores) for scores in part] == [30] * 3
+    assert all(torch.equal(a[:30], b) for a, b in zip(whole, part, strict=True))
+    assert len(some.tasks[0].splits["val"]) == len(suite.tasks[0].splits["val"])
+
+
+def test_scores_that_are_no_hits_have_intervals_too():
+    values = torch.linspace(-3, 1, 400, dtype=torch.float64)
+    low, high = Scores([values]).interval()
+    assert (low + high) / 2 == pytest.approx(-1, abs=0.02)
+    assert high - low == pytest.approx(2 * 1.96 * float(values.std()) / 20, rel=0.1)
 
 
 @pytest.mark.parametrize("values", list(itertools.permutations([0.0, 1.0, 2.0, 3.0])))
@@ -139,16 +158,17 @@ def test_curvature_is_measured_once_and_kept(suite):
 
 
 def test_performance_has_every_method_and_the_references(bench):
-    result, outcomes = experiments.performance(bench)
+    said = []
+    result = experiments.performance(bench, said.append)
     assert [row[0] for row in result.rows] == ["few-shot probe", "fine-tuned", *(c.name for c in CANDIDATES)]
-    assert len(outcomes) == len(CANDIDATES)
+    assert said == [row[0] for row in result.rows]
     assert all(len(row) == len(result.headings) for row in result.rows)
     assert "| tsv |" in result.markdown()
 
 
-@pytest.mark.parametrize("name", ["worst-task", "alpha", "eta", "cost", "tasks"])
+@pytest.mark.parametrize("name", ["worst-task", "alpha", "eta", "cost", "tasks", "landscape"])
 def test_experiments_write_tables_and_figures(bench, tmp_path, name):
-    result = experiments.EXPERIMENTS[name](bench)
+    result = experiments.landscape(bench, grid=4) if name == "landscape" else experiments.EXPERIMENTS[name](bench)
     assert result.rows
     assert all(len(row) == len(result.headings) for row in result.rows)
     files = write(result, tmp_path)
@@ -161,7 +181,7 @@ def test_experiments_write_tables_and_figures(bench, tmp_path, name):
 def test_samples_and_metrics(bench, monkeypatch):
     monkeypatch.setattr(experiments, "SIZES", (8, 32))
     monkeypatch.setattr(experiments, "FRACTIONS", (0.05, 0.5))
-    assert [row[2] for row in experiments.samples(bench).rows] == [8, 32] * 3
-    assert [row[2] for row in experiments.fisher_fraction(bench).rows] == [20, 200] * 3
+    assert [row[2] for row in experiments.samples(bench).rows] == ["8", "32"] * 3
+    assert [row[2] for row in experiments.fisher_fraction(bench).rows] == ["20", "200"] * 3
     rows = experiments.metrics(bench).rows
     assert len(rows) == 3 * 3 * 3 * 3 + 9

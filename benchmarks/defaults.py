@@ -1,0 +1,84 @@
+"""Which damping, anchor and scale epimer_kron and epimer_free should have by default, asked of validation data only.
+
+Gain is the share of the way from the probe to the fine-tuned models that a merge goes, so that suites can be averaged.
+
+    python benchmarks/defaults.py [--out DIR]     (on glyphs8; on minilm8: benchmarks/minilm8.py --experiments defaults)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from epimer.suites.bench import Bench, Candidate
+from epimer.suites.output import write
+from epimer.suites.results import Result, accuracy, number, text
+from epimer.suites.stats import Scores
+
+METHODS = ("epimer_kron", "epimer_free")
+ANCHORS = ("tsv", "iso_c", "sum", "average")
+DAMPINGS = (0.1, 0.3, 1.0, 3.0)
+SCALES = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)
+
+
+def defaults(bench: Bench) -> Result:
+    """Return validation accuracy over the grid."""
+    suite = bench.suite
+    probe = bench.score(suite.base, "val").average
+    own = [suite.scores_on(state, task, "val") for state, task in zip(bench.states, suite.tasks, strict=True)]
+    tuned = Scores(own).average
+    data: list[dict[str, Any]] = []
+    for method in METHODS:
+        for anchor in ANCHORS:
+            for damping in DAMPINGS:
+                merged = bench.merge(Candidate(method, {"anchor": anchor, "damping": damping, "iterations": 40}))
+                for scale in SCALES:
+                    scores = bench.score(bench.scaled(merged, scale), "val")
+                    row = {"method": method, "anchor": anchor, "damping": damping, "scale": scale}
+                    gain = (scores.average - probe) / (tuned - probe)
+                    data.append({**row, "average": scores.average, "worst": scores.worst, "gain": gain})
+    columns = {
+        "method": text("method"),
+        "anchor": text("anchor"),
+        "damping": number("damping"),
+        "scale": number("scale"),
+        "validation": accuracy("average"),
+        "worst": accuracy("worst"),
+        "gain": accuracy("gain"),
+    }
+    notes = [f"Probe {100 * probe:.1f}, fine-tuned {100 * tuned:.1f}, both on validation data."]
+    return Result("defaults", f"{suite.name}: settings on validation data", columns, data, notes)
+
+
+def main() -> None:
+    """Run the grid on glyphs8, or read grids and print the best settings over all of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("defaults-results"))
+    parser.add_argument("--join", type=Path, nargs="*", help="JSON files of several suites; print the best settings")
+    given = parser.parse_args()
+    if not given.join:
+        from epimer.suites.glyphs.build import load
+
+        result = defaults(Bench(load()))
+        write(result, given.out)
+        print(result.markdown())
+        return
+    gains: dict[tuple[Any, ...], list[float]] = {}
+    for path in given.join:
+        for row in json.loads(path.read_text())["data"]:
+            key = tuple(row[part] for part in ("method", "anchor", "damping", "scale"))
+            gains.setdefault(key, []).append(row["gain"])
+    for method in METHODS:
+        ranked = sorted((key for key in gains if key[0] == method), key=lambda key: -sum(gains[key]))
+        for key in ranked[:12]:
+            print(
+                *key,
+                " ".join(f"{100 * gain:.1f}" for gain in gains[key]),
+                f"{100 * sum(gains[key]) / len(gains[key]):.1f}",
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Diagnose models before they are merged: state dicts in memory, or the checkpoints of a recipe, layer by layer."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import epimer
+from epimer.diagnosis.advice import advise
+from epimer.diagnosis.layer import Question, Sums, examine, share
+from epimer.engine.merge import Options, check_memory, check_plan
+from epimer.errors import CurvatureError, ParameterError, TensorError, nearest, short
+from epimer.geometry.metric import Metric, TaskGram
+from epimer.geometry.subspace import Pairs, Tagged, clamp_rank
+from epimer.geometry.theory import total
+from epimer.methods.curvatures import Curvatures, check_curvatures, layer_basis, layer_metrics
+from epimer.methods.curved import rank_of
+from epimer.methods.inputs import StateDict, check_finite, check_inputs, check_weights, matrix_shape, task_vectors
+from epimer.methods.registry import describe_method, list_methods
+from epimer.plan import Job, Plan, make_plan
+from epimer.progress import Progress
+from epimer.recipe import Recipe, load_recipe
+from epimer.records import Conflict, Diagnosis, Forecast, LayerFindings
+
+KINDS = ("ekfac", "diagonal", "kronecker", "samples", "projected")
+FREE = ("average", "tsv", "epimer_free")
+CURVED = {
+    "kronecker": ("regmean", "epimer_kron"),
+    "ekfac": ("epimer_kron",),
+    "diagonal": ("epimer",),
+    "samples": ("epimer_exact",),
+}
+"""methods whose loss is forecast: without data, and with curvature of a kind"""
+STEPS = 20  # of conjugate gradients, which give the same forecast as a solve to the end
+Examined = dict[str, tuple[LayerFindings, Sums]]
+
+
+@torch.no_grad()
+def diagnose_state_dicts(
+    base: StateDict,
+    models: Sequence[StateDict],
+    *,
+    curvature: Sequence[Mapping[str, Metric]] | None = None,
+    rank: int | None = 32,
+    weights: Sequence[float] | None = None,
+    basis: Mapping[str, Tagged] | None = None,
+    damping: float = 1e-2,
+    rules: Sequence[tuple[str, str]] = (),
+    methods: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
+    names: Sequence[str] | None = None,
+) -> Diagnosis:
+    """Say, per matrix and in total, how tasks conflict, what curvature would gain and what merges would lose.
+
+    Args:
+        base: the ancestor.
+        models: the fine-tuned models.
+        curvature: as in `merge_state_dicts`; None takes each task vector's own Gram matrices.
+        rank: directions per task of the tagged basis; None is floor(min(m, n) / T).
+        weights: one per model.
+        basis: the bases that projected curvature was measured on.
+        damping: added to each projected curvature of mean diagonal 1.
+        rules: which tensors are matrices, by name pattern.
+        methods: merges to forecast, by name, or a mapping from names to parameters; None takes average, tsv,
+            epimer_free and those that use this curvature.
+        names: what to call the models.
+    """
+    row = describe_method("epimer")
+    p = row.resolve({"rank": rank, "damping": damping, "rules": rules})
+    if basis is not None and not isinstance(basis, Mapping):
+        raise ParameterError(f"basis must be a mapping from tensor names to bases or None. Got {short(basis)} instead.")
+    inputs = check_inputs(base, models, row, p.rules)
+    lam = check_weights(weights, len(models), row)
+    curvatures = None if curvature is None else check_curvatures(curvature, len(models), row)
+    jobs = [
+        (name, W0, tensors, *_checked(name, W0, tensors, curvatures, basis))
+        for name, W0, tensors in inputs.merged()
+        if inputs.rules[name] == "matrix" and clamp_rank(matrix_shape(tensors[0]), len(models), p.rank)
+    ]
+    kind = next((metrics[0].kind for *_, metrics, _ in jobs if metrics), "task-gram")
+    ask = Question(p.rank, p.damping, forecasts(methods, kind))
+    found: Examined = {}
+    for name, W0, tensors, metrics, fixed in jobs:
+        assert W0 is not None
+        found[name] = _examined(name, W0, task_vectors(W0, tensors, matrix=True), metrics, fixed, lam, ask)
+    called = tuple(names) if names is not None else tuple(f"model {t}" for t in range(len(models)))
+    return assemble(found, lam, called, kind, ask)
+
+
+@torch.no_grad()
+def diagnose(
+    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    *,
+    rank: int | None = None,
+    methods: Sequence[str] | None = None,
+    damping: float = 1e-2,
+    progress: bool = True,
+    any_curvature: bool = False,
+    workers: int | None = None,
+) -> Diagnosis:
+    """Diagnose the models of a recipe before they are merged; every model is read once, layer by layer.
+
+    Args:
+        recipe: a YAML file, or its content as a mapping; where its models have curvature, that is used.
+        rank: directions per task; by default what the recipe says, or 32.
+        methods: merges to forecast, by name; by default average, tsv, epimer_free, those that use this curvature, and
+            the recipe's own.
+        damping: added to each projected curvature of mean diagonal 1.
+        progress: show a bar on a terminal.
+        any_curvature: use curvature even where it was measured on another model.
+        workers: matrices looked at at the same time; by default one per core.
+    """
+    folder = None if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
+    given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    if given.base_model is None:
+        raise ParameterError("a diagnosis is of task vectors, so the recipe needs a base_model.")
+    rank = _rank(given, rank)
+    plan = make_plan(_neutral(given, rank), folder=folder, progress=progress, any_curvature=any_curvature)
+    check_plan(plan)
+    check_memory(plan, Options())
+    kind = "task-gram" if plan.curvatures is None else plan.curvatures[0].kind
+    ask = Question(rank, damping, forecasts(methods or _wanted(given, kind), kind))
+    jobs = [
+        job
+        for job in plan.jobs
+        if job.rule == "matrix" and job.name not in plan.ties
+        and clamp_rank(matrix_shape(job.template), len(plan.models), ask.rank)
+    ]  # fmt: skip
+    found: Examined = {}
+    with Progress(progress) as bar, ThreadPoolExecutor(workers or os.cpu_count() or 1, initializer=_single) as pool:
+        stage = bar.begin("diagnosing", sum(job.reads for job in jobs))
+        parts = [(job, pool.submit(_job, plan, job, ask)) for job in jobs]
+        try:
+            for job, part in parts:
+                found[job.name] = part.result()
+                stage.advance(job.reads, job.name)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    weights = next((job.setting.weights for job in jobs if job.setting is not None), [])
+    shown = replace(plan, recipe=given).public_recipe()
+    return assemble(found, weights, _names(given), kind, ask, base=Path(given.base_model).name, recipe=shown)
+
+
+def forecasts(methods: Sequence[str] | Mapping[str, Mapping[str, Any]] | None, kind: str) -> dict[str, dict[str, Any]]:
+    """Return the merges to forecast with their parameters; refuse what cannot be merged one matrix at a time."""
+    wanted = methods if methods is not None else (*FREE, *CURVED.get(kind, ()))
+    found: dict[str, dict[str, Any]] = {}
+    for name in wanted:
+        if name not in list_methods():
+            raise ParameterError(f"There is no method {name!r}.{nearest(name, list_methods())}")
+        row = describe_method(name)
+        if row.prepare is not None or any(parameter.kind == "callable" for parameter in row.parameters):
+            raise ParameterError(f"{name} looks at the whole model, so its loss cannot be forecast layer by layer.")
+        if row.needs_curvature and not (row.curvature == kind or (row.curvature == "kronecker" and kind == "ekfac")):
+            raise ParameterError(f"{name} needs {row.curvature} curvature, and there is {kind}; leave it out.")
+        given = dict(methods[name]) if isinstance(methods, Mapping) else {}
+        if any(parameter.name == "iterations" for parameter in row.parameters):
+            given.setdefault("iterations", STEPS)
+        found[name] = given
+    return found
+
+
+def assemble(
+    found: Examined,
+    weights: Sequence[float],
+    names: Sequence[str],
+    kind: str,
+    ask: Question,
+    *,
+    base: str = "base",
+    recipe: str = "",
+) -> Diagnosis:
+    """Add up what was found of every matrix."""
+    if not found:
+        raise TensorError("there is no matrix to diagnose: every tensor is averaged, copied or too small.")
+    layers = {name: layer for name, (layer, _) in found.items()}
+    sums = sum((one for _, one in list(found.values())[1:]), next(iter(found.values()))[1])
+    energies = [[norm**2 for norm in layer.norms] for layer in layers.values()]
+    whole = total([layer.theory for layer in layers.values()], energies, weights)
+    energy = sums.inner.diagonal()
+    forecast = {}
+    for method, lost in sums.lost.items():
+        assert sums.own is not None
+        shares = share(lost, sums.own, empty=0.0)
+        mean = float(shares @ torch.tensor(list(weights), dtype=torch.float64)) / sum(weights)
+        forecast[method] = Forecast(_row(shares), mean, float(shares.max()))
+    ranks = [
+        {"k": float(k), "eta": eta, "eta_unit_trace": trace, "eta_fraction": eta / flat if flat > 0 else 0.0}
+        for k, (eta, trace, flat) in ((k, _row(values)) for k, values in sorted(sums.eta.items()))
+    ]
+    diagnosis = Diagnosis(
+        models=tuple(names),
+        layers=layers,
+        total=whole,
+        norms=_row(energy.clamp_min(0).sqrt()),
+        base_norm=math.sqrt(sums.base),
+        energy={str(k): _row(share(kept, energy).clamp(max=1)) for k, kept in sorted(sums.kept.items())},
+        conflict=_conflict(sums),
+        forecast=forecast,
+        eta_by_rank=tuple(ranks),
+        curvature=kind,
+        rank=ask.rank,
+        damping=ask.damping,
+        base=base,
+        recipe=recipe,
+        version=epimer.__version__,
+    )
+    return advise(diagnosis)
+
+
+def _conflict(sums: Sums) -> Conflict:
+    norms = sums.inner.diagonal().clamp_min(0).sqrt()
+    crossed = torch.zeros_like(sums.inner) if sums.interference is None else sums.interference
+    return Conflict(
+        cosine=_matrix(share(sums.inner, norms[:, None] * norms[None, :], empty=0.0).clamp(-1, 1)),
+        sign=_matrix(share(sums.agree, sums.both, empty=0.0)),
+        left=_matrix(share(sums.left, sums.weight, empty=0.0)),
+        right=_matrix(share(sums.right, sums.weight, empty=0.0)),
+        interference=_matrix(share(crossed, crossed.diagonal()[None, :].expand_as(crossed), empty=0.0)),
+    )
+
+
+def _row(values: Tensor) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
+
+
+def _matrix(values: Tensor) -> tuple[tuple[float, ...], ...]:
+    return tuple(_row(row) for row in values)
+
+
+def _examined(
+    name: str, W0: Tensor, deltas: list[Tensor], metrics: Iterable[Metric], fixed: Tagged | None,
+    weights: Sequence[float], ask: Question,
+) -> tuple[LayerFindings, Sums]:  # fmt: skip
+    used = [metric.to(deltas[0].device, deltas[0].dtype) for metric in metrics] or [TaskGram(D) for D in deltas]
+    rank = clamp_rank(deltas[0].shape, len(deltas), ask.rank) if fixed is None else rank_of(fixed) or 0
+    return examine(name, W0, deltas, used, weights, rank, ask, None if fixed is None else fixed.to(deltas[0]))
+
+
+def _checked(
+    name: str,
+    W0: Tensor | None,
+    tensors: Sequence[Tensor],
+    curvatures: Curvatures | None,
+    basis: Mapping[str, Tagged] | None,
+) -> tuple[tuple[Metric, ...], Tagged | None]:
+    """Return the checked curvature and basis of one matrix."""
+    metrics: tuple[Metric, ...] = ()
+    if curvatures is not None:
+        metrics = layer_metrics(curvatures, name, [W0, *tensors], matrix=True, kinds=KINDS, user="a diagnosis")
+        if not metrics:
+            raise CurvatureError(
+                f"no model has curvature for {name!r}; measure it, or give {name!r} the rule 'average'."
+            )
+    fixed = layer_basis(basis, metrics, name, tensors)
+    if fixed is not None and not isinstance(fixed, Tagged):
+        raise ParameterError(f"basis[{name!r}] must be a tagged basis for a diagnosis, got {type(fixed).__name__}.")
+    return metrics, fixed
+
+
+def _rank(recipe: Recipe, asked: int | None) -> int | None:
+    """Return the rank to diagnose at: what was asked for, the recipe's, its method's, or 32."""
+    if asked is not None:
+        return int(describe_method("epimer").resolve({"rank": asked}).rank)
+    row = describe_method(recipe.merge_method)
+    known = any(parameter.name == "rank" for parameter in row.parameters)
+    given = recipe.parameters.get("rank")
+    return row.resolve({"rank": given}).rank if known and given is not None else 32
+
+
+def _neutral(recipe: Recipe, rank: int | None) -> Recipe:
+    """Return a recipe of the same models whose method needs nothing but them; what it merges is not of interest."""
+    models = tuple(entry.model_copy(update={"parameters": {}}) for entry in recipe.models)
+    given = {"merge_method": "epimer_free", "parameters": {"rank": rank}, "models": models, "normalize_weights": None}
+    return recipe.model_copy(update=given)
+
+
+def _wanted(recipe: Recipe, kind: str) -> list[str]:
+    """Return the methods to forecast for a recipe: the usual ones, and its own where that can be done."""
+    usual = [*FREE, *CURVED.get(kind, ())]
+    try:
+        forecasts([recipe.merge_method], kind)
+    except ParameterError:
+        return usual
+    return list(dict.fromkeys([*usual, recipe.merge_method]))
+
+
+def _names(recipe: Recipe) -> list[str]:
+    """Return what to call the models: the last part of where they are, numbered where that is not enough."""
+    short = [Path(entry.model).name or entry.model for entry in recipe.models]
+    return [name if short.count(name) == 1 else f"{name} ({t})" for t, name in enumerate(short)]
+
+
+def _single() -> None:
+    torch.set_num_threads(1)
+
+
+@torch.no_grad()
+def _job(plan: Plan, job: Job, ask: Question) -> tuple[LayerFindings, Sums]:
+    assert job.setting is not None
+    tensors = []
+    for role in plan.roles:
+        tensors.append(role.read(job.name).to(job.precision))
+        check_finite(role.label, job.name, tensors[-1])
+    W0, *models = tensors
+    basis = None if plan.basis is None else {job.name: _atoms(plan.basis[job.name])}
+    metrics, fixed = _checked(job.name, W0, models, plan.curvatures, basis)
+    deltas = task_vectors(W0, models, matrix=True)
+    return _examined(job.name, W0, deltas, metrics, fixed, job.setting.weights, ask)
+
+
+def _atoms(basis: Tagged | Pairs) -> Tagged:
+    return basis.atoms if isinstance(basis, Pairs) else basis

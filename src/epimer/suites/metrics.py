@@ -1,0 +1,76 @@
+"""What a task's score can be: judged sample by sample, higher is better, and how people read its mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from epimer.curvature.labels import IGNORED, logits_of
+from epimer.suites.suite import classification_loss, right
+
+Judge = Callable[[Any, Any], Tensor]
+
+
+def token_sums(outputs: Any, targets: Tensor) -> Tensor:
+    """Return each text's cross-entropy, summed over its tokens; targets of -100 count nothing."""
+    logits = logits_of(outputs)
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    losses = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(targets.shape).sum(1)
+
+
+def token_losses(outputs: Any, targets: Tensor) -> Tensor:
+    """Return each text's cross-entropy, the mean over its tokens."""
+    return token_sums(outputs, targets) / _tokens(targets)
+
+
+def token_accuracy(outputs: Any, targets: Tensor) -> Tensor:
+    """Return the share of each text's tokens that are the model's first choice."""
+    hits = (logits_of(outputs).argmax(-1) == targets) & (targets != IGNORED)
+    return hits.double().sum(1) / _tokens(targets)
+
+
+def _tokens(targets: Tensor) -> Tensor:
+    return (targets != IGNORED).sum(1).clamp(min=1)
+
+
+def _minus(loss: Judge) -> Judge:
+    return lambda outputs, targets: -loss(outputs, targets)
+
+
+CLASSES: dict[str, Judge] = {"accuracy": right, "loss": _minus(classification_loss)}
+TOKENS: dict[str, Judge] = {
+    "token-accuracy": token_accuracy,
+    "loss": _minus(token_losses),
+    "perplexity": _minus(token_losses),
+}
+"""of classifiers and of language models; the first is the default"""
+
+SHARES = ("accuracy", "token-accuracy")
+
+
+def unit(metric: str) -> str:
+    """Return what a metric is measured in; only tasks of one unit can be averaged."""
+    return "accuracy" if metric in SHARES else metric
+
+
+def natural(metric: str, score: float) -> float:
+    """Return a mean score as the metric is known: a loss is minus the score, perplexity is exp(loss)."""
+    if metric == "loss":
+        return -score
+    if metric == "perplexity":
+        return math.exp(min(-score, 700.0))  # past which a float holds no more
+    return score
+
+
+def shown(metric: str, score: float) -> str:
+    """Return a mean score as tables show it: shares in percent, anything else as a number."""
+    if metric in SHARES:
+        return f"{100 * score:.1f}"
+    value = natural(metric, score)
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"

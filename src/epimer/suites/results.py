@@ -1,0 +1,109 @@
+"""What an experiment found: plain data, and how it reads as a table and as a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from epimer.suites.stats import Scores
+
+FORMAT = 1  # of the JSON file
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """An experiment's outcome: one dict of plain values per row, and what to know when reading them."""
+
+    name: str
+    title: str
+    columns: Mapping[str, Callable[[Row], str]]
+    """heading -> what a row shows there"""
+    data: Sequence[Row]
+    notes: list[str] = field(default_factory=list)
+    figure: Mapping[str, Any] | None = None
+    """`lines`: x label, y label, and per line its points (x, y, low, high); or `maps`: a loss landscape"""
+
+    @property
+    def headings(self) -> list[str]:
+        """The table's headings."""
+        return list(self.columns)
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The table's cells."""
+        return [[show(row) for show in self.columns.values()] for row in self.data]
+
+    def markdown(self) -> str:
+        """Return the table, in the paper's layout, and the notes."""
+        lines = [f"## {self.title}", "", "| " + " | ".join(self.headings) + " |", "|" + "---|" * len(self.headings)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes), ""])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "kind": "experiment",
+            "format": FORMAT,
+            **{key: getattr(self, key) for key in ("name", "title", "headings", "rows", "data", "notes", "figure")},
+        }
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Points of several lines, gathered one by one."""
+
+    x: str
+    y: str
+    lines: dict[str, list[tuple[float, float, float, float]]] = field(default_factory=dict)
+
+    def add(self, line: str, x: float, y: float, low: float | None = None, high: float | None = None) -> None:
+        """Add a point, with its interval where there is one."""
+        self.lines.setdefault(line, []).append((x, y, y if low is None else low, y if high is None else high))
+
+    def figure(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"kind": "lines", "x": self.x, "y": self.y, "lines": {k: sorted(v) for k, v in self.lines.items()}}
+
+
+def summary(scores: Scores, names: Sequence[str]) -> Row:
+    """Return an average with its 95% interval, the worst task and all tasks."""
+    low, high = scores.interval()
+    tasks = dict(zip(names, scores.accuracies, strict=True))
+    return {"average": scores.average, "low": low, "high": high, "worst": scores.worst, "tasks": tasks}
+
+
+def percent(value: float) -> str:
+    """Return an accuracy as tables show it."""
+    return f"{100 * value:.1f}"
+
+
+def number(key: str) -> Callable[[Row], str]:
+    """Show a number, or nothing where a row has none."""
+    return lambda row: "" if row.get(key) is None else f"{row[key]:.3g}"
+
+
+def text(key: str) -> Callable[[Row], str]:
+    """Show a value as it is, or nothing where a row has none."""
+    return lambda row: "" if row.get(key) is None else str(row[key])
+
+
+def accuracy(key: str) -> Callable[[Row], str]:
+    """Show an accuracy in percent."""
+    return lambda row: "" if row.get(key) is None else percent(row[key])
+
+
+def interval(row: Row) -> str:
+    """Show an average with its interval."""
+    return f"{percent(row['average'])} [{percent(row['low'])}, {percent(row['high'])}]"
+
+
+def difference(row: Row) -> str:
+    """Show a difference in points with its p."""
+    return "" if row.get("difference") is None else f"{100 * row['difference']:+.1f}, p {row['p']:.3f}"
+
+
+def on_task(name: str) -> Callable[[Row], str]:
+    """Show one task's accuracy."""
+    return lambda row: percent(row["tasks"][name])

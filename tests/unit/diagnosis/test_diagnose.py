@@ -1,0 +1,192 @@
+"""Every number of a diagnosis against dense float64 arithmetic written here."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import epimer
+from epimer.diagnosis.diagnose import diagnose
+from epimer.errors import ParameterError
+
+T, NAMES = 3, ("one.weight", "two.weight")
+SHAPES = {"one.weight": (12, 9), "two.weight": (10, 14), "norm.weight": (12,)}
+
+
+def states(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    base = {name: torch.randn(*shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    models = []
+    for _ in range(T):
+        step = {
+            name: 0.1 * torch.randn(*shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()
+        }
+        step["one.weight"][0] = 0
+        models.append({name: (W + step[name]).to(dtype) for name, W in base.items()})
+    return {name: W.to(dtype) for name, W in base.items()}, models
+
+
+def spd(size, generator):
+    X = torch.randn(2 * size, size, generator=generator, dtype=torch.float64)
+    return X.T @ X / size
+
+
+def curvature_of(kind, base):
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(T):
+        one = {}
+        for name in NAMES:
+            m, n = base[name].shape
+            if kind == "kronecker":
+                one[name] = epimer.Kronecker(A=spd(n, generator), G=spd(m, generator))
+            else:
+                one[name] = epimer.Diagonal(torch.rand(m, n, generator=generator, dtype=torch.float64))
+        found.append(one)
+    return found
+
+
+def dense(kind, metric, D):
+    """H as an (mn x mn) matrix on row-major vectors."""
+    if kind == "kronecker":
+        return np.kron(metric.G.numpy(), metric.A.numpy())
+    if kind == "diagonal":
+        return np.diag(metric.F.numpy().ravel())
+    return np.kron(D @ D.T, D.T @ D)
+
+
+def cut(D, k):
+    U, s, Vh = np.linalg.svd(D, full_matrices=False)
+    return (U[:, :k] * s[:k]) @ Vh[:k]
+
+
+@pytest.mark.parametrize("kind", ["task-gram", "kronecker", "diagonal"])
+def test_a_diagnosis_equals_dense_arithmetic(kind):
+    base, models = states()
+    curvature = None if kind == "task-gram" else curvature_of(kind, base)
+    k = 3
+    found = epimer.diagnose_state_dicts(base, models, curvature=curvature, rank=k, names=["a", "b", "c"])
+    deltas = {name: [(model[name] - base[name]).numpy() for model in models] for name in NAMES}
+    H = {
+        name: [dense(kind, None if curvature is None else curvature[t][name], deltas[name][t]) for t in range(T)]
+        for name in NAMES
+    }
+    norms = [math.sqrt(sum(np.sum(deltas[name][t] ** 2) for name in NAMES)) for t in range(T)]
+    assert found.models == ("a", "b", "c")
+    assert found.norms == pytest.approx(norms)
+    assert found.base_norm == pytest.approx(math.sqrt(sum(float(base[name].square().sum()) for name in NAMES)))
+    assert found.curvature == kind
+    inner = np.array([[sum(np.sum(deltas[n][s] * deltas[n][t]) for n in NAMES) for t in range(T)] for s in range(T)])
+    assert np.array(found.conflict.cosine) == pytest.approx(inner / np.outer(norms, norms))
+    for s in range(T):
+        for t in range(T):
+            pairs = [(deltas[n][s].ravel(), deltas[n][t].ravel()) for n in NAMES]
+            moved = sum(np.sum((a != 0) & (b != 0)) for a, b in pairs)
+            same = sum(np.sum(a * b > 0) for a, b in pairs)
+            assert found.conflict.sign[s][t] == pytest.approx(same / moved)
+            for side, got in ((0, found.conflict.left), (2, found.conflict.right)):
+                total = weight = 0.0
+                for n in NAMES:
+                    one, two = (np.linalg.svd(deltas[n][i], full_matrices=False)[side] for i in (s, t))
+                    one, two = (one[:, :k], two[:, :k]) if side == 0 else (one[:k].T, two[:k].T)
+                    w = np.linalg.norm(deltas[n][s]) * np.linalg.norm(deltas[n][t])
+                    total, weight = total + w * np.sum((one.T @ two) ** 2) / k, weight + w
+                assert got[s][t] == pytest.approx(total / weight)
+    # interference: of the leading k directions where curvature is two-sided
+    leading = {n: [cut(D, k) if kind != "diagonal" else D for D in deltas[n]] for n in NAMES}
+    truncated = {n: [dense(kind, None, cut(D, k)) for D in deltas[n]] if kind == "task-gram" else H[n] for n in NAMES}
+    crossed = np.array(
+        [
+            [sum(leading[n][s].ravel() @ truncated[n][t] @ leading[n][s].ravel() for n in NAMES) for t in range(T)]
+            for s in range(T)
+        ]
+    )
+    assert np.array(found.conflict.interference) == pytest.approx(crossed / np.diag(crossed)[None, :])
+    # forecasts: the quadratic form at the merge itself
+    for method, forecast in found.forecast.items():
+        given = {} if method in ("average", "tsv") else {"iterations": 20} if method != "epimer" else {}
+        rank = {} if method in ("average", "regmean") else {"rank": k}
+        merged = epimer.merge_state_dicts(
+            base, models, method, **rank, **given,
+            curvature=curvature if epimer.describe_method(method).needs_curvature else None,
+        )  # fmt: skip
+        for t in range(T):
+            lost = own = 0.0
+            for n in NAMES:
+                x = (merged[n] - base[n]).numpy()
+                lost += (x - deltas[n][t]).ravel() @ H[n][t] @ (x - deltas[n][t]).ravel()
+                own += deltas[n][t].ravel() @ H[n][t] @ deltas[n][t].ravel()
+            assert forecast.tasks[t] == pytest.approx(lost / own, rel=1e-6)
+        assert forecast.mean == pytest.approx(np.mean(forecast.tasks))
+        assert forecast.worst == max(forecast.tasks)
+    wanted = {"task-gram": set(), "kronecker": {"regmean", "epimer_kron"}, "diagonal": {"epimer"}}[kind]
+    assert set(found.forecast) == {"average", "tsv", "epimer_free"} | wanted
+    # energy and η by rank
+    for rank in (2, 3):
+        kept, eta, flat = np.zeros(T), 0.0, 0.0
+        bases = epimer.build_basis(base, models, rank=rank)
+        for n in NAMES:
+            S = bases[n]
+            points = [S.project(torch.from_numpy(D)).numpy() for D in deltas[n]]
+            kept += [np.sum(x**2) for x in points]
+            atoms = np.stack([S.lift(e).numpy().ravel() for e in torch.eye(len(points[0]), dtype=torch.float64)], 1)
+            forms = [atoms.T @ matrix @ atoms for matrix in H[n]]
+            forms = [form / (np.trace(form) / len(form)) + 0.01 * np.eye(len(form)) for form in forms]
+            star = np.linalg.solve(sum(forms), sum(form @ x for form, x in zip(forms, points, strict=True)))
+            mean = np.mean(points, 0)
+
+            def F(y, forms=forms, points=points):
+                return np.mean([(y - x) @ form @ (y - x) for form, x in zip(forms, points, strict=True)])
+
+            eta, flat = eta + F(mean) - F(star), flat + F(mean)
+        assert np.array(found.energy[str(rank)]) == pytest.approx(kept / np.array(norms) ** 2)
+        row = next(row for row in found.eta_by_rank if row["k"] == rank)
+        assert row["eta"] == pytest.approx(eta)
+        assert row["eta_fraction"] == pytest.approx(eta / flat)
+    assert found.total.eta == pytest.approx(eta)
+    layer = found.layers["two.weight"]
+    assert layer.shape == (10, 14)
+    assert layer.norms == pytest.approx([np.linalg.norm(D) for D in deltas["two.weight"]])
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["kind"] == "diagnosis"
+    assert plain["total"]["eta_fraction"] == pytest.approx(eta / flat)
+
+
+def folders(tmp_path):
+    base, models = states(torch.float32)
+    for name, state in {"base": base, **{f"m{t}": model for t, model in enumerate(models)}}.items():
+        (tmp_path / name).mkdir()
+        save_file(state, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
+    return base, models
+
+
+def test_folders_are_diagnosed_like_state_dicts(tmp_path):
+    base, models = folders(tmp_path)
+    recipe = {
+        "merge_method": "tsv",
+        "base_model": str(tmp_path / "base"),
+        "models": [{"model": str(tmp_path / f"m{t}")} for t in range(T)],
+    }
+    found = diagnose(recipe, rank=3, progress=False, workers=2)
+    expected = epimer.diagnose_state_dicts(base, models, rank=3, names=["m0", "m1", "m2"])
+    assert found.models == expected.models
+    assert found.layers.keys() == expected.layers.keys()
+    for method, forecast in expected.forecast.items():
+        assert found.forecast[method].tasks == pytest.approx(forecast.tasks, rel=1e-6)
+    assert np.array(found.conflict.interference) == pytest.approx(np.array(expected.conflict.interference))
+    assert found.energy["3"] == pytest.approx(expected.energy["3"])
+    assert found.total.bound == pytest.approx(expected.total.bound)
+    assert "merge_method: tsv" in found.recipe
+    assert str(tmp_path) not in found.recipe
+    with pytest.raises(ParameterError, match="There is no method 'tvs'. Did you mean 'tsv'"):
+        diagnose(recipe, methods=["tvs"], progress=False)
+    with pytest.raises(ParameterError, match="ties looks at the whole model"):
+        diagnose(recipe, methods=["ties"], progress=False)
+    with pytest.raises(ParameterError, match="epimer_kron needs kronecker curvature, and there is task-gram"):
+        diagnose(recipe, methods=["epimer_kron"], progress=False)
+    with pytest.raises(ParameterError, match="needs a base_model"):
+        diagnose({"merge_method": "average", "models": recipe["models"]}, progress=False)
