@@ -15,7 +15,7 @@ from typing import Any
 from epimer.suites.bench import Bench, Candidate
 from epimer.suites.output import write
 from epimer.suites.results import Result, accuracy, number, text
-from epimer.suites.stats import Scores
+from epimer.diagnosis.stats import Scores
 
 METHODS = ("epimer_kron", "epimer_free")
 ANCHORS = ("tsv", "iso_c", "sum", "average")

@@ -14,8 +14,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from epimer.curvature.curvature import Curvature as Curvature
     from epimer.curvature.estimate import estimate_curvature as estimate_curvature
+    from epimer.diagnosis.diagnose import diagnose as diagnose
     from epimer.diagnosis.diagnose import diagnose_state_dicts as diagnose_state_dicts
-    from epimer.engine.merge import merge as merge
+    from epimer.diagnosis.landscape import landscape as landscape
     from epimer.errors import CheckpointError as CheckpointError
     from epimer.errors import CurvatureError as CurvatureError
     from epimer.errors import DataError as DataError
@@ -36,13 +37,14 @@ if TYPE_CHECKING:
     from epimer.methods.registry import list_methods as list_methods
     from epimer.records import Diagnosis as Diagnosis
     from epimer.records import MergeRecord as MergeRecord
+    from epimer.suites.sweeping import merge as merge
+    from epimer.suites.sweeping import sweep as sweep
 
 # Where each public name lives; a module is imported when one of its names is first used (PEP 562),
 # so `import epimer` costs nothing and does not import torch.
 _HOMES = {
     "epimer.curvature.curvature": ("Curvature",),
     "epimer.curvature.estimate": ("estimate_curvature",),
-    "epimer.engine.merge": ("merge",),
     "epimer.errors": (
         "CheckpointError",
         "CurvatureError",
@@ -55,10 +57,12 @@ _HOMES = {
         "TensorError",
     ),
     "epimer.geometry.metric": ("Corrected", "Diagonal", "Kronecker", "Projected", "Samples"),
-    "epimer.diagnosis.diagnose": ("diagnose_state_dicts",),
+    "epimer.diagnosis.diagnose": ("diagnose", "diagnose_state_dicts"),
+    "epimer.diagnosis.landscape": ("landscape",),
     "epimer.methods.merge": ("build_basis", "merge_state_dicts"),
     "epimer.methods.registry": ("describe_method", "list_methods"),
     "epimer.records": ("Diagnosis", "MergeRecord"),
+    "epimer.suites.sweeping": ("merge", "sweep"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -197,6 +197,10 @@ def make_plan(
         progress: show the progress of downloads.
         any_curvature: use curvature even where it was measured on another model.
     """
+    if recipe.auto:
+        raise RecipeError(
+            f"the recipe leaves {' and '.join(recipe.auto)} open; `epimer merge` or epimer.merge choose it."
+        )
     problems: list[EpimerError] = []
     notes: list[str] = []
     opened: dict[str, Checkpoint] = {}

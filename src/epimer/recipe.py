@@ -21,7 +21,9 @@ if TYPE_CHECKING:  # the registry imports torch; functions import it when they m
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 ALIASES = {"linear": "average", "dare_linear": "dare"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
-        "basis", "rules", "scale")  # fmt: skip
+        "basis", "rules", "scale", "eval")  # fmt: skip
+AUTO = "auto"
+PROVISIONAL = "epimer_free"  # what an unchosen method stands for: it needs the models and nothing else
 NOT_OURS = {
     "slices": "mergekit's 'slices' stacks layers of several models, which is not done here; list whole 'models'.",
     "modules": "mergekit's 'modules' merges the parts of a model apart, which is not done here; list whole 'models'.",
@@ -91,6 +93,10 @@ class Recipe(_Frozen):
     basis: str | None = None
     """a folder made by `epimer basis`, to merge in instead of a basis of its own"""
     rules: tuple[tuple[str, str], ...] = ()
+    auto: tuple[str, ...] = ()
+    """what is to be chosen before planning: merge_method, scale, or both"""
+    eval: str | None = None
+    """the suite on whose validation data they are chosen; without it by forecast"""
 
     def settings(self, name: str, t: float) -> Settings:
         """Return the parameters and weights of the tensor `name` at depth `t` (from `depths`)."""
@@ -118,6 +124,8 @@ class Recipe(_Frozen):
         data = self.model_dump(mode="json", exclude_defaults=True)
         if (normalize := data.pop("normalize_weights", None)) is not None:
             data["parameters"] = data.get("parameters", {}) | {"normalize": normalize}
+        for key in data.pop("auto", ()):
+            data[key] = AUTO
         return data
 
     def to_yaml(self, rename: Mapping[str, str] | None = None) -> str:
@@ -245,6 +253,11 @@ class _Reader:
         if raw is None or raw == {}:
             raise self.error((), "the recipe is empty; it needs at least merge_method and models.")
         given = {key: value for key, value in self.mapping((), raw, KEYS, NOT_OURS).items() if value is not None}
+        auto = tuple(key for key in ("merge_method", "scale") if given.get(key) == AUTO)
+        if given.get("parameters", {}) and given["parameters"].get("scale") == AUTO:
+            auto, given["parameters"] = (*auto, "scale"), {k: v for k, v in given["parameters"].items() if k != "scale"}
+        given = {key: PROVISIONAL if key == "merge_method" and key in auto else value
+                 for key, value in given.items() if key != "scale" or value != AUTO}  # fmt: skip
         self.method = self.find_method(given)
         self.known = _known(self.method.name)
         base = self.text(("base_model",), given.get("base_model"))
@@ -277,6 +290,8 @@ class _Reader:
             tokenizer_source=self.text(("tokenizer_source",), given.get("tokenizer_source")) or "base",
             basis=self.basis(given),
             rules=self.rules(given.get("rules", [])),
+            auto=auto,
+            eval=self.text(("eval",), given.get("eval")),
         )
 
     def basis(self, given: Mapping[str, Any]) -> str | None:

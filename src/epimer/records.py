@@ -138,21 +138,24 @@ class LayerFindings:
     """‖D_t‖"""
     base_norm: float
     energy: dict[str, tuple[float, ...]]
-    """rank k -> share of each task vector's energy that the basis of rank k keeps"""
+    """rank k -> share of each task vector's energy in the span of all pairs u_i v_jᵀ of the basis of rank k"""
     forecast: dict[str, tuple[float, ...]]
-    """method -> share of each task's step that the merge undoes, under the task's curvature"""
+    """method -> share of each task's gain that its merge is forecast to lose in this layer"""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the quadratic model says of a merge: (x - D_t)ᵀH_t(x - D_t) / D_tᵀH_tD_t for every task.
+    """What the quadratic model says of a merge: ‖x - D_t‖² / ‖D_t‖² in the norms of each task's curvature.
 
-    0: as good as the task's own model; 1: as bad as the base; to second order, and only as a ranking.
+    0: as good as the task's own model; 1: as bad as the base; meant as a ranking, not as a loss (docs/diagnosis.md).
     """
 
     tasks: tuple[float, ...]
     mean: float
     worst: float
+    scale: float
+    """the multiple of the merged delta for which the mean is lowest"""
+    mean_at_scale: float
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ class Diagnosis:
     norms: tuple[float, ...]
     base_norm: float
     energy: dict[str, tuple[float, ...]]
-    """rank k -> share of each task vector's energy that the bases of rank k keep"""
+    """rank k -> share of each task vector's energy in the span of all pairs u_i v_jᵀ of the bases of rank k"""
     conflict: Conflict
     forecast: dict[str, Forecast]
     eta_by_rank: tuple[dict[str, float], ...]

@@ -103,13 +103,19 @@ def merge(
     The folder appears when it is complete. After a kill the same command goes on where it stopped.
     """
     from epimer.engine.merge import Options, plan_recipe, run
+    from epimer.suites.sweeping import resolve
 
     options = Options(device, workers, threads, max_memory, max_shard_size, overwrite, not (quiet or as_json))
     if out is None and not dry_run:
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     if record is not None and not record.parent.is_dir():
         raise EpimerError(f"{record} cannot be written: there is no folder {record.parent}; make it first.")
-    plan = plan_recipe(recipe, progress=options.progress, any_curvature=any_curvature)
+    with _stoppable("nothing was written"):
+        chosen, why = resolve(recipe, progress=options.progress, any_curvature=any_curvature)
+    wanted = recipe if chosen is None else chosen
+    plan = plan_recipe(wanted, progress=options.progress, any_curvature=any_curvature, folder=recipe.parent)
+    if why:
+        plan.notes.append(f"auto took {why}.")
     if dry_run:
         show.plan(plan, options, as_json=as_json, quiet=quiet)
         if plan.problems:
@@ -257,6 +263,99 @@ def basis(
         show.basis(made, out)
 
 
+@app.command()
+def diagnose(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all that was found to this JSON file.", show_default=False)
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page that shows it to this HTML file.", show_default=False)
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Directions per task.", show_default="what the recipe says, or 32")
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Merges to forecast, with commas.", show_default="average, tsv, epimer_free and more"),
+    ] = None,
+    any_curvature: Annotated[
+        bool, typer.Option("--any-curvature", help="Use curvature even if it was measured on another model.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """See before merging: which tasks and layers conflict, which rank and method to take, what each merge would lose.
+
+    Works without data; where the recipe's models have a curvature folder, that is used.
+    """
+    from epimer.cli import findings
+    from epimer.diagnosis.diagnose import diagnose as run
+
+    wanted = [name.strip() for name in methods.split(",")] if methods else None
+    with _stoppable("nothing was written"):
+        found = run(recipe, rank=rank, methods=wanted, any_curvature=any_curvature, progress=not quiet)
+    if json_file is not None:
+        show.write(json_file, found.to_dict())
+    if html is not None:
+        show.page([found.to_dict()], html)
+    if not quiet:
+        findings.diagnosis(found)
+
+
+@app.command()
+def sweep(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)],
+    evaluation: Annotated[
+        str,
+        typer.Option(
+            "--eval",
+            help="A suite, agreement:SUITE (needs no labels), or module:function of a state dict.",
+            show_default=False,
+        ),
+    ],
+    methods: Annotated[
+        str | None, typer.Option(help="Which, with commas.", show_default="average, tsv, iso_c, epimer_free and more")
+    ] = None,
+    scale: Annotated[str | None, typer.Option(help="Scales to try, with commas.", show_default="climbs from 1")] = None,
+    rank: Annotated[str | None, typer.Option(help="Ranks to try, with commas.", show_default="each method's")] = None,
+    keep_best: Annotated[
+        Path | None, typer.Option(help="Write the best merge to this model folder.", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that epimer made.")] = False,
+    any_curvature: Annotated[
+        bool, typer.Option("--any-curvature", help="Use curvature even where it was measured on another model.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write the table to this JSON file.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Try many methods, ranks and scales: choose on validation data, report on test data, write only what is asked."""
+    from epimer.cli import findings
+    from epimer.suites.sweeping import sweep as run
+
+    with _stoppable("nothing was written"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", EpimerWarning)
+        found = run(
+            recipe,
+            evaluation,
+            methods=findings.listed(methods, str, "--methods"),
+            scales=findings.listed(scale, float, "--scale"),
+            ranks=findings.listed(rank, int, "--rank"),
+            keep_best=keep_best,
+            overwrite=overwrite,
+            any_curvature=any_curvature,
+            progress=not (quiet or as_json),
+        )
+    if out is not None:
+        show.write(out, found.to_dict())
+    if as_json:
+        show.dump(found.to_dict())
+    elif not quiet:
+        findings.sweep(found, keep_best)
+
+
 @app.command(hidden=True)
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to put the table and the merged model.")] = Path(
@@ -374,6 +473,29 @@ def _stoppable(consequence: str) -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo(f"stopped; {consequence}.", err=True)
         raise typer.Exit(130) from None
+
+
+@app.command()
+def report(
+    records: Annotated[
+        list[Path],
+        typer.Argument(
+            help="JSON of bench, demo, diagnose or sweep, a model's epimer.json, or folders.", show_default=False
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file to write.", show_default=False)],
+    figures: Annotated[
+        Path | None, typer.Option(help="Also put each figure into this folder, as SVG.", show_default=False)
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Make one page of what was measured: it needs no network, no server and no torch."""
+    from epimer.report.write import make_report
+
+    made = make_report(records, out, figures)
+    if not quiet:
+        more = f" and {len(made) - 1} figures in {figures}" if figures is not None else ""
+        typer.echo(f"wrote {out} ({show.size(out.stat().st_size)}){more}")
 
 
 @app.command()

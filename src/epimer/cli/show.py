@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,13 @@ def write(path: Path, value: Any) -> None:
             draft.unlink(missing_ok=True)
 
 
+def page(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write an HTML page that shows some records."""
+    from epimer.report.write import write_page
+
+    write_page(records, path)
+
+
 def size(count: float) -> str:
     """Return a number of bytes as people write it."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -70,46 +77,46 @@ def curvature(found: Curvature, out: Path, notes: Sequence[str], *, as_json: boo
     if as_json:
         dump({**asdict(about), "tensors": len(found), "bytes": found.nbytes, "clipped": found.clipped})
         return
-    console = _console()
+    page = console()
     source = about.source
     if about.samples is not None:
         source = f"{about.samples} samples, {about.tokens} tokens, {about.labels} labels"
     kind = f"projected {found.kind}" if about.basis else found.kind
-    console.print(f"{out}: {kind} of {len(found)} tensors, {size(found.nbytes)} ({source})", markup=False)
+    page.print(f"{out}: {kind} of {len(found)} tensors, {size(found.nbytes)} ({source})", markup=False)
     for reason in dict.fromkeys(about.left_out.values()):
         names = [name for name, why in about.left_out.items() if why == reason]
-        console.print(f"note: left out {listed(names)}: {reason}.", markup=False)
+        page.print(f"note: left out {listed(names)}: {reason}.", markup=False)
     clipped = found.clipped
     if clipped:
         worst = max(clipped, key=lambda name: clipped[name])
-        console.print(
+        page.print(
             f"note: negative curvature taken as 0 in {len(clipped)} tensors, most in {worst}: "
             f"{clipped[worst]:.1%} of its spectrum.",
             markup=False,
         )
     for note in dict.fromkeys(notes):
-        console.print(f"note: {note}", markup=False)
+        page.print(f"note: {note}", markup=False)
 
 
 def basis(made: StoredBasis, out: Path) -> None:
     """Say what basis was built."""
     total = size(sum(made.size(name) for name in made))
-    _console().print(f"{out}: {made.kind} basis of {len(made)} tensors, {total}", markup=False)
+    console().print(f"{out}: {made.kind} basis of {len(made)} tensors, {total}", markup=False)
 
 
 def experiment(result: Result, files: Sequence[Path]) -> None:
     """Print one experiment's table, and where its files are."""
-    console = _console()
+    page = console()
     table = Table(title=escape(result.title), title_justify="left", box=None, header_style="bold", padding=(0, 1))
     for i, heading in enumerate(result.headings):
         table.add_column(escape(str(heading)), justify="left" if i == 0 else "right", no_wrap=True)
     for row in result.rows:
         table.add_row(*map(escape, row))
-    width = console.measure(table).minimum
-    console.print(table, width=max(width, console.width), overflow="ignore", crop=False, no_wrap=True)
+    width = page.measure(table).minimum
+    page.print(table, width=max(width, page.width), overflow="ignore", crop=False, no_wrap=True)
     for note in result.notes:
-        console.print(note, markup=False, highlight=False)
-    console.print("wrote " + ", ".join(str(file) for file in files), markup=False)
+        page.print(note, markup=False, highlight=False)
+    page.print("wrote " + ", ".join(str(file) for file in files), markup=False)
 
 
 def evaluation(found: Evaluation | HarnessResult) -> None:
@@ -127,13 +134,13 @@ def evaluation(found: Evaluation | HarnessResult) -> None:
             named = row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
             spread = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
             rows.append([row["task"], named, f"{row['score']:.4f}", spread])
-    console = _console()
+    page = console()
     table = Table(title=escape(title), title_justify="left", box=None, header_style="bold", padding=(0, 1))
     for i, heading in enumerate(headings):
         table.add_column(escape(heading), justify="left" if i < 2 else "right", no_wrap=True)
     for cells in rows:
         table.add_row(*map(escape, cells))
-    console.print(table, overflow="ignore", crop=False)
+    page.print(table, overflow="ignore", crop=False)
 
 
 def demo(found: Demo) -> None:
@@ -141,9 +148,9 @@ def demo(found: Demo) -> None:
     result = found.result
     columns = {heading: show for heading, show in result.columns.items() if heading in DEMO_COLUMNS}
     experiment(replace(result, columns=columns), found.files)
-    console = _console()
+    page = console()
     best = found.best
-    console.print(
+    page.print(
         f"\n{best.candidate.name} was best on validation data; the merged model is in {found.model}\n"
         f"{found.seconds:.0f} s in all. Next: epimer bench glyphs8 --experiment alpha, epimer methods "
         f"{best.candidate.method}, docs/curvature.md for your own models.",
@@ -153,20 +160,20 @@ def demo(found: Demo) -> None:
 
 def done(record: MergeRecord, out: Path, notes: Sequence[str]) -> None:
     """Say what a merge made."""
-    console = _console()
+    page = console()
     if not record.timings:
-        console.print(f"{out} is already there, made from the same recipe and models; nothing to do.", markup=False)
+        page.print(f"{out} is already there, made from the same recipe and models; nothing to do.", markup=False)
         return
     rules = Counter(tensor.rule for tensor in record.tensors.values())
     counted = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
     total = sum(record.files.values())
     peak = size(record.peak_memory or 0)
-    console.print(
+    page.print(
         f"[bold]{escape(str(out))}[/bold]  {record.method}, {len(record.tensors)} tensors ({counted})", highlight=False
     )
-    console.print(f"{size(total)} in {record.timings['total']:.1f} s, peak memory {peak}", highlight=False)
+    page.print(f"{size(total)} in {record.timings['total']:.1f} s, peak memory {peak}", highlight=False)
     for note in notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
+        page.print(f"note: {note}", highlight=False, markup=False)
 
 
 def plan(plan: Plan, options: Options, *, as_json: bool, quiet: bool = False) -> None:
@@ -198,23 +205,23 @@ def plan(plan: Plan, options: Options, *, as_json: bool, quiet: bool = False) ->
         return dump(
             {"method": plan.method.name, "tensors": rows, "totals": totals, "notes": plan.notes, "problems": problems}
         )
-    console = _console()
+    page = console()
     table = Table("tensor", "rule", "shape", "dtype", "read", "write", "memory", box=None, pad_edge=False)
     for row in rows:
         costs = [size(row[key]) for key in ("reads", "writes", "memory")]
         table.add_row(escape(row["name"]), row["rule"], _shape(row["shape"]), row["dtype"], *costs)
     if rows and not quiet:
-        console.print(table)
-        console.print(
+        page.print(table)
+        page.print(
             f"{plan.method.name} of {len(plan.models)} models: read {size(plan.reads)}, write {size(plan.writes)}, "
             f"widest tensor needs {size(plan.memory)}"
             + (", after a pre-pass over the whole model" if plan.method.prepare else ""),
             highlight=False,
         )
         for note in plan.notes:
-            console.print(f"note: {note}", highlight=False, markup=False)
+            page.print(f"note: {note}", highlight=False, markup=False)
     for problem in problems:
-        console.print(f"problem: {problem}", highlight=False, markup=False)
+        page.print(f"problem: {problem}", highlight=False, markup=False)
 
 
 def checkpoint(model: Checkpoint, *, as_json: bool) -> None:
@@ -236,13 +243,13 @@ def checkpoint(model: Checkpoint, *, as_json: bool) -> None:
         return dump(
             {"name": model.name, "fingerprint": model.fingerprint, "bytes": total, "entries": entries, "tensors": rows}
         )
-    console = _console()
+    page = console()
     table = Table("tensor", "shape", "dtype", "size", "fingerprint", "tied to", box=None, pad_edge=False)
     for row in rows:
         cells = [escape(row["name"]), _shape(row["shape"]), row["dtype"], size(row["bytes"]), row["fingerprint"]]
         table.add_row(*cells, escape(row["tied_to"] or ""))
-    console.print(table)
-    console.print(
+    page.print(table)
+    page.print(
         f"{len(rows)} tensors, {entries:,} entries, {size(total)}, fingerprint {model.fingerprint}", highlight=False
     )
 
@@ -259,9 +266,9 @@ def methods(rows: Sequence[Method], *, as_json: bool, full: bool) -> None:
         needs = ["base"] if row.needs_base else []
         needs += [row.curvature or ""] if row.needs_curvature else []
         table.add_row(row.name, " + ".join(needs) or "models only", row.summary)
-    console = _console()
-    console.print(table)
-    console.print("epimer methods NAME tells a method's parameters, equation and citation.", highlight=False)
+    page = console()
+    page.print(table)
+    page.print("epimer methods NAME tells a method's parameters, equation and citation.", highlight=False)
 
 
 def _method(row: Method) -> dict[str, Any]:
@@ -286,7 +293,7 @@ def _shape(shape: Any) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def _console() -> Console:
+def console() -> Console:
     """Return a console that cuts no line where nobody watches."""
     return Pipe() if sys.stdout.isatty() else Pipe(width=10_000)
 

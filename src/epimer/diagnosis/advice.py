@@ -1,15 +1,101 @@
-"""A diagnosis in words: what to do and why, with the numbers that say so."""
+"""A diagnosis in words: what to do and why, with the numbers that say so.
+
+The thresholds were set on the embedded suite; how often the advice was right is in docs/diagnosis.md.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from statistics import median
 
 from epimer.records import Advice, Diagnosis
+
+FAR, TWIN, LOCAL = 3.0, 0.95, 0.5
+"""times the others' median norm; cosine of near-copies; share of the base's norm past which a step is not small"""
+ENOUGH = 0.9  # of every task's energy, for a rank to be called enough
+LITTLE = 0.05  # of F(x̄), below which η is called small
+OWN_FORM = ("epimer_free",)  # methods that minimise the form which forecasts when no curvature was measured
 
 
 def advise(found: Diagnosis) -> Diagnosis:
     """Return the diagnosis with its recommendation."""
-    return replace(found, advice=())
+    return replace(found, advice=(*_take(found), *_mind(found), *_note(found)))
 
 
-__all__ = ["Advice", "advise"]
+def choice(found: Diagnosis) -> tuple[str, float]:
+    """Return the method and the scale that are forecast to lose least.
+
+    Without measured curvature epimer_free minimises the very form that forecasts, so its own forecast says nothing.
+    """
+    measured = found.curvature in ("kronecker", "ekfac")
+    fair = {name: one for name, one in found.forecast.items() if measured or name not in OWN_FORM} or found.forecast
+    method = min(fair, key=lambda name: fair[name].mean_at_scale)
+    return method, fair[method].scale
+
+
+def _take(found: Diagnosis) -> Iterator[Advice]:
+    if not found.forecast:
+        yield Advice("note", "curvature is known inside its basis only, so nothing is forecast.")
+        return
+    method, scale = choice(found)
+    others = sorted(set(found.forecast) - {method}, key=lambda name: found.forecast[name].mean_at_scale)
+    beside = ", ".join(f"{name} {found.forecast[name].mean_at_scale:.2f}" for name in others if name not in OWN_FORM)
+    lowest = f"the lowest forecast, {found.forecast[method].mean_at_scale:.2f}"
+    yield Advice("take", f"{method} at scale {scale:g}: {lowest}" + (f" ({beside})." if beside else "."))
+    if found.curvature == "task-gram":
+        yield Advice(
+            "take", "measure curvature if you have data, even unlabelled (`epimer curvature`): 64 samples a task do."
+        )
+    elif found.total.eta_fraction < LITTLE:
+        share = f"{found.total.eta_fraction:.1%}"
+        yield Advice("take", f"η is {share} of F: curvature will not help much here; tsv is as good and needs no data.")
+    else:
+        yield Advice(
+            "note", f"η is {found.total.eta_fraction:.0%} of F: this curvature removes that share of the conflict."
+        )
+
+
+def _mind(found: Diagnosis) -> Iterator[Advice]:
+    for t, name in enumerate(found.models):
+        rest = [norm for s, norm in enumerate(found.norms) if s != t]
+        usual = median(rest) if rest else 0.0
+        if found.norms[t] == 0:
+            yield Advice("mind", f"{name} equals the base in every matrix: leave it out.")
+        elif usual and found.norms[t] > FAR * usual:
+            times = f"{found.norms[t] / usual:.0f}x"
+            yield Advice("mind", f"{name} moved {times} further than the others: lower its weight or leave it out.")
+        if found.base_norm and found.norms[t] > LOCAL * found.base_norm:
+            share = f"{found.norms[t] / found.base_norm:.0%}"
+            yield Advice(
+                "mind",
+                f"{name} moved by {share} of the base's norm: is it a model of this base? ",
+            )
+    for s, one in enumerate(found.models):
+        for t, other in enumerate(found.models[:s]):
+            if found.conflict.cosine[s][t] > TWIN:
+                yield Advice(
+                    "mind",
+                    f"{other} and {one} are near-copies (cosine {found.conflict.cosine[s][t]:.2f}): count them as one.",
+                )
+    if found.forecast and len(found.models) > 1:
+        method, _ = choice(found)
+        tasks = found.forecast[method].tasks
+        worst = max(range(len(tasks)), key=lambda t: tasks[t])
+        if tasks[worst] > 1.5 * found.forecast[method].mean:
+            numbers = f"{tasks[worst]:.2f}, {found.forecast[method].mean:.2f} on average"
+            yield Advice("mind", f"{found.models[worst]} has the worst forecast under {method}: {numbers}.")
+
+
+def _note(found: Diagnosis) -> Iterator[Advice]:
+    least = {int(k): min(kept) for k, kept in found.energy.items()}
+    enough = [k for k in sorted(least) if least[k] >= ENOUGH]
+    if enough:
+        yield Advice("note", f"k={enough[0]} keeps {least[enough[0]]:.0%} of every task, or more.")
+    elif least:
+        k = max(least)
+        t = min(range(len(found.models)), key=lambda t: found.energy[str(k)][t])
+        yield Advice(
+            "note",
+            f"k={k} keeps {least[k]:.0%} of {found.models[t]}, the least of any task; what it leaves is not merged.",
+        )

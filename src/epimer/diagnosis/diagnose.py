@@ -27,7 +27,7 @@ from epimer.methods.inputs import StateDict, check_finite, check_inputs, check_w
 from epimer.methods.registry import describe_method, list_methods
 from epimer.plan import Job, Plan, make_plan
 from epimer.progress import Progress
-from epimer.recipe import Recipe, load_recipe
+from epimer.recipe import PROVISIONAL, Recipe, load_recipe
 from epimer.records import Conflict, Diagnosis, Forecast, LayerFindings
 
 KINDS = ("ekfac", "diagonal", "kronecker", "samples", "projected")
@@ -39,6 +39,7 @@ CURVED = {
     "samples": ("epimer_exact",),
 }
 """methods whose loss is forecast: without data, and with curvature of a kind"""
+SCALES = [round(0.05 * i, 2) for i in range(1, 81)]
 STEPS = 20  # of conjugate gradients, which give the same forecast as a solve to the end
 Examined = dict[str, tuple[LayerFindings, Sums]]
 
@@ -104,6 +105,7 @@ def diagnose(
     progress: bool = True,
     any_curvature: bool = False,
     workers: int | None = None,
+    folder: Path | None = None,
 ) -> Diagnosis:
     """Diagnose the models of a recipe before they are merged; every model is read once, layer by layer.
 
@@ -116,8 +118,9 @@ def diagnose(
         progress: show a bar on a terminal.
         any_curvature: use curvature even where it was measured on another model.
         workers: matrices looked at at the same time; by default one per core.
+        folder: where relative paths of a recipe that is no file are looked for too.
     """
-    folder = None if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
+    folder = folder if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
     given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     if given.base_model is None:
         raise ParameterError("a diagnosis is of task vectors, so the recipe needs a base_model.")
@@ -186,12 +189,7 @@ def assemble(
     energies = [[norm**2 for norm in layer.norms] for layer in layers.values()]
     whole = total([layer.theory for layer in layers.values()], energies, weights)
     energy = sums.inner.diagonal()
-    forecast = {}
-    for method, lost in sums.lost.items():
-        assert sums.own is not None
-        shares = share(lost, sums.own, empty=0.0)
-        mean = float(shares @ torch.tensor(list(weights), dtype=torch.float64)) / sum(weights)
-        forecast[method] = Forecast(_row(shares), mean, float(shares.max()))
+    forecast = {method: _forecast(sums, method, weights) for method in sums.steps}
     ranks = [
         {"k": float(k), "eta": eta, "eta_unit_trace": trace, "eta_fraction": eta / flat if flat > 0 else 0.0}
         for k, (eta, trace, flat) in ((k, _row(values)) for k, values in sorted(sums.eta.items()))
@@ -214,6 +212,13 @@ def assemble(
         version=epimer.__version__,
     )
     return advise(diagnosis)
+
+
+def _forecast(sums: Sums, method: str, weights: Sequence[float]) -> Forecast:
+    lam = torch.tensor(list(weights), dtype=torch.float64) / sum(weights)
+    shares = sums.lost(method)
+    best = min(SCALES, key=lambda scale: float(sums.lost(method, scale) @ lam))
+    return Forecast(_row(shares), float(shares @ lam), float(shares.max()), best, float(sums.lost(method, best) @ lam))
 
 
 def _conflict(sums: Sums) -> Conflict:
@@ -279,7 +284,13 @@ def _rank(recipe: Recipe, asked: int | None) -> int | None:
 def _neutral(recipe: Recipe, rank: int | None) -> Recipe:
     """Return a recipe of the same models whose method needs nothing but them; what it merges is not of interest."""
     models = tuple(entry.model_copy(update={"parameters": {}}) for entry in recipe.models)
-    given = {"merge_method": "epimer_free", "parameters": {"rank": rank}, "models": models, "normalize_weights": None}
+    given = {
+        "merge_method": PROVISIONAL,
+        "parameters": {"rank": rank},
+        "models": models,
+        "normalize_weights": None,
+        "auto": (),
+    }
     return recipe.model_copy(update=given)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from epimer.geometry.frechet import pose, weighted_sum
 from epimer.geometry.linalg import Svd, chunks
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
-from epimer.geometry.subspace import Subspace, Tagged, pairs, tagged_with_triples, whitened
+from epimer.geometry.subspace import Tagged, pairs, tagged_with_triples, whitened
 from epimer.geometry.theory import diagnose_layer
 from epimer.methods.registry import Layer, describe_method
 from epimer.methods.spectral import tsv_delta
@@ -44,11 +44,11 @@ class Sums:
     interference: Tensor | None = None
     """D_sᵀ H_t D_s"""
     own: Tensor | None = None
-    """D_tᵀ H_t D_t, which forecasts are a share of"""
+    """D_tᵀ H_t D_t, forms x T"""
     kept: dict[int, Tensor] = field(default_factory=dict)
-    """rank -> energy of each task that the basis keeps"""
-    lost: dict[str, Tensor] = field(default_factory=dict)
-    """method -> (x - D_t)ᵀ H_t (x - D_t)"""
+    """rank -> energy of each task in the span of all pairs u_i v_jᵀ"""
+    steps: dict[str, Tensor] = field(default_factory=dict)
+    """method -> xᵀH_tx and xᵀH_tD_t of its merge x: 2 x forms x T"""
     eta: dict[int, Tensor] = field(default_factory=dict)
     """rank -> η, η at unit trace, F(x̄)"""
 
@@ -58,18 +58,21 @@ class Sums:
         for name in ("interference", "own"):
             one, two = getattr(self, name), getattr(other, name)
             found[name] = None if one is None or two is None else one + two
-        found["lost"] = {name: lost + other.lost[name] for name, lost in self.lost.items() if name in other.lost}
-        found["kept"] = {k: self.kept_at(k) + other.kept_at(k) for k in {**self.kept, **other.kept}}
-        found["eta"] = {k: self.eta_at(k) + other.eta_at(k) for k in {**self.eta, **other.eta}}
+        found["steps"] = {name: step + other.steps[name] for name, step in self.steps.items() if name in other.steps}
+        for name in ("kept", "eta"):  # of the same ranks in all layers
+            one, two = getattr(self, name), getattr(other, name)
+            found[name] = {k: value + two[k] for k, value in one.items()}
         return Sums(**found)
 
-    def kept_at(self, k: int) -> Tensor:
-        """Return the energy kept at a rank; a narrow layer keeps what it does at its own largest."""
-        return self.kept[min(k, max(self.kept))]
+    def lost(self, method: str, scale: float = 1.0) -> Tensor:
+        """Return the share of each task's gain that a merge is forecast to lose, at a multiple of its delta.
 
-    def eta_at(self, k: int) -> Tensor:
-        """Return η at a rank, or at the layer's largest."""
-        return self.eta[min(k, max(self.eta))]
+        For a form H it is ‖s x - D_t‖² / ‖D_t‖² in the norm of H; for two of them the square of the mean distance.
+        """
+        assert self.own is not None
+        xx, xd = self.steps[method]
+        squares = (scale**2 * xx - 2 * scale * xd + self.own).clamp_min(0)
+        return share(squares, self.own, empty=0.0).sqrt().mean(0).square()
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,11 @@ class Question:
     damping: float
     methods: Mapping[str, Mapping[str, object]]
     """merges to forecast: method -> its parameters"""
-    by_rank: bool = True
-    """also η and the energy kept at ranks 2, 4, 8, …"""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks at which η and the energy kept are found, the same in all layers: 2, 4, 8, … and the one asked for."""
+        return list(RANKS) if self.rank is None else [*(k for k in RANKS if k < self.rank), self.rank]
 
 
 def examine(
@@ -102,11 +108,12 @@ def examine(
     theory = diagnose_layer(atoms, metrics, deltas, weights, damping=ask.damping, rank=rank)
     sums = _compared(base, deltas, triples)
     energy = sums.inner.diagonal()
-    ranks = sorted({*(k for k in RANKS if k < rank), rank}) if ask.by_rank and triples is not None else [rank]
-    for k in ranks:
-        some: Subspace = atoms if k == rank or triples is None else whitened(triples, k)[0]
-        sums.kept[k] = _vector([float(some.project(D).square().sum()) for D in deltas])
-        if k == rank:
+    for k in ask.ranks:
+        least = min(k, rank)  # a narrow layer has no more directions to give
+        some = atoms if least == rank or triples is None else whitened(triples, least)[0]
+        whole = pairs(some)
+        sums.kept[k] = _vector([float(whole.project(D).square().sum()) for D in deltas])
+        if least == rank or triples is None:
             sums.eta[k] = _vector([theory.eta, theory.eta_unit_trace, theory.flat_objective])
         else:
             problem = pose(some, metrics, deltas, weights, damping=ask.damping)
@@ -114,23 +121,29 @@ def examine(
             sums.eta[k] = _vector([eta, eta / max(1, flat.numel()), problem.objective(flat)])
     if triples is not None:  # else nothing is known outside the basis
         sums.interference = _interference(deltas, metrics, triples)
-        sums.own = _vector([H.energy(D) for H, D in zip(metrics, deltas, strict=True)])
+        forms = _forecasters(metrics, deltas)
+        sums.own = torch.stack([_vector([H.energy(D) for H, D in zip(form, deltas, strict=True)]) for form in forms])
         for method, parameters in ask.methods.items():
             x = _merged(method, parameters, name, deltas, metrics, weights, atoms)
-            sums.lost[method] = _vector([H.energy(x - D) for H, D in zip(metrics, deltas, strict=True)])
-    found = LayerFindings(
+            found = [[H.products(x, D) for H, D in zip(form, deltas, strict=True)] for form in forms]
+            sums.steps[method] = torch.tensor(found, dtype=torch.float64).permute(2, 0, 1)
+    return LayerFindings(
         shape=tuple(base.shape),
         theory=theory,
         norms=_floats(energy.clamp_min(0).sqrt()),
         base_norm=sums.base**0.5,
         energy={str(k): _floats(share(kept, energy)) for k, kept in sums.kept.items()},
-        forecast={
-            method: _floats(share(lost, sums.own, empty=0.0))
-            for method, lost in sums.lost.items()
-            if sums.own is not None
-        },
-    )
-    return found, sums
+        forecast={method: _floats(sums.lost(method)) for method in sums.steps},
+    ), sums
+
+
+def _forecasters(metrics: Sequence[Metric], deltas: Sequence[Tensor]) -> list[Sequence[Metric]]:
+    """Return the forms that a forecast is taken in: task-gram, and two-sided curvature where it was measured.
+
+    A diagonal ranks merges backwards (docs/diagnosis.md), so it is never one of them.
+    """
+    grams: list[Metric] = [TaskGram(D) for D in deltas]
+    return [grams, metrics] if all(isinstance(H, Kronecker) for H in metrics) else [grams]
 
 
 def share(part: Tensor, whole: Tensor, empty: float = 1.0) -> Tensor:

@@ -65,6 +65,7 @@ def merge(
     max_memory: str | int | None = None,
     workers: int | None = None,
     threads: int = 1,
+    folder: Path | None = None,
 ) -> MergeRecord:
     """Merge the checkpoints that a recipe names into a new model folder.
 
@@ -81,18 +82,24 @@ def merge(
         workers: tensors merged at the same time; by default one per core.
         threads: threads within each of them. Results do not depend on `workers`; they may, in their last digit, on
             `threads` and `device`.
+        folder: where relative paths of a recipe that is no file are looked for too.
     """
     if engine not in ENGINES:
         raise ParameterError(f"There is no engine {engine!r}; engines: {', '.join(ENGINES)}.")
     options = Options(device, workers, threads, max_memory, max_shard_size, overwrite, progress)
-    return run(plan_recipe(recipe, progress=progress, any_curvature=any_curvature), Path(out), options)
+    plan = plan_recipe(recipe, progress=progress, any_curvature=any_curvature, folder=folder)
+    return run(plan, Path(out), options)
 
 
 def plan_recipe(
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, *, progress: bool = False, any_curvature: bool = False
+    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    *,
+    progress: bool = False,
+    any_curvature: bool = False,
+    folder: Path | None = None,
 ) -> Plan:
-    """Read a recipe and plan its merge."""
-    folder = None if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
+    """Read a recipe and plan its merge; relative paths are looked for in `folder` too, by default the recipe's own."""
+    folder = folder if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
     given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     return make_plan(given, folder=folder, progress=progress, any_curvature=any_curvature)
 

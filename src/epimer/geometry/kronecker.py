@@ -53,8 +53,8 @@ class KroneckerSum(Form):
                 lambda x: self.apply(x) + damping * x, b, tolerance=1e-8, most=self.most or MOST
             )
             return Solved(y, left, damping, iterative=True)
-        P = _diagonaliser([G for _, G, _ in self.terms], b.shape[0], b, single=single)
-        Q = _diagonaliser([A for _, _, A in self.terms], b.shape[1], b, single=single)
+        P = _diagonaliser([G for _, G, _ in self.terms], b.shape[0], b, single=single, joint=self.most is None)
+        Q = _diagonaliser([A for _, _, A in self.terms], b.shape[1], b, single=single, joint=self.most is None)
         terms = [(c, _congruent(P, G), _congruent(Q, A)) for c, G, A in (*self.terms, (shift, None, None)) if c]
         y = P @ _preconditioned(terms, P.T @ b @ Q, single=single, most=self.most) @ Q.T
         return Solved(y, residual(self, y, b, shift), iterative=True)
@@ -75,16 +75,16 @@ class KroneckerSum(Form):
         return Solved(y, residual(self, y, b, shift + damping), damping)
 
 
-def _diagonaliser(factors: list[Tensor | None], size: int, like: Tensor, *, single: bool) -> Tensor:
+def _diagonaliser(factors: list[Tensor | None], size: int, like: Tensor, *, single: bool, joint: bool) -> Tensor:
     """Return P for which all PᵀFP are nearly diagonal.
 
     E holds each factor's own leading eigenvectors, then the mean factor's on what these leave; F's leading part is
     diagonal in EᵀX, so P = E⁻ᵀ. Fewer eigenvectors per factor are taken until E is well-conditioned; with none of
-    them it is the eigenbasis of the mean.
+    them it is the eigenbasis of the mean; and so it is where `joint` is false, for a solve too short to repay more.
     """
     unit = [(1 / scale, factor) for factor in factors if (scale := _mean_diagonal(factor)) > 0]
     mean = _total(unit, size, like)
-    share = size // len(factors) if size <= JOINT and None not in factors else 0
+    share = size // len(factors) if joint and size <= JOINT and None not in factors else 0
     vectors = [
         torch.linalg.eigh(factor.float() if single else factor).eigenvectors.flip(-1).to(like.dtype)
         for factor in factors

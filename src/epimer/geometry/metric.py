@@ -32,7 +32,12 @@ class Metric(ABC):
 
     def energy(self, D_mn: Tensor) -> float:
         """Return DᵀHD."""
-        return max(0.0, float((D_mn * self.apply(D_mn)).double().sum()))
+        return max(0.0, self.products(D_mn)[0])
+
+    def products(self, D_mn: Tensor, *others: Tensor) -> list[float]:
+        """Return DᵀHD, and DᵀHX for every other X."""
+        image = self.apply(D_mn)
+        return [float((X * image).double().sum()) for X in (D_mn, *others)]
 
     @abstractmethod
     def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
@@ -281,14 +286,14 @@ class TaskGram(Metric):
         D = self.D.double()  # a product of five task vectors leaves float32
         return D @ (D.T @ D_mn.double() @ D.T) @ D
 
-    def energy(self, D_mn: Tensor) -> float:
+    def products(self, D_mn: Tensor, *others: Tensor) -> list[float]:
         size = float(torch.linalg.vector_norm(self.D.double()))
-        if size == 0:
-            return 0.0
-        D = self.D / size  # a product of three task vectors would leave float32
-        step = D_mn.to(D.dtype).T
-        product = (D @ step) @ D if D.shape[0] <= D.shape[1] else D @ (step @ D)
-        return size**4 * float(product.double().square().sum())
+        D = self.D / size if size else self.D  # a product of three task vectors would leave float32
+        images = []
+        for X in (D_mn, *others):
+            step = X.to(D.dtype).T
+            images.append(((D @ step) @ D if D.shape[0] <= D.shape[1] else D @ (step @ D)).double())
+        return [size**4 * float((images[0] * image).sum()) for image in images]
 
     def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
         left, right = self._factors(U, V)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
+from epimer.diagnosis.stats import Scores
+from epimer.diagnosis.sweep import climb
 from epimer.errors import EpimerWarning
 from epimer.geometry.metric import Metric
 from epimer.methods.merge import MergedState, build_basis, merge_state_dicts
 from epimer.methods.registry import describe_method
-from epimer.suites.stats import Scores
 from epimer.suites.suite import Suite
 
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
@@ -97,8 +98,10 @@ class Bench:
         seed: int = 0,
         keep: bool = True,
         scales: Sequence[float] = SCALES,
+        ahead: int = 2,
     ) -> None:
-        self.suite, self.samples, self.seed, self.keep, self.scales = suite, samples, seed, keep, sorted(scales)
+        self.suite, self.samples, self.seed, self.keep = suite, samples, seed, keep
+        self.scales, self.ahead = sorted(scales), ahead
         self.seconds: dict[str, float] = {}
         """what measuring each kind of curvature took"""
         self.notes: list[str] = []
@@ -215,7 +218,7 @@ class Bench:
                 validation[scale] = self.score(made(scale), "val").average
             return validation[scale]
 
-        scale = climb(at, self.scales)
+        scale = climb(at, self.scales, self.ahead)
         state = made(scale)
         edge = scale in (self.scales[0], self.scales[-1])
         outcome = Outcome(candidate, scale, validation[scale], self.score(state, "test"), seconds, edge)
@@ -231,21 +234,6 @@ def renamed(found: Curvature, names: Mapping[str, str]) -> Curvature:
     left_out = {names.get(name, name): why for name, why in about.left_out.items()}
     ties = {name: names[twin] for name, twin in about.ties.items() if twin in names}
     return Curvature(metrics, replace(about, counts=counts, left_out=left_out, ties=ties))
-
-
-def climb(value: Any, grid: Sequence[float]) -> float:
-    """Return the best point of a grid, searched upwards and downwards from the one nearest to 1, two ahead."""
-    start = min(range(len(grid)), key=lambda i: abs(grid[i] - 1.0))
-    best = start
-    for step in (1, -1):
-        i, misses = start + step, 0
-        while 0 <= i < len(grid) and misses < 2:
-            if value(grid[i]) > value(grid[best]):
-                best, misses = i, 0
-            else:
-                misses += 1
-            i += step
-    return grid[best]
 
 
 def references(bench: Bench) -> dict[str, Scores]:

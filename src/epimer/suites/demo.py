@@ -17,7 +17,7 @@ from epimer.suites.output import write
 from epimer.suites.results import Result
 from epimer.suites.suite import Suite
 
-VAL, TEST = 160, 500  # samples per task; `epimer bench` takes all
+VAL, TEST = 120, 400  # samples per task; `epimer bench` takes all
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def run(folder: Path, *, progress: bool = True) -> Demo:
 
     started = time.perf_counter()
     suite = load(progress=progress)
-    bench = Bench(suite.some(val=VAL, test=TEST), scales=COARSE)
+    bench = Bench(suite.some(val=VAL, test=TEST), scales=COARSE, ahead=1)
     with Progress(progress, unit="methods") as bar:
         stage = bar.begin("merging", len(CANDIDATES) + 2)
         result = performance(bench, lambda name: stage.advance(1, name))

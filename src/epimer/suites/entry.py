@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,27 @@ def is_entry(text: str) -> bool:
 
 
 def call_entry(text: str) -> Suite:
-    """Import a module, from the working folder too, and call its function, which returns a `Suite`.
+    """Import a module and call its function, which returns a `Suite`."""
+    suite = run_entry(text, load_entry(text))
+    if not isinstance(suite, Suite):
+        raise ParameterError(f"{text} returned {type(suite).__name__}, expected an epimer.suites.suite.Suite.")
+    return suite
 
-    This runs the user's own code. The text comes from the command line only, never from a file of a model.
+
+def run_entry(text: str, function: Callable[..., Any], *given: Any) -> Any:
+    """Call a function of the user's own; what fails in it is said in one line."""
+    try:
+        return function(*given)
+    except EpimerError:
+        raise
+    except Exception as error:
+        raise _failed(text, error) from error
+
+
+def load_entry(text: str) -> Callable[..., Any]:
+    """Import a module, from the working folder too, and return its function.
+
+    This runs the user's own code. The text comes from the command line or a recipe, never from a file of a model.
     """
     module, _, name = text.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
@@ -42,15 +61,8 @@ def call_entry(text: str) -> Suite:
     if not callable(make):
         known = [one for one, value in vars(found).items() if callable(value) and not one.startswith("_")]
         raise ParameterError(f"{text}: {module} has no function {name!r}.{nearest(name, known)}")
-    try:
-        suite = make()
-    except EpimerError:
-        raise
-    except Exception as error:
-        raise _failed(text, error) from error
-    if not isinstance(suite, Suite):
-        raise ParameterError(f"{text} returned {type(suite).__name__}, expected an epimer.suites.suite.Suite.")
-    return suite
+    found_function: Callable[..., Any] = make
+    return found_function
 
 
 def _failed(what: str, error: Exception) -> ParameterError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from epimer.diagnosis.diagnose import diagnose_state_dicts
 from epimer.diagnosis.landscape import landscape as survey
+from epimer.diagnosis.stats import Scores, compare
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.inputs import matrix_shape
 from epimer.methods.rules import is_matrix
@@ -25,7 +26,6 @@ from epimer.suites.results import (
     summary,
     text,
 )
-from epimer.suites.stats import Scores, compare
 
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 RANKS = (2, 4, 8, 16, 32)

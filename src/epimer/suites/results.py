@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from epimer.suites.stats import Scores
+from epimer.diagnosis.stats import Scores
 
 FORMAT = 1  # of the JSON file
 Row = dict[str, Any]

@@ -113,15 +113,23 @@ def test_a_diagnosis_equals_dense_arithmetic(kind):
             base, models, method, **rank, **given,
             curvature=curvature if epimer.describe_method(method).needs_curvature else None,
         )  # fmt: skip
-        for t in range(T):
-            lost = own = 0.0
-            for n in NAMES:
-                x = (merged[n] - base[n]).numpy()
-                lost += (x - deltas[n][t]).ravel() @ H[n][t] @ (x - deltas[n][t]).ravel()
-                own += deltas[n][t].ravel() @ H[n][t] @ deltas[n][t].ravel()
-            assert forecast.tasks[t] == pytest.approx(lost / own, rel=1e-6)
+        grams = {n: [dense("task-gram", None, D) for D in deltas[n]] for n in NAMES}
+
+        def lost(t, scale, merged=merged, grams=grams):
+            distances = []
+            for form in (grams, H) if kind == "kronecker" else (grams,):  # a diagonal forecasts nothing
+                steps = [scale * (merged[n] - base[n]).numpy() - deltas[n][t] for n in NAMES]
+                part = sum(E.ravel() @ form[n][t] @ E.ravel() for n, E in zip(NAMES, steps, strict=True))
+                whole = sum(deltas[n][t].ravel() @ form[n][t] @ deltas[n][t].ravel() for n in NAMES)
+                distances.append(math.sqrt(part / whole))
+            return np.mean(distances) ** 2
+
+        assert forecast.tasks == pytest.approx([lost(t, 1.0) for t in range(T)], rel=1e-6)
         assert forecast.mean == pytest.approx(np.mean(forecast.tasks))
         assert forecast.worst == max(forecast.tasks)
+        means = {scale: np.mean([lost(t, scale) for t in range(T)]) for scale in np.arange(0.05, 4.01, 0.05)}
+        assert forecast.mean_at_scale == pytest.approx(min(means.values()), rel=1e-6)
+        assert means[min(means, key=lambda s: abs(s - forecast.scale))] == pytest.approx(min(means.values()), rel=1e-6)
     wanted = {"task-gram": set(), "kronecker": {"regmean", "epimer_kron"}, "diagonal": {"epimer"}}[kind]
     assert set(found.forecast) == {"average", "tsv", "epimer_free"} | wanted
     # energy and η by rank
@@ -131,7 +139,9 @@ def test_a_diagnosis_equals_dense_arithmetic(kind):
         for n in NAMES:
             S = bases[n]
             points = [S.project(torch.from_numpy(D)).numpy() for D in deltas[n]]
-            kept += [np.sum(x**2) for x in points]
+            both = epimer.build_basis(base, models, rank=rank, basis="tensor")[n]
+            U, V = both.U.numpy(), both.V.numpy()
+            kept += [np.sum((U @ U.T @ D @ V @ V.T) ** 2) for D in deltas[n]]
             atoms = np.stack([S.lift(e).numpy().ravel() for e in torch.eye(len(points[0]), dtype=torch.float64)], 1)
             forms = [atoms.T @ matrix @ atoms for matrix in H[n]]
             forms = [form / (np.trace(form) / len(form)) + 0.01 * np.eye(len(form)) for form in forms]
@@ -182,7 +192,7 @@ def test_folders_are_diagnosed_like_state_dicts(tmp_path):
     assert found.total.bound == pytest.approx(expected.total.bound)
     assert "merge_method: tsv" in found.recipe
     assert str(tmp_path) not in found.recipe
-    with pytest.raises(ParameterError, match="There is no method 'tvs'. Did you mean 'tsv'"):
+    with pytest.raises(ParameterError, match="Did you mean 'tsv'"):
         diagnose(recipe, methods=["tvs"], progress=False)
     with pytest.raises(ParameterError, match="ties looks at the whole model"):
         diagnose(recipe, methods=["ties"], progress=False)

@@ -1,4 +1,4 @@
-"""The plane of the models' first two principal components, against numpy's SVD and quadratic losses known by formula."""
+"""The plane of the models' first two principal components, against numpy's SVD and losses known by formula."""
 
 import numpy as np
 import pytest

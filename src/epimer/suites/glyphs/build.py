@@ -5,6 +5,7 @@ See docs/glyphs8.md for what was chosen, and why, and what it measures.
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import hashlib
 import json
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -174,9 +176,18 @@ def _scores(settings: Settings, state: State, head: State, data: Mapping[str, Dr
 
 
 def _network(shape: Shape, state: Mapping[str, Tensor], head: Mapping[str, Tensor]) -> nn.Module:
-    network = Vit(shape, FrozenHead(head)).eval()
-    network.load_state_dict(dict(state))
-    return network
+    template = _template(shape)
+    shared = {id(W): W for W in template.parameters()}  # not copied: the state's own tensors take their place
+    network = copy.deepcopy(template, shared)
+    network.head = FrozenHead(head)
+    network.load_state_dict(dict(state), assign=True)
+    return network.eval()
+
+
+@cache
+def _template(shape: Shape) -> Vit:
+    """Return a network whose weights were drawn once; drawing them takes longer than using them."""
+    return Vit(shape)
 
 
 def _write(

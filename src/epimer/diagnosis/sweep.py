@@ -1,0 +1,237 @@
+"""Try many settings cheaply: one merge per method and rank serves every scale, and nothing is written.
+
+The settings are chosen on validation data and the chosen ones reported on test data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from epimer.diagnosis.stats import Scores
+from epimer.errors import ParameterError, nearest
+from epimer.geometry.metric import Metric
+from epimer.geometry.subspace import pairs
+from epimer.methods.merge import build_basis, merge_state_dicts
+from epimer.methods.registry import Method, describe_method, list_methods
+
+SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.75, 2.0, 2.5, 3.0)
+METHODS = ("average", "tsv", "iso_c", "epimer_free")
+CURVED = {
+    "diagonal": ("fisher", "epimer"),
+    "kronecker": ("regmean", "epimer_kron"),
+    "ekfac": ("epimer_kron",),
+    "samples": ("epimer_exact",),
+}
+STEPS = 20  # of conjugate gradients while settings are compared
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How a model does on one split."""
+
+    scores: Mapping[str, Tensor]
+    """task -> every sample's score, or one number; higher is better"""
+    kl: Mapping[str, float] = field(default_factory=dict)
+    """task -> mean KL from the task's own model's predictions, where it was asked for"""
+
+    @property
+    def all(self) -> Scores:
+        """The scores of all tasks."""
+        return Scores(list(self.scores.values()))
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """What settings are compared by: the average score, then closeness."""
+        return self.all.average, -sum(self.kl.values())
+
+
+Evaluate = Callable[[State, str], Judged]
+"""(state dict, "val" or "test") -> scores"""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One setting and what it scored."""
+
+    method: str
+    rank: int | None
+    scale: float
+    validation: Judged
+    test: Judged | None = None
+    """where it is the best of its method and rank"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        found: dict[str, Any] = {"method": self.method, "rank": self.rank, "scale": self.scale}
+        found["validation"] = self.validation.all.average
+        if self.validation.kl:
+            found["kl"] = sum(self.validation.kl.values()) / len(self.validation.kl)
+        found |= dict.fromkeys(("average", "low", "high", "worst", "tasks"))
+        if self.test is not None:
+            scores = self.test.all
+            low, high = scores.interval()
+            tasks = dict(zip(self.test.scores, scores.accuracies, strict=True))
+            found |= {"average": scores.average, "low": low, "high": high, "worst": scores.worst, "tasks": tasks}
+        return found
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All settings that were tried."""
+
+    tried: list[Tried]
+    evaluation: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> Tried:
+        """The best on validation data."""
+        return max(self.finalists, key=lambda one: one.validation.order)
+
+    @property
+    def finalists(self) -> list[Tried]:
+        """The best of every method and rank."""
+        return [one for one in self.tried if one.test is not None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "kind": "sweep",
+            "format": 1,
+            "eval": self.evaluation,
+            "data": [one.to_dict() for one in self.tried],
+            "best": self.best.to_dict(),
+            "notes": self.notes,
+        }
+
+
+def sweep(
+    base: State,
+    models: Sequence[State],
+    evaluate: Evaluate,
+    *,
+    methods: Sequence[str] | None = None,
+    scales: Sequence[float] | None = None,
+    ranks: Sequence[int] | None = None,
+    curvature: Sequence[Mapping[str, Metric]] | None = None,
+    weights: Sequence[float] | None = None,
+    rules: Sequence[tuple[str, str]] = (),
+    parameters: Mapping[str, Mapping[str, Any]] | None = None,
+    evaluation: str = "a function",
+    progress: Callable[[str], None] = lambda done: None,
+) -> Sweep:
+    """Merge in every way, take each one's best scale on validation data, and report that on test data.
+
+    Args:
+        base: the ancestor.
+        models: the fine-tuned models.
+        evaluate: scores a state dict on "val" or "test".
+        methods: by name; None takes average, tsv, iso_c, epimer_free and those that use the curvature.
+        scales: all are tried; None climbs from 1 along a grid until two in a row are worse.
+        ranks: directions per task, for methods that have them; None takes each method's own.
+        curvature: as in `merge_state_dicts`.
+        weights: one per model.
+        rules: which tensors are merged how.
+        parameters: method -> parameters it is merged with.
+        evaluation: what to call the evaluation.
+        progress: called with a line after every setting.
+    """
+    kind = None if curvature is None else next((m.kind for one in curvature for m in one.values()), None)
+    wanted = check_methods(methods, kind)
+    tried: list[Tried] = []
+    bases: dict[int | None, dict[str, Any]] = {}
+    for row in wanted:
+        named = {parameter.name: parameter for parameter in row.parameters}
+        for rank in (ranks or (None,)) if "rank" in named else (None,):
+            given: dict[str, Any] = {**(parameters or {}).get(row.name, {})}
+            if rank is not None:
+                given["rank"] = rank
+            if "iterations" in named:
+                given.setdefault("iterations", STEPS)
+            shape = str(given.get("basis", named["basis"].default)) if "basis" in named else ""
+            if shape in ("tagged", "tensor"):
+                given["basis"] = _basis(bases, base, models, given.get("rank", named["rank"].default), shape, rules)
+
+            def merged(scale: float, row: Method = row, given: Mapping[str, Any] = given) -> dict[str, Tensor]:
+                used = curvature if row.needs_curvature else None
+                return merge_state_dicts(
+                    dict(base), [dict(model) for model in models], row.name,
+                    **{**given, "curvature": used, "weights": weights, "rules": rules, "scale": scale},
+                )  # fmt: skip
+
+            some = _scaled(row, base, merged)
+            found: dict[float, Judged] = {}
+
+            def at(scale: float, some: Any = some, found: Any = found, row: Method = row) -> tuple[float, float]:
+                if scale not in found:
+                    found[scale] = evaluate(some(scale), "val")
+                    progress(f"{row.name}, scale {scale:g}: {100 * found[scale].all.average:.1f}")
+                order: tuple[float, float] = found[scale].order
+                return order
+
+            best = max(scales, key=at) if scales else climb(at, SCALES)
+            for scale, judged in sorted(found.items()):
+                test = evaluate(some(scale), "test") if scale == best else None
+                tried.append(Tried(row.name, given.get("rank"), scale, judged, test))
+    return Sweep(tried, evaluation)
+
+
+def _scaled(row: Method, base: State, merged: Callable[[float], dict[str, Tensor]]) -> Callable[[float], State]:
+    """Return the merge at any scale, all from one; where scale sits inside a fraction, each from its own."""
+    if row.name == "gradient_matching":
+        return merged
+    whole = merged(1.0)
+    return lambda scale: {
+        name: W + scale * (whole[name] - W) if W.is_floating_point() else whole[name] for name, W in base.items()
+    }
+
+
+def _basis(
+    known: dict[int | None, dict[str, Any]], base: State, models: Sequence[State], rank: int | None, shape: str,
+    rules: Sequence[tuple[str, str]],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the models' basis, built once for every rank."""
+    if rank not in known:
+        known[rank] = dict(build_basis(dict(base), [dict(model) for model in models], rank=rank, rules=rules))
+    atoms = known[rank]
+    return atoms if shape == "tagged" else {name: pairs(one) for name, one in atoms.items()}
+
+
+def check_methods(methods: Sequence[str] | None, kind: str | None) -> list[Method]:
+    """Return the methods to try; refuse those that cannot be."""
+    wanted = methods if methods is not None else (*METHODS, *CURVED.get(kind or "", ()))
+    rows = []
+    for name in wanted:
+        if name not in list_methods():
+            raise ParameterError(f"There is no method {name!r}.{nearest(name, list_methods())}")
+        row = describe_method(name)
+        if any(parameter.kind == "callable" for parameter in row.parameters):
+            raise ParameterError(f"{name} chooses by a function of its own; leave it out of a sweep.")
+        if row.needs_curvature and not (row.curvature == kind or (row.curvature == "kronecker" and kind == "ekfac")):
+            have = "there is none" if kind is None else f"there is {kind}"
+            raise ParameterError(
+                f"{name} needs {row.curvature} curvature, and {have}; measure it, or leave {name} out."
+            )
+        rows.append(row)
+    return rows
+
+
+def climb(value: Callable[[float], Any], grid: Sequence[float], ahead: int = 2) -> float:
+    """Return the best point of a grid, climbing both ways from 1 until `ahead` in a row are worse."""
+    start = min(range(len(grid)), key=lambda i: abs(grid[i] - 1.0))
+    best = start
+    for step in (1, -1):
+        i, misses = start + step, 0
+        while 0 <= i < len(grid) and misses < ahead:
+            if value(grid[i]) > value(grid[best]):
+                best, misses = i, 0
+            else:
+                misses += 1
+            i += step
+    return grid[best]

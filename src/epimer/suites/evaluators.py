@@ -1,0 +1,121 @@
+"""What a sweep judges merges by: a suite's labels, agreement with the fine-tuned models, or a function of one's own."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax
+
+from epimer.curvature.batches import Batch
+from epimer.curvature.labels import IGNORED, logits_of
+from epimer.diagnosis.sweep import Evaluate, Judged, State
+from epimer.errors import ParameterError
+from epimer.suites.entry import is_entry, load_entry, run_entry
+from epimer.suites.run import open_suite
+from epimer.suites.suite import Suite, SuiteTask
+
+AGREEMENT = "agreement"
+
+
+def evaluator(text: str, folder: Path | None = None, *, count: int | None = None, progress: bool = False) -> Evaluate:
+    """Return what `--eval` names.
+
+    Args:
+        text: a suite (its name, its YAML file, or module:function that makes one); `agreement:SUITE`, which takes the
+            suite's inputs but not its labels; or module:function that takes a state dict and returns scores by task.
+        folder: where a YAML file is looked for too.
+        count: how many models are merged: a suite must have as many tasks.
+        progress: show bars while a suite is opened.
+    """
+    kind, _, rest = text.partition(":")
+    if text == AGREEMENT:
+        raise ParameterError("agreement needs inputs: write agreement:SUITE, a suite's name or YAML file.")
+    named = rest if kind == AGREEMENT else text
+    if kind != AGREEMENT and is_entry(text):
+        function = load_entry(text)
+        if len(inspect.signature(function).parameters) > 0:
+            return by_function(text, function)
+    if folder is not None and not os.path.exists(named) and (folder / named).is_file():
+        named = str(folder / named)
+    suite = open_suite(named, progress=progress)
+    if count is not None and count != len(suite.tasks):
+        raise ParameterError(
+            f"{named} has {len(suite.tasks)} tasks, and {count} models are merged; give a suite with a task for each, "
+            "in their order."
+        )
+    return by_agreement(suite) if kind == AGREEMENT else by_suite(suite)
+
+
+def by_suite(suite: Suite) -> Evaluate:
+    """Judge by a suite's labels."""
+
+    def evaluate(state: State, split: str) -> Judged:
+        _check_split(suite, split)
+        names = [task.name for task in suite.tasks]
+        return Judged(dict(zip(names, suite.scores(state, split), strict=True)))
+
+    return evaluate
+
+
+def by_agreement(suite: Suite) -> Evaluate:
+    """Judge by how often, and how closely in KL, predictions match those of each task's own model; no label is read."""
+    known: dict[tuple[str, str], list[Tensor]] = {}
+
+    @torch.no_grad()
+    def evaluate(state: State, split: str) -> Judged:
+        _check_split(suite, split)
+        scores, kl = {}, {}
+        for task, model in zip(suite.tasks, suite.models, strict=True):
+            if (task.name, split) not in known:
+                known[task.name, split] = list(_predictions(suite, model, task, split))
+            hits, far = [], []
+            for own, theirs in zip(known[task.name, split], _predictions(suite, state, task, split), strict=True):
+                hits.append((own.argmax(1) == theirs.argmax(1)).double())
+                far.append(kl_div(theirs, own, reduction="none", log_target=True).sum(1).double())
+            scores[task.name], kl[task.name] = torch.cat(hits), float(torch.cat(far).mean())
+        return Judged(scores, kl)
+
+    return evaluate
+
+
+def _predictions(suite: Suite, state: State, task: SuiteTask, split: str) -> Any:
+    """Yield log-probabilities, a row per sample, or per token that counts, of a language model."""
+    network = suite.network(state, task)
+    for inputs, targets in task.splits[split].batches(suite.batch):
+        logits = logits_of(Batch(inputs, targets, 0).run(network)).float()
+        if logits.dim() == 3:
+            logits = logits[targets != IGNORED] if isinstance(targets, Tensor) else logits.flatten(0, 1)
+        yield log_softmax(logits, 1).cpu()
+
+
+def by_function(text: str, function: Callable[..., Any]) -> Evaluate:
+    """Judge by a function of a state dict, and of the split where it takes a second argument."""
+    takes_split = len(inspect.signature(function).parameters) > 1
+
+    def evaluate(state: State, split: str) -> Judged:
+        found = run_entry(text, function, *((state, split) if takes_split else (state,)))
+        if not isinstance(found, Mapping) or not found:
+            raise ParameterError(f"{text} returned {type(found).__name__}, expected a mapping from task to score.")
+        scores = {}
+        for task, value in found.items():
+            try:
+                scores[str(task)] = torch.as_tensor(value, dtype=torch.float64).reshape(-1)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ParameterError(
+                    f"{text} scored {task!r} as {value!r}, expected a number, or one per sample."
+                ) from error
+        return Judged(scores)
+
+    return evaluate
+
+
+def _check_split(suite: Suite, split: str) -> None:
+    for task in suite.tasks:
+        if split not in task.splits:
+            raise ParameterError(f"{suite.name}: task {task.name!r} has no {split} data, which a sweep needs; add it.")

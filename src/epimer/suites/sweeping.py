@@ -1,0 +1,84 @@
+"""Merge and sweep recipes with what suites know: `epimer.merge` and `epimer.sweep`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from epimer.diagnosis import auto
+from epimer.diagnosis.sweep import Evaluate, Sweep
+from epimer.engine import merge as engine
+from epimer.plan import make_plan
+from epimer.recipe import Recipe, load_recipe
+from epimer.records import MergeRecord
+
+
+def sweep(
+    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    evaluation: str,
+    *,
+    methods: list[str] | None = None,
+    scales: list[float] | None = None,
+    ranks: list[int] | None = None,
+    keep_best: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    any_curvature: bool = False,
+    progress: bool = True,
+) -> Sweep:
+    """Try many settings on the models of a recipe; write the best merge where asked to.
+
+    Args:
+        recipe: a YAML file, or its content as a mapping.
+        evaluation: see `evaluator`.
+        methods: by name; None takes average, tsv, iso_c, epimer_free and those that use the recipe's curvature.
+        scales: all are tried; None climbs from 1.
+        ranks: directions per task.
+        keep_best: the folder to write the winner to.
+        overwrite: replace a model folder that epimer made before.
+        any_curvature: use curvature even where it was measured on another model.
+        progress: show bars on a terminal.
+    """
+    folder = None if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
+    given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    from epimer.suites.evaluators import evaluator
+
+    judge = evaluator(evaluation, folder, count=len(given.models), progress=progress)
+    found = auto.sweep_recipe(
+        given, judge, methods=methods, scales=scales, ranks=ranks, folder=folder, progress=progress,
+        any_curvature=any_curvature, evaluation=evaluation,
+    )  # fmt: skip
+    if keep_best is not None:
+        best = auto.settled(given, found.best.method, found.best.scale, found.best.rank)
+        plan = make_plan(best, folder=folder, progress=progress, any_curvature=any_curvature)
+        engine.run(plan, Path(keep_best), engine.Options(overwrite=overwrite, progress=progress))
+    return found
+
+
+def merge(
+    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, out: str | os.PathLike[str], **options: Any
+) -> MergeRecord:
+    """Merge the checkpoints that a recipe names into a new model folder; `auto` is chosen first. See `engine.merge`."""
+    progress, any_curvature = bool(options.get("progress", True)), bool(options.get("any_curvature", False))
+    chosen, _ = resolve(recipe, progress=progress, any_curvature=any_curvature)
+    if chosen is None:
+        return engine.merge(recipe, out, **options)
+    folder = None if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
+    return engine.merge(chosen, out, folder=folder, **options)
+
+
+def resolve(
+    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, *, progress: bool = True, any_curvature: bool = False
+) -> tuple[Recipe | None, str]:
+    """Return a recipe with nothing left open and why it is so; None where nothing was."""
+    given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    if not given.auto:
+        return None, ""
+
+    def judge(text: str, folder: Path | None) -> Evaluate:
+        from epimer.suites.evaluators import evaluator
+
+        return evaluator(text, folder, count=len(given.models), progress=progress)
+
+    return auto.resolve(recipe, evaluator=judge, progress=progress, any_curvature=any_curvature)
