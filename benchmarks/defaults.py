@@ -12,10 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from epimer.diagnosis.stats import Scores
 from epimer.suites.bench import Bench, Candidate
 from epimer.suites.output import write
 from epimer.suites.results import Result, accuracy, number, text
-from epimer.diagnosis.stats import Scores
 
 METHODS = ("epimer_kron", "epimer_free")
 ANCHORS = ("tsv", "iso_c", "sum", "average")

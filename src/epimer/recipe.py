@@ -254,7 +254,7 @@ class _Reader:
             raise self.error((), "the recipe is empty; it needs at least merge_method and models.")
         given = {key: value for key, value in self.mapping((), raw, KEYS, NOT_OURS).items() if value is not None}
         auto = tuple(key for key in ("merge_method", "scale") if given.get(key) == AUTO)
-        if given.get("parameters", {}) and given["parameters"].get("scale") == AUTO:
+        if isinstance(given.get("parameters"), dict) and given["parameters"].get("scale") == AUTO:
             auto, given["parameters"] = (*auto, "scale"), {k: v for k, v in given["parameters"].items() if k != "scale"}
         given = {key: PROVISIONAL if key == "merge_method" and key in auto else value
                  for key, value in given.items() if key != "scale" or value != AUTO}  # fmt: skip

@@ -6,6 +6,7 @@ import re
 import pytest
 
 import epimer
+from epimer.diagnosis.sweep import Judged, sweep
 from epimer.report.page import build
 from epimer.report.read import read_records
 from epimer.suites import experiments
@@ -19,6 +20,11 @@ def bench(tmp_path_factory):
     return Bench(make_suite(tmp_path_factory.mktemp("suite")), samples=64, scales=(0.5, 1.0, 2.0))
 
 
+def judge(bench):
+    names = [task.name for task in bench.suite.tasks]
+    return lambda state, split: Judged(dict(zip(names, bench.suite.scores(state, split), strict=True)))
+
+
 @pytest.fixture(scope="module")
 def folder(bench, tmp_path_factory):
     """A folder as `epimer bench`, `epimer diagnose` and `epimer merge` fill it."""
@@ -29,6 +35,8 @@ def folder(bench, tmp_path_factory):
     base, names = dict(bench.suite.base), [task.name for task in bench.suite.tasks]
     found = epimer.diagnose_state_dicts(base, bench.states, rank=4, names=names)
     (folder / "diagnosis.json").write_text(json.dumps(found.to_dict()))
+    tried = sweep(base, bench.states, judge(bench), methods=["average", "tsv"], scales=(0.5, 1.0), evaluation="small")
+    (folder / "sweep.json").write_text(json.dumps(tried.to_dict()))
     (folder / "merged").mkdir()
     record = epimer.merge_state_dicts(base, bench.states, "tsv", rank=4).record
     (folder / "merged" / "epimer.json").write_text(json.dumps(record.lasting()))
@@ -48,6 +56,9 @@ def test_records_are_read_back_as_they_were_found(bench, folder):
     again = epimer.diagnose_state_dicts(dict(bench.suite.base), bench.states, rank=4, names=list(diagnosis.models))
     assert diagnosis.total.eta == pytest.approx(again.total.eta)
     assert diagnosis.layers.keys() == again.layers.keys()
+    tried = records.sweeps[0].record
+    assert {(one.method, one.scale) for one in tried.data} == {(m, s) for m in ("average", "tsv") for s in (0.5, 1.0)}
+    assert tried.best.validation == max(one.validation for one in tried.data)
     assert records.merges[0].record.method == "tsv"
 
 
@@ -68,4 +79,4 @@ def test_the_page_shows_them(bench, folder):
         "landscape-task2",
         "tasks",
     } <= figures
-    assert {"forecast", "energy-by-rank", "conflict-cosine", "layers-energy-kept"} <= figures
+    assert {"forecast", "energy-by-rank", "conflict-cosine", "layers-energy-kept", "sweep-tsv"} <= figures

@@ -69,7 +69,7 @@ def _mind(found: Diagnosis) -> Iterator[Advice]:
             share = f"{found.norms[t] / found.base_norm:.0%}"
             yield Advice(
                 "mind",
-                f"{name} moved by {share} of the base's norm: is it a model of this base? ",
+                f"{name} moved by {share} of the base's norm: is it a model of this base?",
             )
     for s, one in enumerate(found.models):
         for t, other in enumerate(found.models[:s]):

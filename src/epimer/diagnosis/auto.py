@@ -15,6 +15,7 @@ from epimer.diagnosis.sweep import Evaluate, Sweep, sweep
 from epimer.engine.merge import check_plan
 from epimer.errors import RecipeError
 from epimer.methods.registry import describe_method
+from epimer.methods.rules import matching
 from epimer.plan import Plan, make_plan
 from epimer.progress import Progress
 from epimer.recipe import PROVISIONAL, Recipe, load_recipe
@@ -125,7 +126,7 @@ def sweep_recipe(
             ranks=ranks,
             curvature=plan.curvatures,
             weights=weights,
-            rules=given.rules,
+            rules=[pair for pair in given.rules if any(matching(name, [pair]) for name in base)],  # others are not read
             parameters={} if given.auto else {given.merge_method: own},
             evaluation=evaluation,
             progress=lambda line: stage.advance(1, line),

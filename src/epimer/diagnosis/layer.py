@@ -5,7 +5,7 @@ All of it comes from sums that add up over layers (`Sums`), so that a model is d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,11 +121,12 @@ def examine(
             sums.eta[k] = _vector([eta, eta / max(1, flat.numel()), problem.objective(flat)])
     if triples is not None:  # else nothing is known outside the basis
         sums.interference = _interference(deltas, metrics, triples)
-        forms = _forecasters(metrics, deltas)
-        sums.own = torch.stack([_vector([H.energy(D) for H, D in zip(form, deltas, strict=True)]) for form in forms])
+        forms = _forecasters(metrics, triples)
+        own = [[H(D, D)[0] for H, D in zip(form, deltas, strict=True)] for form in forms]
+        sums.own = torch.tensor(own, dtype=torch.float64)
         for method, parameters in ask.methods.items():
             x = _merged(method, parameters, name, deltas, metrics, weights, atoms)
-            found = [[H.products(x, D) for H, D in zip(form, deltas, strict=True)] for form in forms]
+            found = [[H(x, D) for H, D in zip(form, deltas, strict=True)] for form in forms]
             sums.steps[method] = torch.tensor(found, dtype=torch.float64).permute(2, 0, 1)
     return LayerFindings(
         shape=tuple(base.shape),
@@ -137,13 +138,38 @@ def examine(
     ), sums
 
 
-def _forecasters(metrics: Sequence[Metric], deltas: Sequence[Tensor]) -> list[Sequence[Metric]]:
+Products = Callable[[Tensor, Tensor], tuple[float, float]]
+"""(x, D) -> xᵀHx and xᵀHD"""
+
+
+def _forecasters(metrics: Sequence[Metric], triples: Sequence[Svd]) -> list[list[Products]]:
     """Return the forms that a forecast is taken in: task-gram, and two-sided curvature where it was measured.
 
+    Task-gram is that of the leading directions, in which nearly all of a form in σ_i²σ_j² lies; it costs a fraction.
     A diagonal ranks merges backwards (docs/diagnosis.md), so it is never one of them.
     """
-    grams: list[Metric] = [TaskGram(D) for D in deltas]
-    return [grams, metrics] if all(isinstance(H, Kronecker) for H in metrics) else [grams]
+
+    def gram(triple: Svd) -> Products:
+        U, sigma, V = triple
+        weight = sigma.double()[:, None] * sigma.double()
+
+        def products(x: Tensor, D: Tensor) -> tuple[float, float]:
+            along_x, along_D = ((U.T @ X @ V).double() * weight for X in (x, D))
+            return float(along_x.square().sum()), float((along_x * along_D).sum())
+
+        return products
+
+    def measured(H: Metric) -> Products:
+        def products(x: Tensor, D: Tensor) -> tuple[float, float]:
+            xx, xd = H.products(x, D)
+            return xx, xd
+
+        return products
+
+    forms = [[gram(triple) for triple in triples]]
+    if all(isinstance(H, Kronecker) for H in metrics):
+        forms.append([measured(H) for H in metrics])
+    return forms
 
 
 def share(part: Tensor, whole: Tensor, empty: float = 1.0) -> Tensor:

@@ -188,8 +188,9 @@ def _scaled(row: Method, base: State, merged: Callable[[float], dict[str, Tensor
         return merged
     whole = merged(1.0)
     return lambda scale: {
-        name: W + scale * (whole[name] - W) if W.is_floating_point() else whole[name] for name, W in base.items()
-    }
+        name: W + scale * (whole[name] - W) if W.is_floating_point() else whole[name]
+        for name, W in base.items() if name in whole
+    }  # fmt: skip
 
 
 def _basis(

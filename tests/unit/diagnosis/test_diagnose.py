@@ -113,7 +113,7 @@ def test_a_diagnosis_equals_dense_arithmetic(kind):
             base, models, method, **rank, **given,
             curvature=curvature if epimer.describe_method(method).needs_curvature else None,
         )  # fmt: skip
-        grams = {n: [dense("task-gram", None, D) for D in deltas[n]] for n in NAMES}
+        grams = {n: [dense("task-gram", None, cut(D, k)) for D in deltas[n]] for n in NAMES}
 
         def lost(t, scale, merged=merged, grams=grams):
             distances = []

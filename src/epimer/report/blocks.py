@@ -1,0 +1,226 @@
+"""The parts of a page: figures with their numbers as a table, tables that sort, choices, sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from epimer.report.charts.frame import Chart
+from epimer.report.markup import Child, Markup, join, prose, slug, tag
+from epimer.report.palette import inlined
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table's cell: what it shows, and what it is sorted by where that is a number."""
+
+    show: Child
+    value: float | None = None
+
+
+Rows = list[list[Cell | str]]
+LONG, NAME = 60, 28  # characters, above which a cell or a row's name may take several lines
+TALL = 24  # rows, above which a table scrolls in its own frame
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; the first cell of every row names it."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Cell | str]]
+    caption: str
+    marked: frozenset[int] = frozenset()
+    """rows to point out"""
+    quiet: frozenset[int] = frozenset()
+    """rows for comparison only"""
+
+    def render(self, *, sortable: bool = True, shown: bool = False) -> Markup:
+        """Return the element; `shown` tells whether its caption is seen or only heard."""
+        numeric = [
+            any(isinstance(row[j], Cell) and row[j].value is not None for row in self.rows)  # type: ignore[union-attr]
+            for j in range(len(self.headings))
+        ]
+        head = [
+            tag(
+                "th", tag("button", name, type="button") if sortable else name, scope="col", class_="n" if isn else None
+            )
+            for name, isn in zip(self.headings, numeric, strict=True)
+        ]
+        body = []
+        for i, row in enumerate(self.rows):
+            cells = []
+            for j, given in enumerate(row):
+                cell = given if isinstance(given, Cell) else Cell(given)
+                long = isinstance(cell.show, str) and len(cell.show) > (LONG if j else NAME)
+                kind = {
+                    "class_": "n" if numeric[j] else "long" if long else None,
+                    "data_v": None
+                    if cell.value is None
+                    else repr(cell.value).replace("inf", "Infinity"),  # as a script reads it
+                }
+                cells.append(tag("th", cell.show, scope="row", **kind) if j == 0 else tag("td", cell.show, **kind))
+            look = "best" if i in self.marked else "quiet" if i in self.quiet else None
+            body.append(tag("tr", cells, class_=look))
+        caption = tag("caption", self.caption, class_=None if shown else "heard")
+        table = tag(
+            "table", caption, tag("thead", tag("tr", head)), tag("tbody", body), class_="sort" if sortable else None
+        )
+        return tag(
+            "div",
+            table,
+            class_="scroll tall" if len(self.rows) > TALL else "scroll",
+            tabindex="0",
+            role="group",
+            aria_label=self.caption,
+        )
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with its title, what to know when reading it, and its numbers."""
+
+    name: str
+    title: str
+    chart: Chart
+    table: Table
+    caption: Child = None
+
+    def render(self, key: str) -> Markup:
+        """Return the element."""
+        buttons = [
+            tag(
+                "button",
+                kind.upper(),
+                type="button",
+                data_save=kind,
+                aria_label=f"Save as {kind.upper()}: {self.title}",
+            )
+            for kind in ("svg", "png")
+        ]
+        return tag(
+            "figure",
+            tag("div", tag("span", self.title, class_="title"), tag("span", buttons, class_="save"), class_="top"),
+            tag("div", self.chart.svg(key, self.title), class_="drawing"),
+            tag("figcaption", self.caption) if self.caption else None,
+            tag("details", tag("summary", "Numbers"), self.table.render(sortable=len(self.table.rows) > 2)),
+            id=key,
+            aria_label=self.title,
+        )
+
+    def alone(self, key: str) -> str:
+        """Return the chart as the text of an SVG file."""
+        return '<?xml version="1.0" encoding="utf-8"?>\n' + inlined(self.chart.svg(key, self.title, alone=True)) + "\n"
+
+
+@dataclass(frozen=True)
+class Side:
+    """Figures beside each other, where the screen is wide enough."""
+
+    parts: Sequence[Figure | Choice | Table | Markup]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several things, chosen by the reader; without a script, all of them."""
+
+    label: str
+    options: Mapping[str, Figure | Side]
+
+
+Block = Markup | Table | Figure | Side | Choice
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with its heading."""
+
+    title: str
+    blocks: Sequence[Block]
+    short: str = ""
+    """its name in the list of contents, where the title is long"""
+
+
+@dataclass
+class Renderer:
+    """Turns blocks into elements; no two get the same id."""
+
+    keys: set[str] = field(default_factory=set)
+
+    def key(self, name: str) -> str:
+        """Return an id that is still free."""
+        wanted, count = slug(name), 1
+        key = wanted
+        while key in self.keys:
+            count += 1
+            key = f"{wanted}-{count}"
+        self.keys.add(key)
+        return key
+
+    def section(self, section: Section, key: str) -> Markup:
+        """Return a section."""
+        heading = tag("h2", section.title, id=f"{key}-heading")
+        return tag(
+            "section", heading, [self.block(one) for one in section.blocks], id=key, aria_labelledby=f"{key}-heading"
+        )
+
+    def block(self, block: Block) -> Markup:
+        """Return whatever it is."""
+        match block:
+            case Table():
+                return block.render()
+            case Figure():
+                return block.render(self.key(block.name))
+            case Side():
+                return tag("div", [self.block(part) for part in block.parts], class_="side")
+            case Choice():
+                return self._choice(block)
+            case _:
+                return block
+
+    def _choice(self, choice: Choice) -> Markup:
+        key = self.key(f"choose {choice.label}")
+        options = [tag("option", name, value=str(i)) for i, name in enumerate(choice.options)]
+        name = tag("label", choice.label, for_=key)
+        select = tag("div", name, tag("select", options, id=key, data_choice=key), class_="choose")
+        shown = [
+            tag("div", self.block(one), data_of=key, data_option=str(i))
+            for i, one in enumerate(choice.options.values())
+        ]
+        return tag("div", select, shown, class_="choice")
+
+
+def figures(blocks: Iterable[Block]) -> Iterator[Figure]:
+    """Yield all figures, in their order on the page."""
+    for block in blocks:
+        if isinstance(block, Figure):
+            yield block
+        elif isinstance(block, Side):
+            yield from figures(block.parts)
+        elif isinstance(block, Choice):
+            yield from figures(block.options.values())
+
+
+def paragraph(*content: Child) -> Markup:
+    """Return a paragraph."""
+    return tag("p", *content)
+
+
+def folded(title: str, table: Table) -> Markup:
+    """Return a table that is opened where it is wanted."""
+    return tag("details", tag("summary", title), table.render())
+
+
+def notes(lines: Sequence[str]) -> Markup:
+    """Return what to know when reading a section."""
+    return tag("ul", [tag("li", prose(line)) for line in lines], class_="notes") if lines else Markup()
+
+
+def heading(content: str) -> Markup:
+    """Return a heading within a section."""
+    return tag("h3", content)
+
+
+def facts(pairs: Sequence[tuple[str, Child]]) -> Markup:
+    """Return names and values."""
+    return tag("dl", [join(tag("div", tag("dt", name), tag("dd", value))) for name, value in pairs], class_="facts")

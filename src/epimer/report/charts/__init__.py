@@ -1,0 +1,1 @@
+"""Charts as SVG text: colours are the page's variables, every mark carries its value."""

@@ -1,0 +1,133 @@
+"""What all charts share: the SVG element, text, legends, axes and marks that tell their value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from epimer.report.markup import Child, Markup, tag
+from epimer.report.numbers import Axis
+
+FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
+SIZE = 12.5  # of text, in the units of the drawing
+SMALL = 11.5
+WIDTH = 448.0
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing: its size, its content and what it says in a sentence."""
+
+    width: float
+    height: float
+    content: Markup
+    describes: str
+
+    def svg(self, key: str, title: str, *, alone: bool = False) -> Markup:
+        """Return the drawing as an element of a page, or as one that is a file of its own.
+
+        In a page it can be focused, so that the arrow keys go from mark to mark (see page.js).
+        """
+        least = 0.75 * self.width if self.width > 1.2 * WIDTH else 0.0  # a wide drawing scrolls on a phone
+        standing = {"xmlns": "http://www.w3.org/2000/svg", "width": self.width, "height": self.height}
+        return tag(
+            "svg",
+            tag("title", title, id=f"{key}-title"),
+            tag("desc", self.describes, id=f"{key}-desc"),
+            tag("rect", width=self.width, height=self.height, fill="var(--paper)") if alone else None,
+            self.content,
+            **(
+                standing
+                if alone
+                else {"tabindex": "0", "style": f"max-width:{self.width:.0f}px;min-width:{least:.0f}px"}
+            ),
+            viewBox=f"0 0 {self.width:.0f} {self.height:.0f}",
+            role="img",
+            aria_labelledby=f"{key}-title {key}-desc",
+            font_family=FONT,
+            font_size=SIZE,
+            fill="var(--ink)",
+        )
+
+
+def label(
+    x: float,
+    y: float,
+    content: Child,
+    *,
+    anchor: str = "start",
+    size: float | None = None,
+    soft: bool = False,
+    strong: bool = False,
+    **more: Any,
+) -> Markup:
+    """Return a line of text; `y` is the middle of its small letters."""
+    return tag(
+        "text", content, x=x, y=y + 4, text_anchor=None if anchor == "start" else anchor, font_size=size,
+        font_weight="700" if strong else None, **({"fill": "var(--soft)"} if soft else {}), **more,
+    )  # fmt: skip
+
+
+def wide(content: str, size: float = SIZE) -> float:
+    """Return about how wide a line of text is."""
+    units = 0.0
+    for character in content:
+        narrow, broad = character in "iljtf.,:;'|! ", character in "mwMW%@×"
+        units += 0.36 if narrow else 0.92 if broad else 0.7 if character.isupper() else 0.61
+    return units * size
+
+
+def cut(content: str, room: float, size: float = SIZE) -> str:
+    """Return a name that fits, without its middle where it is too long: both ends of a tensor's name matter."""
+    if wide(content, size) <= room:
+        return content
+    kept = len(content)
+    while kept > 4 and wide(content[:kept] + "…", size) > room:
+        kept -= 1
+    return f"{content[: kept // 2]}…{content[len(content) - (kept - kept // 2 - 1) :]}"
+
+
+def margin_for(names: Sequence[str], most: float = 190.0, size: float = SIZE) -> float:
+    """Return how much room names need beside a drawing."""
+    return min(most, max((wide(name, size) for name in names), default=0.0)) + 10.0
+
+
+def mark(shape: str, tip: str | None, **attributes: Any) -> Markup:
+    """Return a shape that tells its value when it is hovered or reached by the keyboard."""
+    return tag(shape, data_tip=tip, **attributes)
+
+
+def legend(entries: Sequence[tuple[str, str, str]], left: float, top: float, width: float) -> tuple[Markup, float]:
+    """Return swatches (name, colour, dash) in rows, and how much height they take."""
+    parts, x, y = [], left, top + 8
+    for name, colour, dash in entries:
+        room = 22 + wide(name, SMALL) + 14
+        if x > left and x + room > left + width:
+            x, y = left, y + 17
+        parts.append(
+            tag("line", x1=x, x2=x + 17, y1=y, y2=y, stroke=colour, stroke_width=2.5, stroke_dasharray=dash or None)
+        )
+        parts.append(label(x + 22, y, name, size=SMALL))
+        x += room
+    return Markup("".join(parts)), y - top + 12
+
+
+def across(axis: Axis, values: Sequence[float], show: Callable[[float], str], top: float, bottom: float) -> Markup:
+    """Return the ticks of a horizontal axis, with lines up through the drawing."""
+    parts = []
+    for value in values:
+        x = axis(value)
+        parts.append(tag("line", x1=x, x2=x, y1=top, y2=bottom, stroke="var(--faint)"))
+        parts.append(label(x, bottom + 12, show(value), anchor="middle", soft=True, size=SMALL))
+    return Markup("".join(parts))
+
+
+def upward(axis: Axis, values: Sequence[float], show: Callable[[float], str], left: float, right: float) -> Markup:
+    """Return the ticks of a vertical axis, with lines through the drawing."""
+    parts = []
+    for value in values:
+        y = axis(value)
+        parts.append(tag("line", x1=left, x2=right, y1=y, y2=y, stroke="var(--faint)"))
+        parts.append(label(left - 7, y, show(value), anchor="end", soft=True, size=SMALL))
+    return Markup("".join(parts))

@@ -1,0 +1,129 @@
+"""Numbers as people read them, and axes that begin and end where people expect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+MINUS = "−"
+NOTHING = "–"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number to so many significant digits; powers of ten where it is very large or very small."""
+    if value is None or math.isnan(value):
+        return NOTHING
+    if math.isinf(value):
+        return "∞" if value > 0 else f"{MINUS}∞"
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    if -4 < int(exponent) < max(5, digits):
+        shown = f"{float(f'{value:.{digits}g}'):.{max(0, digits - 1 - int(exponent))}f}"
+        shown = shown.rstrip("0").rstrip(".") if "." in shown else shown
+    else:
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        shown = f"{mantissa}×10{str(int(exponent)).translate(SUPERSCRIPT)}"
+    return shown.replace("-", MINUS)
+
+
+def percent(value: float | None, decimals: int = 1) -> str:
+    """Return a share in percent, without the sign."""
+    if value is None or not math.isfinite(value):
+        return number(value)
+    shown = f"{100 * value:.{decimals}f}"
+    return shown.lstrip("-") if float(shown) == 0 else shown.replace("-", MINUS)
+
+
+def fixed(value: float | None, decimals: int = 2) -> str:
+    """Return a number to so many decimals, for columns and matrices; what is too large for that in short."""
+    if value is None or not math.isfinite(value) or abs(value) >= 1000:
+        return number(value)
+    shown = f"{value:.{decimals}f}"
+    return shown.lstrip("-") if float(shown) == 0 else shown.replace("-", MINUS)
+
+
+def signed(value: float | None, show: Callable[[float], str]) -> str:
+    """Return a difference with its sign."""
+    if value is None or math.isnan(value):
+        return NOTHING
+    shown = show(abs(value))
+    if not any(digit in shown for digit in "123456789∞"):
+        return shown
+    return f"{'+' if value > 0 else MINUS}{shown}"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How scores read: shares in percent, anything else as it is."""
+
+    share: bool
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Unit:
+        """Take scores for shares where all of them lie between 0 and 1."""
+        return cls(all(0 <= value <= 1 for value in finite(values)))
+
+    def show(self, value: float | None) -> str:
+        """Return a score as tables have it."""
+        return percent(value) if self.share else number(value)
+
+    def tick(self, value: float) -> str:
+        """Return a score as axes have it."""
+        return number(100 * value) if self.share else number(value)
+
+    def exact(self, value: float | None) -> str:
+        """Return a score with its unit, to one digit more."""
+        return f"{percent(value, 2)}%" if self.share and value is not None else number(value, 5)
+
+    def difference(self, value: float | None) -> str:
+        """Return a difference of two scores: points of a percentage."""
+        return signed(value, self.show)
+
+    @property
+    def suffix(self) -> str:
+        """What follows a score in running text."""
+        return "%" if self.share else ""
+
+
+def finite(values: Iterable[float | None]) -> list[float]:
+    """Return the values that can be drawn."""
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Return round values from `low` to `high`: steps of 1, 2, 2.5 or 5 times a power of ten."""
+    span = high - low
+    if not span > 0 or not math.isfinite(span):
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / most))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if span / (power * factor) <= most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
+
+
+def widened(values: Sequence[float], room: float = 0.06) -> tuple[float, float]:
+    """Return a range that holds the values with some room at both ends."""
+    low, high = min(values), max(values)
+    extent = (high - low) or abs(high) or 1.0
+    return low - room * extent, high + room * extent
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From values to places on the page, straight or by their logarithm."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Return where a value lies."""
+        low, high, x = self.low, self.high, value
+        if self.log:
+            low, high, x = math.log(low), math.log(high), math.log(value)
+        return self.start + (x - low) / (high - low) * (self.end - self.start)

@@ -1,0 +1,1 @@
+"""The page's sections, each from the records it is about."""

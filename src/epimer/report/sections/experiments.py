@@ -1,0 +1,208 @@
+"""What else was tried: α, η against rank, landscapes, and whatever has a table and lines."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from epimer.report.blocks import (
+    Block,
+    Cell,
+    Choice,
+    Figure,
+    Rows,
+    Section,
+    Side,
+    Table,
+    folded,
+    heading,
+    notes,
+    paragraph,
+)
+from epimer.report.charts.landscape import landscape
+from epimer.report.charts.lines import Labels, Series, lines
+from epimer.report.kinds import Experiment, Lines, Maps, Records
+from epimer.report.markup import Markup
+from epimer.report.numbers import Unit, finite, number, percent, signed, widened
+from epimer.report.palette import colour
+
+DASHES = ("", "6 4", "2 3", "9 3 2 3")
+FIRST = re.compile(r"^[-+−]?\d+(\.\d+)?(e[-+]?\d+)?")
+OTHERS = ("tasks", "samples", "fisher-fraction", "worst-task", "metrics", "cost")
+NORMALISED = {"eta_fraction": "η / F(x̄)", "eta": "η, mean diagonal 1", "eta_unit_trace": "η, trace 1"}
+
+
+def alpha(found: Experiment) -> Section:
+    """Return accuracy over α: a chart per method, colours for ranks, dashes for aggregators."""
+    assert isinstance(found.figure, Lines)
+    unit = _unit(found.figure)
+    span = widened([v for points in found.figure.lines.values() for _, *ys in points for v in finite(ys)] or [0.0, 1.0])
+    count = max((len(row.get("tasks") or ()) for row in found.data), default=0)
+    by_method: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
+    for name, points in found.figure.lines.items():
+        method, _, rest = name.partition(", ")
+        by_method.setdefault(method, {})[rest or method] = points
+    charts = []
+    for method, some in by_method.items():
+        chart = lines(
+            _series(some), _labels(found.figure, unit), f"{found.figure.y} of {method} over {found.figure.x}.",
+            span=span, at=[(count**-0.5, "1/√T")] if count else (),
+        )  # fmt: skip
+        charts.append(Figure(f"alpha {method}", f"{method} over α", chart, _points(some, found.figure, unit)))
+    return Section("Sensitivity to α", [Side(charts), notes(found.notes), _folded(found)], short="α")
+
+
+def eta(found: Experiment) -> Section:
+    """Return η against rank beside the accuracy margin."""
+    by_rank = [row for row in found.data if isinstance(row.get("k"), int | float)]
+    what = {}
+    for key, name in NORMALISED.items():
+        points = {name: [(row["k"], row[key], row[key], row[key]) for row in by_rank if _is_number(row.get(key))]}
+        figure = Lines("lines", "rank k", name, points)
+        chart = lines(_series(points), Labels("rank k", name, number, _exact), f"{name} against rank.", zero=True)
+        what[name] = Figure(f"eta {key}", "η against rank", chart, _points(points, figure, None))
+    margin: list[tuple[float, float, float, float]] = [
+        (row["k"], row["difference"], row["difference"], row["difference"])
+        for row in by_rank
+        if _is_number(row.get("difference"))
+    ]
+    named = {"margin": margin}
+    labels = Labels(
+        "rank k", "accuracy margin, points", lambda v: signed(v, Unit(True).tick), lambda v: signed(v, _points_exact)
+    )
+    chart = lines(_series(named), labels, "Accuracy margin of curvature over the flat merge against rank.", zero=True)
+    ps = {row["k"]: row.get("p") for row in by_rank}
+    table = Table(
+        ["k", "margin, points", "p"],
+        [[Cell(number(k), k), Cell(labels.exact(y), y), Cell(number(ps[k]), ps[k])] for k, y, *_ in margin],
+        "Accuracy margin by rank",
+    )
+    beside = Figure("eta margin", "Accuracy margin over the flat merge", chart, table)
+    return Section("η against rank", [Side([Choice("η", what), beside]), notes(found.notes), _table(found)], short="η")
+
+
+def landscapes(found: Experiment) -> Section:
+    """Return the loss on the plane of the models: summed, and of a task to choose."""
+    figure = found.figure
+    assert isinstance(figure, Maps)
+    intro = paragraph(
+        "The plane goes through the mean of the fine-tuned models along their first two principal components, and "
+        f"holds {percent(figure.explained, 0)}% of their variance. Models are marked where they fall on it."
+    )
+    whole = _map(figure, "all tasks, summed", figure.joint)
+    tasks: dict[str, Figure | Side] = {task: _map(figure, task, losses) for task, losses in figure.maps.items()}
+    parts: list[Figure | Choice | Table] = [whole, Choice("Task", tasks)] if tasks else [whole]
+    return Section("Loss landscape", [intro, Side(parts), notes(found.notes), _folded(found)], short="Landscape")
+
+
+def _map(figure: Maps, task: str, losses: Sequence[Sequence[float]]) -> Figure:
+    summed = task not in figure.maps
+    known = finite(v for row in losses for v in row) or [0.0]
+    said = (
+        f"From {number(min(known))} to {number(max(known))}; models marked: {', '.join(p.name for p in figure.points)}."
+    )
+    shown = [p for p in figure.points if math.isfinite(p.a) and math.isfinite(p.b)]
+    chart = landscape(figure.a, figure.b, losses, shown, "" if summed else task, said)
+    rows: Rows = []
+    for p in figure.points:
+        loss = p.joint if summed else p.losses.get(task)
+        rows.append([p.name, p.kind, *(Cell(number(v, 5), v) for v in (p.a, p.b, p.off, loss))])
+    table = Table(["model", "kind", "a", "b", "off the plane", "its own loss"], rows, f"Models on the plane; {task}")
+    title = "Loss of all tasks, summed" if summed else f"Loss on {task}"
+    return Figure(f"landscape {'all' if summed else task}", title, chart, table)
+
+
+def others(records: Records) -> Section | None:
+    """Return the remaining experiments: their lines, and their tables as they were written."""
+    blocks: list[Block] = []
+    shown = {"performance", "alpha", "eta", "landscape"}
+    rest = [one.record for one in records.experiments if not has_own(one.record)]
+    rest.sort(key=lambda one: OTHERS.index(one.name) if one.name in OTHERS else len(OTHERS))
+    for one in rest:
+        blocks.append(heading(one.title if one.name not in shown else f"{one.title} ({one.name})"))
+        if isinstance(one.figure, Lines) and one.figure.lines:
+            blocks.append(Side([line_chart(one.name, one.figure), _table(one)]))
+        else:
+            blocks.append(_table(one))
+        blocks.append(notes(one.notes))
+    return Section("More experiments", blocks, short="More") if blocks else None
+
+
+def has_own(one: Experiment) -> bool:
+    """Whether an experiment has a section of its own."""
+    if one.name == "performance":
+        return True
+    if one.name == "alpha":
+        return isinstance(one.figure, Lines)
+    return one.name == "eta" or isinstance(one.figure, Maps)
+
+
+def line_chart(name: str, figure: Lines) -> Figure:
+    """Return a figure of lines as the record has them."""
+    unit = _unit(figure)
+    chart = lines(
+        _series(figure.lines), _labels(figure, unit), f"{figure.y} against {figure.x}: {', '.join(figure.lines)}."
+    )
+    title = f"{figure.y[:1].upper()}{figure.y[1:]} by {figure.x}"
+    return Figure(name, title, chart, _points(figure.lines, figure, unit))
+
+
+def _series(named: dict[str, list[tuple[float, float, float, float]]]) -> list[Series]:
+    """Return lines with colours; names of two parts, as `k = 4, sum`, take a dash for the second."""
+    split = [name.rpartition(", ") for name in named]
+    if all(first for first, _, _ in split):
+        firsts = list(dict.fromkeys(first for first, _, _ in split))
+        lasts = list(dict.fromkeys(last for _, _, last in split))
+        return [
+            Series(name, points, colour(firsts.index(first)), DASHES[lasts.index(last) % len(DASHES)])
+            for (name, points), (first, _, last) in zip(named.items(), split, strict=True)
+        ]
+    return [Series(name, points, colour(i), DASHES[i // 8 % 4]) for i, (name, points) in enumerate(named.items())]
+
+
+def _unit(figure: Lines) -> Unit:
+    """Take scores for shares where the axis says so and they can be."""
+    values = Unit.of(y for points in figure.lines.values() for _, y, _, _ in points)
+    return Unit(values.share and "accuracy" in figure.y)
+
+
+def _labels(figure: Lines, unit: Unit) -> Labels:
+    return Labels(figure.x, figure.y + (", %" if unit.share else ""), unit.tick, unit.exact)
+
+
+def _points(named: dict[str, list[tuple[float, float, float, float]]], figure: Lines, unit: Unit | None) -> Table:
+    show: Callable[[float], str] = unit.exact if unit else _exact
+    rows: Rows = [
+        [name, Cell(number(x, 5), x), *(Cell(show(v), v) for v in ys)]
+        for name, points in named.items()
+        for x, *ys in points
+    ]
+    return Table(["line", figure.x, figure.y, "low", "high"], rows, f"{figure.y} by {figure.x}")
+
+
+def _folded(found: Experiment) -> Markup:
+    return folded("The experiment's own table", _table(found))
+
+
+def _table(found: Experiment) -> Table:
+    """Return an experiment's own table; a cell that begins with a number is sorted by it."""
+    rows: Rows = [[row[0], *(_cell(text) for text in row[1:])] for row in found.rows]
+    return Table(found.headings, rows, found.title)
+
+
+def _cell(text: str) -> Cell:
+    match = FIRST.match(text.strip())
+    return Cell(text, float(match[0].replace("−", "-")) if match else None)
+
+
+def _exact(value: float) -> str:
+    return number(value, 5)
+
+
+def _points_exact(value: float) -> str:
+    return percent(value, 2)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

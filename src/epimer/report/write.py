@@ -1,0 +1,47 @@
+"""Write a page and its figures; each file appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from epimer.errors import OutputError
+from epimer.report.page import build, standalone
+from epimer.report.read import gather, read_records
+
+
+def make_report(
+    paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], figures: str | os.PathLike[str] | None = None
+) -> list[Path]:
+    """Read records, write their page to `out` and each figure into the folder `figures`; return what was written."""
+    records = read_records(paths)
+    made = [write(Path(out), build(records))]
+    if figures is not None:
+        folder = Path(figures)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"{folder} cannot be made: {error.strerror}; choose another place.") from error
+        made += [write(folder / name, content) for name, content in standalone(records)]
+    return made
+
+
+def write_page(given: Iterable[Mapping[str, Any]], out: Path) -> Path:
+    """Write the page of records that are at hand as plain data."""
+    return write(out, build(gather(given)))
+
+
+def write(path: Path, content: str) -> Path:
+    """Write a text file under another name first."""
+    draft = path.parent / f".{path.name}.epimer"
+    try:
+        try:
+            draft.write_text(content, encoding="utf-8", newline="\n")
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}; choose another place.") from error
+    return path

@@ -1,0 +1,276 @@
+"""The page as a whole: what it says first, that nothing escapes from records, and that torch stays away."""
+
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+import found
+from epimer.errors import DataError, OutputError
+from epimer.report.page import build, sections, standalone
+from epimer.report.read import Records, gather
+from epimer.report.write import make_report, write_page
+
+EVIL = "<script>alert(1)</script>\"'&</svg></title>"
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, text by element, and whether all is closed."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.open, self.elements, self.texts = [], [], []
+        self.feed(content)
+        assert self.open == [], "not closed"
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        assert len(attrs) == len(dict(attrs)), "an attribute is given twice"
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def named(self, name):
+        return [attributes for tag, attributes in self.elements if tag == name]
+
+    def text(self, *within):
+        return " ".join(data for tag, data in self.texts if not within or tag in within)
+
+
+@pytest.fixture(scope="module")
+def content():
+    return build(gather(found.everything().values()))
+
+
+@pytest.fixture(scope="module")
+def page(content):
+    return Page(content)
+
+
+def test_the_first_screen_says_who_won(page):
+    assert page.text("h1") == "glyphs8: four models merged into one"
+    first = page.text().partition("Methods compared")[0]
+    best = found.performance()["data"][4]  # the best on validation data that comes first
+    assert best["method"] == "epimer"
+    for said in ("epimer", f"{100 * best['average']:.1f}%", f"{100 * best['worst']:.1f}%", "of 4 methods", "sum"):
+        assert said in first
+    own, base = (found.performance()["data"][i]["average"] for i in (1, 0))
+    assert f"{100 * (best['average'] - base) / (own - base):.0f}%" in first
+    for advice in found.diagnosis()["advice"]:
+        assert advice["text"] in first
+
+
+def test_every_kind_of_chart_is_there(page):
+    keys = {attributes["id"] for attributes in page.named("figure")}
+    wanted = {
+        "averages", "kept", "alpha-epimer", "alpha-epimer-kron", "eta-eta-fraction", "eta-margin", "landscape-all",
+        "tasks", "forecast", "energy-by-rank", "layers-energy-kept", "sweep-tsv",
+        *(f"task-{task}" for task in found.TASKS), *(f"landscape-{task}" for task in found.TASKS),
+        *(f"conflict-{name}" for name in ("cosine", "sign", "left", "right", "interference")),
+    }  # fmt: skip
+    assert wanted <= keys
+
+
+def test_the_page_is_sound_html(page):
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    links = [attributes["href"] for attributes in page.named("a")]
+    assert all(link.startswith("#") and link[1:] in ids for link in links)
+    for svg in page.named("svg"):
+        assert svg["role"] == "img"
+        assert set(svg["aria-labelledby"].split()) <= set(ids)
+    assert len(page.named("h1")) == 1
+    assert len(page.named("figure")) == len(page.named("svg")) <= len(page.named("details"))
+    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch(r"h\d", tag)]
+    assert all(b - a <= 1 for a, b in itertools.pairwise(levels))
+
+
+def test_nothing_is_asked_of_the_network(page, content):
+    (policy,) = (one["content"] for one in page.named("meta") if one.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & {tag for tag, _ in page.elements}
+    outward = [f"{k}={v}" for _, attributes in page.elements for k, v in attributes.items() if k in ("src", "srcset")]
+    assert outward == []
+    assert re.findall(r"https?://[^\s\"'<]+", content) == ["http://www.w3.org/2000/svg"] * 2  # a name in the script
+
+
+def test_what_records_say_stays_text():
+    records = [
+        json.loads(json.dumps(record).replace("digits", "@").replace("epimer_kron", "@@").replace("glyphs8", "@@@"))
+        for record in found.everything().values()
+    ]
+    text = json.dumps(records).replace("@", json.dumps(EVIL)[1:-1])
+    records = json.loads(text)
+    records[5]["advice"] = [{"kind": EVIL, "text": EVIL}]
+    records[0]["notes"] = [EVIL, "\x00\x1b\ud800"]
+    made = gather(records)
+    page = Page(build(made))
+    assert [attributes.get("type") for attributes in page.named("script")] == ["application/json", None]
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert EVIL in page.text("th")
+    assert any(EVIL in attributes.get("data-tip", "") for _, attributes in page.elements)
+    for _, svg in standalone(made):
+        root = ElementTree.fromstring(svg)
+        assert not [one for one in root.iter() if one.tag.endswith("script")]
+
+
+def test_sentences_may_quote_code():
+    advice = [{"kind": "take", "text": "run `epimer <x>` now"}, {"kind": "note", "text": "a ` alone"}]
+    page = build(gather([found.diagnosis() | {"advice": advice}]))
+    assert "run <code>epimer &lt;x&gt;</code> now" in page
+    assert "a ` alone" in page
+
+
+def test_figures_stand_alone_in_plain_colours():
+    records = gather(found.everything().values())
+    figures = dict(standalone(records))
+    page = Page(build(records))
+    assert list(figures) == [f"{attributes['id']}.svg" for attributes in page.named("figure")]
+    for content in figures.values():
+        root = ElementTree.fromstring(content)
+        assert "var(" not in content
+        assert root[2].attrib["fill"] == "#ffffff"
+        assert float(root.attrib["width"]) > 300
+
+
+def test_many_layers_become_kinds_against_blocks():
+    few, many = (gather([found.diagnosis(layers=count)]) for count in (12, 96))
+    tips = [
+        [one["data-tip"].partition("\n")[0] for _, one in Page(build(r)).elements if "proj" in one.get("data-tip", "")]
+        for r in (few, many)
+    ]
+    assert "model.layers.2.q_proj.weight, digits" in tips[0]
+    assert {"model.layers.*.q_proj.weight, 23", "model.layers.*.out_proj.weight, 0"} <= set(tips[1])
+    assert len(tips[1]) == 96 * 5  # a map for each of five quantities
+
+
+def test_a_folded_map_shows_the_mean_over_tasks():
+    given = found.diagnosis(layers=96)
+    name = "model.layers.7.v_proj.weight"
+    layer = given["layers"][name]
+    mean = sum(layer["norms"]) / len(layer["norms"]) / layer["base_norm"]
+    tips = [one.get("data-tip") for _, one in Page(build(gather([given]))).elements]
+    assert f"model.layers.*.v_proj.weight, 7\n{100 * mean:.1f}" in tips
+
+
+@pytest.mark.parametrize("kind", list(found.everything()))
+def test_each_record_makes_a_page_alone(kind):
+    record = found.everything()[kind]
+    page = Page(build(gather([record])))
+    assert len(page.named("h1")) == 1
+    assert page.text("h1")
+
+
+def test_two_suites_and_two_diagnoses_have_sections_of_their_own():
+    given = [found.performance("one"), found.performance("two"), found.diagnosis(), found.diagnosis(("x", "y", "z"))]
+    page = Page(build(gather(given)))
+    headings = page.text("h2")
+    assert all(said in headings for said in ("on one", "on two", "Diagnosis of digits", "Diagnosis of x, y, z"))
+    assert {"averages", "averages-2"} <= {attributes["id"] for attributes in page.named("figure")}
+
+
+def test_odd_records_still_make_a_page():
+    bare = found.experiment("performance", "p: accuracy of merged models", [{"method": "tsv"}])
+    losses = found.experiment("performance", "p", [found.score("tsv", (-1.5, -2.0, -30.0, -0.1))], ("method",))
+    alone = found.diagnosis(("only",), layers=1, advice=[])
+    alone["forecast"], alone["energy"], alone["eta_by_rank"] = {}, {}, []
+    alone["total"]["r_s"] = alone["total"]["bound"] = None
+    nan = found.landscape(4)
+    nan["figure"]["joint"][0][0] = float("nan")
+    empty = found.experiment("eta", "η against rank", [], ("k",))
+    unknown = found.experiment("novel", "Something new", [{"method": "tsv"}])
+    for record in (bare, losses, alone, nan, empty, unknown):
+        Page(build(gather([record])))
+    assert "Something new" in build(gather([unknown]))
+
+
+def spoilt(value, chance):
+    """Replace some numbers by what a measurement that went wrong leaves."""
+    if isinstance(value, dict):
+        return {key: spoilt(one, chance) for key, one in value.items()}
+    if isinstance(value, list):
+        return [spoilt(one, chance) for one in value]
+    wrong = isinstance(value, float) and chance.random() < 0.2
+    return chance.choice([float("nan"), float("inf"), -float("inf"), 0.0]) if wrong else value
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_numbers_that_are_none_leave_the_drawing_sound(seed):
+    given = spoilt(found.everything(), random.Random(seed))
+    given["landscape.json"]["figure"] |= {axis: found.landscape()["figure"][axis] for axis in "ab"}
+    records = gather(given.values())
+    page = Page(build(records))
+    coordinates = {"x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "r", "width", "height", "points", "d", "viewbox"}
+    for _, attributes in page.elements:
+        for name in coordinates & attributes.keys():
+            assert not re.search(r"nan|inf", attributes[name]), attributes
+        if "data-map" in attributes:
+            json.loads(attributes["data-map"], parse_constant=pytest.fail)
+
+
+def test_no_records_is_an_error():
+    with pytest.raises(DataError, match="no records"):
+        build(Records())
+
+
+def test_a_large_page_stays_small(tmp_path):
+    tasks = [f"task-{i}" for i in range(20)]
+    big = [found.diagnosis(tasks, layers=400), found.landscape(41), *found.everything().values()]
+    path = write_page(big, tmp_path / "page.html")
+    assert path.stat().st_size < 6_000_000
+
+
+def test_it_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    records = found.write_all(tmp_path / "in")
+    out = tmp_path / "page.html"
+    out.write_text("before")
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OutputError, match=r"page\.html cannot be written: No space left"):
+            make_report([records], out)
+    assert out.read_text() == "before"
+    made = make_report([records], out, tmp_path / "figures")
+    assert out.read_text().startswith("<!doctype html>")
+    assert sorted(made[1:]) == sorted((tmp_path / "figures").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures", "in", "page.html"]
+
+
+def test_the_command_needs_no_torch(tmp_path):
+    records = found.write_all(tmp_path / "in")
+    code = (
+        "import sys; from epimer.cli import app; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        f"app(['report', {str(records)!r}, '-o', {str(tmp_path / 'page.html')!r}], standalone_mode=False)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("wrote ")
+
+
+def test_the_command_refuses_in_one_line(tmp_path):
+    given = tmp_path / "config.json"
+    given.write_text("{}")
+    command = [sys.executable, "-m", "epimer", "report", str(given), "-o", str(tmp_path / "page.html")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith(f"error: {given} is JSON, but not a record of epimer")
+    assert ran.stderr.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_sections_come_in_one_order():
+    titles = [section.short or section.title for section in sections(gather(found.everything().values()))]
+    assert titles == ["Methods", "α", "η", "Landscape", "Diagnosis", "Sweep", "More", "Merge", "Measured", "Citations"]
