@@ -19,10 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
 
-demo: $(STAMP)  ## merge small models generated on the spot: every method, measured curvature, the command line
-	$(BIN)/python examples/every_method.py
-	$(BIN)/python examples/measure_curvature.py
-	$(BIN)/python examples/merge_folders.py
+demo: $(STAMP)  ## eight small models, made here, become one: every method compared, a report to open
+	$(BIN)/epimer demo
 
 test: $(STAMP) lint  ## lint, type-check and run the tests
 	$(BIN)/python -m pytest

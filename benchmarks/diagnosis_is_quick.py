@@ -1,4 +1,4 @@
-"""A data-free diagnosis of eight ViT-B/32-shaped models: seconds, against reading the files and against one merge by tsv.
+"""A data-free diagnosis of eight ViT-B/32-shaped models: seconds, against reading the files and one merge by tsv.
 
 Task vectors have the spectrum of fine-tuned ones (σ_i falling as 1/i^0.7, then noise). 3.1 GB of files are made.
 

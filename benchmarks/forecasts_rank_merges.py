@@ -85,9 +85,8 @@ def main() -> None:
     forecasts["ours"] = ((forecasts["kronecker"].sqrt() + forecasts["task-gram"].sqrt()) / 2).square()
     check(bench, forecasts["ours"][labels.index(("tsv", 1.0))])
     rows = []
-    print(
-        f"\n{len(labels)} merges x {T} tasks\n{'forecast':<12}{'pairs':>8}{'means':>8}{'in task':>9}  best scale  chooses"
-    )
+    print(f"\n{len(labels)} merges x {T} tasks")
+    print(f"{'forecast':<12}{'pairs':>8}{'means':>8}{'in task':>9}  best scale  chooses")
     for kind, forecast in forecasts.items():
         rows.append({"forecast": kind, **judge(forecast, measured, labels, right)})
         row = rows[-1]

@@ -23,6 +23,7 @@ ALIASES = {"linear": "average", "dare_linear": "dare"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
         "basis", "rules", "scale", "eval")  # fmt: skip
 AUTO = "auto"
+TWICE = "scale is given twice: scale, parameters.scale and lambda are one; keep one."
 PROVISIONAL = "epimer_free"  # what an unchosen method stands for: it needs the models and nothing else
 NOT_OURS = {
     "slices": "mergekit's 'slices' stacks layers of several models, which is not done here; list whole 'models'.",
@@ -254,8 +255,11 @@ class _Reader:
             raise self.error((), "the recipe is empty; it needs at least merge_method and models.")
         given = {key: value for key, value in self.mapping((), raw, KEYS, NOT_OURS).items() if value is not None}
         auto = tuple(key for key in ("merge_method", "scale") if given.get(key) == AUTO)
-        if isinstance(given.get("parameters"), dict) and given["parameters"].get("scale") == AUTO:
-            auto, given["parameters"] = (*auto, "scale"), {k: v for k, v in given["parameters"].items() if k != "scale"}
+        if isinstance(given.get("parameters"), dict) and AUTO in (given["parameters"].get("scale"), given.get("scale")):
+            if "scale" in given and {"scale", "lambda"} & given["parameters"].keys():
+                raise self.error(("parameters",), TWICE)
+            auto = tuple(dict.fromkeys((*auto, "scale")))
+            given["parameters"] = {k: v for k, v in given["parameters"].items() if k != "scale"}
         given = {key: PROVISIONAL if key == "merge_method" and key in auto else value
                  for key, value in given.items() if key != "scale" or value != AUTO}  # fmt: skip
         self.method = self.find_method(given)
@@ -374,7 +378,7 @@ class _Reader:
         for path, value in values.items():
             name = "scale" if path[-1] == "lambda" else str(path[-1])
             if name in found:
-                raise self.error(path, "scale is given twice: scale, parameters.scale and lambda are one; keep one.")
+                raise self.error(path, TWICE)
             if name == "normalize" and isinstance(value, bool | int | float) and value in (0, 1):
                 normalize = bool(value)  # mergekit writes 1.0 for true
             elif name not in self.known:

@@ -373,6 +373,85 @@ rules:
     )
 
 
+# -- what a recipe leaves open
+
+
+@pytest.mark.parametrize(("given", "auto"), [
+    ({"merge_method": "auto"}, ("merge_method",)),
+    ({"scale": "auto"}, ("scale",)),
+    ({"parameters": {"scale": "auto", "density": 0.5}}, ("scale",)),
+    ({"merge_method": "auto", "scale": "auto"}, ("merge_method", "scale")),
+    ({"merge_method": "auto", "parameters": {"scale": "auto", "rank": 4}}, ("merge_method", "scale")),
+    ({"scale": 0.5}, ()),
+])  # fmt: skip
+def test_what_is_auto_is_kept_open_and_reads_back(load, given, auto):
+    data = {"merge_method": "ties", "base_model": "b", "models": [{"model": "a"}], "eval": "suite.yaml"} | given
+    found = load_recipe(data)
+    assert (found.auto, found.eval) == (auto, "suite.yaml")
+    assert "scale" not in found.parameters or not auto
+    assert {k: v for k, v in found.parameters.items() if k != "scale"} == {
+        k: v for k, v in given.get("parameters", {}).items() if k != "scale"
+    }
+    plain = found.to_dict()
+    assert {key: plain.get(key) for key in ("merge_method", "scale", "eval")} == {
+        "merge_method": data["merge_method"], "scale": "auto" if "scale" in auto else None, "eval": "suite.yaml",
+    }  # fmt: skip
+    assert load_recipe(plain) == found
+    assert load(found.to_yaml()) == found
+    assert load(yaml.safe_dump(data)) == found
+
+
+def test_a_recipe_with_nothing_open_says_nothing_of_it():
+    assert not {"auto", "eval"} & recipe().to_dict().keys()
+    assert (recipe().auto, recipe().eval) == ((), None)
+
+
+@pytest.mark.parametrize(("given", "open"), [
+    ({"merge_method": "auto"}, "merge_method"),
+    ({"scale": "auto"}, "scale"),
+    ({"merge_method": "auto", "scale": "auto"}, "merge_method and scale"),
+])  # fmt: skip
+def test_a_recipe_that_leaves_something_open_is_not_planned(given, open):
+    from epimer.plan import make_plan
+
+    found = load_recipe({"merge_method": "tsv", "base_model": "b", "models": [{"model": "a"}]} | given)
+    with pytest.raises(RecipeError) as caught:
+        make_plan(found)
+    assert str(caught.value) == f"the recipe leaves {open} open; `epimer merge` or epimer.merge choose it."
+
+
+def open_bug(text, expected, why):
+    return pytest.param(text, expected, marks=pytest.mark.xfail(strict=True, reason=why))
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("merge_method: ties\nevl: s.yaml\n", "2: unknown key 'evl'. Did you mean 'eval'?"),
+    ("merge_method: ties\nbase_model: b\nmodels: [{model: a}]\neval: 3\n", "4: eval must be text"),
+    ("merge_method: ties\nbase_model: b\nmodels: [{model: a}]\neval: [s.yaml]\n", "4: eval must be text"),
+    ("merge_method: ties\nbase_model: b\nmodels: [{model: a}]\nscale: atuo\n",
+     "4: The 'scale' parameter of ties must be a finite number. Got 'atuo' instead."),
+    ("merge_method: ties\nbase_model: b\nmodels: [{model: a}]\nparameters: {density: auto}\n",
+     "4: The 'density' parameter of ties must be a finite number"),
+    ("merge_method: ties\nbase_model: b\nmodels: [{model: a, parameters: {scale: auto}}]\n",
+     "3: 'scale' holds for all models"),
+    ("merge_method: ties\nbase_model: b\nmodels: [{model: a}]\nparameters: [scale]\n",
+     "4: parameters must be a mapping"),
+    ("merge_method: ties\nbase_model: b\nmodels: [{model: a}]\nparameters: auto\n", "4: parameters must be a mapping"),
+    open_bug("merge_method: atuo\nbase_model: b\nmodels: [{model: a}]\n",
+             "1: There is no method 'atuo'. Did you mean 'auto'?", "it says: Did you mean 'mats'?"),
+    open_bug("merge_method: auto\nmodels: [{model: a}]\n", "1: a recipe with 'auto' needs the base model",
+             "it speaks of epimer_free, which the user did not write"),
+    open_bug("merge_method: auto\nbase_model: b\nmodels: [{model: a}]\nparameters: {densty: 1}\n",
+             "4: unknown key 'densty' in parameters of auto", "it speaks of epimer_free, which the user did not write"),
+    *((f"merge_method: ties\nbase_model: b\nmodels: [{{model: a}}]\nscale: {one}\nparameters: {{{key}: {two}}}\n",
+       "5: scale is given twice: scale, parameters.scale and lambda are one; keep one.")
+      for one, key, two in (("auto", "scale", 0.5), ("auto", "scale", "auto"), (0.5, "scale", "auto"),
+                            ("auto", "lambda", 0.5))),
+])  # fmt: skip
+def test_mistakes_with_what_is_left_open(load, text, expected):
+    assert message(load, text).startswith(f"recipe.yaml:{expected}")
+
+
 def test_recipes_are_frozen_and_closed():
     found = recipe()
     with pytest.raises(ValidationError, match="frozen"):
@@ -490,7 +569,7 @@ TAIL = "models: [{model: a}]\nbase_model: b\n"
     ("# nothing\n", "1: the recipe is empty; it needs at least merge_method and models."),
     ("{}", "1: the recipe is empty; it needs at least merge_method and models."),
     ("- a\n", "1: a recipe must be a mapping with keys among merge_method, base_model, models, parameters, dtype, "
-              "out_dtype, tokenizer_source, curvature, basis, rules, scale. Got ['a'] instead."),
+              "out_dtype, tokenizer_source, curvature, basis, rules, scale, eval. Got ['a'] instead."),
     ("merge_method: ties\nmodels: [a\ndtype: x\n", "3: not valid YAML: expected ',' or ']', but got ':'."),
     ("a: b: c\n", "1: not valid YAML: mapping values are not allowed here."),
     ("a: 1\n\tb: 2\n", "2: not valid YAML: found character '\\t' that cannot start any token."),
@@ -523,7 +602,7 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
 @pytest.mark.parametrize(("text", "expected"), [
     # keys
     ("merge_metod: ties\n" + TAIL, "1: unknown key 'merge_metod'. Did you mean 'merge_method'? Known: merge_method, "
-     "base_model, models, parameters, dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale."),
+     "base_model, models, parameters, dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval."),
     ("merge_method: ties\n" + TAIL + "parameters:\n  seed: 1\n  densty: 0.5\n",
      f"6: unknown key 'densty' in parameters of ties. Did you mean 'density'? Known: {KNOWN}."),
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  wieght: 1\n",
@@ -533,7 +612,7 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("merge_method: ties\n" + TAIL + "scale:\n- filter: a\n  valu: 1\n",
      "6: unknown key 'valu' in scale[0]. Did you mean 'value'? Known: filter, value."),
     ("on: 1\n", "1: unknown key 'on'. Known: merge_method, base_model, models, parameters, "
-     "dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale."),
+     "dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval."),
     # mergekit's
     ("slices: []\n", "1: mergekit's 'slices' stacks layers of several models, which is not done here; list whole "
      "'models'."),
@@ -720,7 +799,7 @@ def test_importing_the_module_does_not_import_torch():
 
 
 WORDS = st.sampled_from(
-    ["a", "base", "mlp", "*", "mass", "trace", "tagged", "copy", "0.5", "1e-3", "float16", "", "\n"]
+    ["a", "base", "mlp", "*", "mass", "trace", "tagged", "copy", "0.5", "1e-3", "float16", "auto", "", "\n"]
 )
 SCALARS = st.none() | st.booleans() | st.integers(-1, 40) | st.floats() | WORDS
 KEYS = [*"abc", "model", "curvature", "parameters", "filter", "value", "weight", "density", "scale", "lambda", "elect",
@@ -733,8 +812,8 @@ ANY = st.fixed_dictionaries(
         "merge_method": st.sampled_from(epimer.list_methods()) | SCALARS,
         "models": st.lists(st.fixed_dictionaries({"model": WORDS}, optional={"parameters": VALUES}), max_size=3),
     },
-    optional=dict.fromkeys(("scale", "rules", "dtype", "curvature", "tokenizer_source"), VALUES)
-    | {"base_model": WORDS, "parameters": st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=2)},
+    optional=dict.fromkeys(("scale", "rules", "dtype", "curvature", "tokenizer_source", "eval"), VALUES)
+    | {"base_model": WORDS, "parameters": st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=2) | VALUES},
 )
 
 

@@ -356,9 +356,9 @@ def sweep(
         findings.sweep(found, keep_best)
 
 
-@app.command(hidden=True)
+@app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where to put the table and the merged model.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to put table, report and merged model.")] = Path(
         "epimer-demo"
     ),
     quiet: Quiet = False,
@@ -371,11 +371,12 @@ def demo(
 
     with _stoppable("the next run starts where whole parts were made"):
         found = run(out, progress=not quiet)
+        show.page([found.result.to_dict(), found.diagnosis.to_dict()], out / "report.html")
     if not quiet:
-        show.demo(found)
+        show.demo(found, out / "report.html")
 
 
-@app.command(hidden=True)
+@app.command()
 def bench(
     suite: Annotated[str, typer.Argument(help="glyphs8, clip8, a YAML file, or module:function.")] = "glyphs8",
     experiment: Annotated[

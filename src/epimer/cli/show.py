@@ -143,7 +143,7 @@ def evaluation(found: Evaluation | HarnessResult) -> None:
     page.print(table, overflow="ignore", crop=False)
 
 
-def demo(found: Demo) -> None:
+def demo(found: Demo, report: Path) -> None:
     """Print the table of the demonstration, where its files are and what to try next."""
     result = found.result
     columns = {heading: show for heading, show in result.columns.items() if heading in DEMO_COLUMNS}
@@ -151,10 +151,12 @@ def demo(found: Demo) -> None:
     page = console()
     best = found.best
     page.print(
-        f"\n{best.candidate.name} was best on validation data; the merged model is in {found.model}\n"
-        f"{found.seconds:.0f} s in all. Next: epimer bench glyphs8 --experiment alpha, epimer methods "
-        f"{best.candidate.method}, docs/curvature.md for your own models.",
+        f"\n{best.candidate.name} was best on validation data: the merged model is in {found.model}\n"
+        f"the report is {report}, open it in a browser\n"
+        f"{found.seconds:.0f} s in all. What next: epimer bench glyphs8 --experiment all, "
+        f"epimer methods {best.candidate.method}, docs/diagnosis.md for your own models.",
         markup=False,
+        highlight=False,
     )
 
 

@@ -50,7 +50,7 @@ class Sums:
     steps: dict[str, Tensor] = field(default_factory=dict)
     """method -> xᵀH_tx and xᵀH_tD_t of its merge x: 2 x forms x T"""
     eta: dict[int, Tensor] = field(default_factory=dict)
-    """rank -> η, η at unit trace, F(x̄)"""
+    """rank -> η, η at unit trace, F(x̄); of the last rank alone where no curvature was measured"""
 
     def __add__(self, other: Sums) -> Sums:
         always = ("inner", "agree", "both", "left", "right", "weight", "base")
@@ -59,9 +59,9 @@ class Sums:
             one, two = getattr(self, name), getattr(other, name)
             found[name] = None if one is None or two is None else one + two
         found["steps"] = {name: step + other.steps[name] for name, step in self.steps.items() if name in other.steps}
-        for name in ("kept", "eta"):  # of the same ranks in all layers
+        for name in ("kept", "eta"):
             one, two = getattr(self, name), getattr(other, name)
-            found[name] = {k: value + two[k] for k, value in one.items()}
+            found[name] = {k: value + two[k] for k, value in one.items() if k in two}
         return Sums(**found)
 
     def lost(self, method: str, scale: float = 1.0) -> Tensor:
@@ -107,18 +107,16 @@ def examine(
     atoms, triples = tagged_with_triples(deltas, rank) if fixed is None else (fixed, None)
     theory = diagnose_layer(atoms, metrics, deltas, weights, damping=ask.damping, rank=rank)
     sums = _compared(base, deltas, triples)
-    energy = sums.inner.diagonal()
+    energy, free = sums.inner.diagonal(), all(isinstance(H, TaskGram) for H in metrics)
     for k in ask.ranks:
         least = min(k, rank)  # a narrow layer has no more directions to give
-        some = atoms if least == rank or triples is None else whitened(triples, least)[0]
-        whole = pairs(some)
-        sums.kept[k] = _vector([float(whole.project(D).square().sum()) for D in deltas])
         if least == rank or triples is None:
             sums.eta[k] = _vector([theory.eta, theory.eta_unit_trace, theory.flat_objective])
-        else:
-            problem = pose(some, metrics, deltas, weights, damping=ask.damping)
+        elif not free:
+            problem = pose(whitened(triples, least)[0], metrics, deltas, weights, damping=ask.damping)
             eta, flat = problem.mean().eta or 0.0, problem.flat_mean()
             sums.eta[k] = _vector([eta, eta / max(1, flat.numel()), problem.objective(flat)])
+    sums.kept = _kept(atoms, triples, deltas, [(k, min(k, rank)) for k in ask.ranks])
     if triples is not None:  # else nothing is known outside the basis
         sums.interference = _interference(deltas, metrics, triples)
         forms = _forecasters(metrics, triples)
@@ -175,6 +173,31 @@ def _forecasters(metrics: Sequence[Metric], triples: Sequence[Svd]) -> list[list
 def share(part: Tensor, whole: Tensor, empty: float = 1.0) -> Tensor:
     """Return part / whole; `empty` where there is nothing to take a part of."""
     return torch.where(whole > 0, part / whole.clamp_min(1e-300), torch.full_like(part, empty))
+
+
+def _kept(
+    atoms: Tagged, triples: Sequence[Svd] | None, deltas: Sequence[Tensor], ranks: Sequence[tuple[int, int]]
+) -> dict[int, Tensor]:
+    """Return the energy of every task in the span of all pairs u_i v_jᵀ, by rank.
+
+    All ranks share the products UᵀDV of the stacked singular vectors; a rank takes the leading ones of each task, and
+    the Gram matrices of those undo that they are not orthonormal: tr(G_U⁺ C G_V⁺ Cᵀ).
+    """
+    if triples is None:
+        whole = pairs(atoms)
+        kept = _vector([float(whole.project(D).square().sum()) for D in deltas])
+        return dict.fromkeys((k for k, _ in ranks), kept)
+    U, V = (torch.cat([triple[side] for triple in triples], 1) for side in (0, 2))
+    order = torch.cat([torch.arange(len(triple.sigma)) for triple in triples])
+    cores = [(U.T @ D @ V).double().cpu() for D in deltas]
+    grams = [(X.T.double() @ X.double()).cpu() for X in (U, V)]
+    found: dict[int, Tensor] = {}
+    for k, least in ranks:
+        some = (order < least).nonzero().flatten()
+        left, right = (torch.linalg.pinv(gram[some][:, some], hermitian=True, rtol=1e-9) for gram in grams)
+        parts = [core[some][:, some] for core in cores]
+        found[k] = _vector([float(((left @ part @ right) * part).sum()) for part in parts])
+    return found
 
 
 def _compared(base: Tensor, deltas: Sequence[Tensor], triples: Sequence[Svd] | None) -> Sums:

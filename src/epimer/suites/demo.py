@@ -10,14 +10,16 @@ from pathlib import Path
 from torch import Tensor
 
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
+from epimer.diagnosis.diagnose import diagnose_state_dicts
 from epimer.progress import Progress
+from epimer.records import Diagnosis
 from epimer.suites.bench import CANDIDATES, COARSE, Bench, Outcome
 from epimer.suites.experiments import performance
 from epimer.suites.output import write
 from epimer.suites.results import Result
 from epimer.suites.suite import Suite
 
-VAL, TEST = 120, 400  # samples per task; `epimer bench` takes all
+VAL, TEST = 100, 400  # samples per task; `epimer bench` takes all
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,14 @@ class Demo:
 
     result: Result
     best: Outcome
+    diagnosis: Diagnosis
     files: list[Path]
     model: Path
     seconds: float
 
 
 def run(folder: Path, *, progress: bool = True) -> Demo:
-    """Run the demonstration; `folder` gets the table and one merged model."""
+    """Run the demonstration; `folder` gets the table, what could be known beforehand, and one merged model."""
     from epimer.suites.glyphs.build import load
 
     started = time.perf_counter()
@@ -41,11 +44,17 @@ def run(folder: Path, *, progress: bool = True) -> Demo:
     with Progress(progress, unit="methods") as bar:
         stage = bar.begin("merging", len(CANDIDATES) + 2)
         result = performance(bench, lambda name: stage.advance(1, name))
+        names = [task.name for task in suite.tasks]
+        stage.advance(0, "diagnosis")
+        found = diagnose_state_dicts(
+            dict(suite.base), bench.states, curvature=bench.curvature("kronecker"), names=names
+        )
     result.notes.append(f"The first {VAL} validation and {TEST} test images per task; `epimer bench` takes all.")
     assert bench.winner is not None
-    files = write(result, folder)
+    files = [*write(result, folder), folder / "diagnosis.json"]
+    files[-1].write_bytes(as_json(found.to_dict()))
     model = save_model(suite, bench.winner, bench.model, folder / "merged")
-    return Demo(result, bench.winner, files, model, time.perf_counter() - started)
+    return Demo(result, bench.winner, found, files, model, time.perf_counter() - started)
 
 
 def save_model(suite: Suite, outcome: Outcome, state: Mapping[str, Tensor], folder: Path) -> Path:
