@@ -59,7 +59,7 @@ def _theory(found: Diagnosis) -> Block:
             ("Curvature", f"{found.curvature}, {rank}, damping {number(found.damping)}"),
             ("η / F(x̄): what curvature can gain", f"{percent(total.eta_fraction)}%"),
             ("η (mean diagonal 1; trace 1)", f"{number(total.eta)}; {number(total.eta_unit_trace)}"),
-            ("Task vectors' energy in the basis", f"{percent(total.energy_kept)}%"),
+            ("Task vectors' energy on the atoms u_i v_iᵀ", f"{percent(total.energy_kept)}%"),
             ("V_S: variance in the subspace", number(total.v_s)),
             ("R_S: energy outside it", number(total.r_s)),
             ("Bound on the loss increase", number(total.bound)),
@@ -81,8 +81,8 @@ def _tasks(found: Diagnosis) -> Table:
                 Cell(percent(kept), kept),
             ]
         )
-    headings = ["model", "‖D‖", "‖D‖ / ‖base‖, %", "energy kept, %"]
-    return Table(headings, rows, "How far each model moved from the base, and how much of it the basis keeps")
+    headings = ["model", "‖D‖", "‖D‖ / ‖base‖, %", "on atoms, %"]
+    return Table(headings, rows, "How far each model moved from the base, and how much of it lies on the atoms")
 
 
 def _forecast(found: Diagnosis) -> Figure:
@@ -114,7 +114,7 @@ def _energy(found: Diagnosis) -> Figure:
         for t, name in enumerate(found.models)
     ]
     labels = Labels("rank k", "energy kept, %", lambda v: percent(v, 0), lambda v: f"{percent(v, 2)}%")
-    chart = lines(series, labels, "Share of each task vector's energy that a basis of rank k keeps.")
+    chart = lines(series, labels, "Share of each task vector's energy in the span of all pairs u_i v_jᵀ.")
     values = [list(found.energy[k]) for k in ranks]
     table = _matrix("k", ranks, found.models, values, "Energy kept by rank")
     return Figure("energy by rank", "Energy that a basis of rank k keeps", chart, table)
@@ -166,7 +166,7 @@ def _quantities(found: Diagnosis) -> list[Quantity]:
         Quantity("how far fine-tuning moved", models, _moved, _percents, "‖D‖ / ‖W‖ in percent."),
         Quantity(
             "energy kept", models, lambda one: one.theory.energy_kept_by_task, lambda v: percent(v, 0),
-            "Share of each task vector's energy in the basis, in percent.",
+            "Share of each task vector's energy on the atoms u_i v_iᵀ, in percent.",
         ),
         Quantity(
             "what curvature can gain", ["η / F(x̄)"], lambda one: [one.theory.eta_fraction], lambda v: percent(v, 0),
