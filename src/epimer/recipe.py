@@ -256,7 +256,7 @@ class _Reader:
         given = {key: value for key, value in self.mapping((), raw, KEYS, NOT_OURS).items() if value is not None}
         auto = tuple(key for key in ("merge_method", "scale") if given.get(key) == AUTO)
         if isinstance(given.get("parameters"), dict) and AUTO in (given["parameters"].get("scale"), given.get("scale")):
-            if "scale" in given and {"scale", "lambda"} & given["parameters"].keys():
+            if ("scale" in given) + len({"scale", "lambda"} & given["parameters"].keys()) > 1:
                 raise self.error(("parameters",), TWICE)
             auto = tuple(dict.fromkeys((*auto, "scale")))
             given["parameters"] = {k: v for k, v in given["parameters"].items() if k != "scale"}

@@ -446,7 +446,7 @@ def open_bug(text, expected, why):
     *((f"merge_method: ties\nbase_model: b\nmodels: [{{model: a}}]\nscale: {one}\nparameters: {{{key}: {two}}}\n",
        "5: scale is given twice: scale, parameters.scale and lambda are one; keep one.")
       for one, key, two in (("auto", "scale", 0.5), ("auto", "scale", "auto"), (0.5, "scale", "auto"),
-                            ("auto", "lambda", 0.5))),
+                            ("auto", "lambda", 0.5), ("", "scale", "auto, lambda: 0.5"))),
 ])  # fmt: skip
 def test_mistakes_with_what_is_left_open(load, text, expected):
     assert message(load, text).startswith(f"recipe.yaml:{expected}")

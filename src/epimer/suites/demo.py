@@ -15,6 +15,8 @@ from epimer.progress import Progress
 from epimer.records import Diagnosis
 from epimer.suites.bench import CANDIDATES, COARSE, Bench, Outcome
 from epimer.suites.experiments import performance
+from epimer.suites.glyphs.build import load
+from epimer.suites.glyphs.train import Settings
 from epimer.suites.output import write
 from epimer.suites.results import Result
 from epimer.suites.suite import Suite
@@ -34,12 +36,10 @@ class Demo:
     seconds: float
 
 
-def run(folder: Path, *, progress: bool = True) -> Demo:
+def run(folder: Path, *, progress: bool = True, settings: Settings | None = None) -> Demo:
     """Run the demonstration; `folder` gets the table, what could be known beforehand, and one merged model."""
-    from epimer.suites.glyphs.build import load
-
     started = time.perf_counter()
-    suite = load(progress=progress)
+    suite = load(progress=progress, settings=settings)
     bench = Bench(suite.some(val=VAL, test=TEST), scales=COARSE, ahead=1)
     with Progress(progress, unit="methods") as bar:
         stage = bar.begin("merging", len(CANDIDATES) + 2)

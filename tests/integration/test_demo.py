@@ -1,0 +1,58 @@
+"""The demonstration from end to end, on a suite small enough for a test: table, report, and a model to read."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import epimer
+from epimer.diagnosis.stats import Scores
+from epimer.report.write import write_page
+from epimer.suites.bench import CANDIDATES
+from epimer.suites.demo import run
+from epimer.suites.glyphs.build import load
+from epimer.suites.glyphs.train import TINY
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    place = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EPIMER_CACHE", str(place / "cache"))
+        return run(place / "out", progress=False, settings=TINY), load(progress=False, settings=TINY), place / "out"
+
+
+def test_the_demo_compares_every_method_and_keeps_the_best(made):
+    found, suite, out = made
+    methods = [row["method"] for row in found.result.data]
+    assert methods == ["few-shot probe", "fine-tuned", *(candidate.name for candidate in CANDIDATES)]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "diagnosis.json",
+        "merged",
+        "performance.json",
+        "performance.md",
+    ]
+    best = max((row for row in found.result.data if "validation" in row), key=lambda row: row["validation"])
+    assert found.best.candidate.name == best["method"]
+    merged = load_file(out / "merged" / "model.safetensors")
+    assert Scores(suite.scores(merged, "test")).average == pytest.approx(best["average"])
+    about = json.loads((out / "merged" / "merge.json").read_text())
+    assert (about["method"], about["scale"]) == (best["method"], best["scale"])
+
+
+def test_what_was_known_beforehand_is_that_of_its_models(made):
+    _, suite, out = made
+    stored = json.loads((out / "diagnosis.json").read_text())
+    assert stored["models"] == [task.name for task in suite.tasks]
+    again = epimer.diagnose_state_dicts(dict(suite.base), [dict(model) for model in suite.models])
+    assert stored["norms"] == pytest.approx(again.norms)
+    assert stored["conflict"]["cosine"] == [pytest.approx(row) for row in again.conflict.cosine]
+    assert torch.tensor(stored["forecast"]["tsv"]["tasks"]).isfinite().all()
+
+
+def test_its_report_names_the_winner(made, tmp_path):
+    found, _, _ = made
+    page = write_page([found.result.to_dict(), found.diagnosis.to_dict()], tmp_path / "report.html").read_text()
+    assert found.best.candidate.name in page
+    assert "glyphs8" in page
