@@ -180,7 +180,7 @@ class Plan:
         if source != "base" and source not in names:
             cached = self.tokenizer is not None and "snapshots" in self.tokenizer.parts
             names[source] = source if is_hub_id(source) and cached else Path(source).name
-        for path in (self.recipe.basis, *(entry.curvature for entry in self.recipe.models)):
+        for path in (self.recipe.basis, self.recipe.eval, *(entry.curvature for entry in self.recipe.models)):
             if path is not None:
                 names[path] = Path(path).name
         return self.recipe.to_yaml(names)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from epimer.errors import ParameterError, RecipeError
+from epimer.errors import ParameterError, RecipeError, nearest
 from epimer.lines import Path, Source, spell
 
 if TYPE_CHECKING:  # the registry imports torch; functions import it when they must know the methods
@@ -133,7 +133,7 @@ class Recipe(_Frozen):
         """Return `to_dict` as YAML, with models, base, curvature and tokenizer shown as `rename` has them."""
         data = self.to_dict()
         for place in (data, *data["models"]):
-            for key in {"base_model", "tokenizer_source", "model", "curvature", "basis"} & place.keys():
+            for key in {"base_model", "tokenizer_source", "model", "curvature", "basis", "eval"} & place.keys():
                 place[key] = (rename or {}).get(place[key], place[key])
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000)
 
@@ -244,6 +244,7 @@ class _Reader:
     """Turns plain data into a recipe, or says where and what is wrong."""
 
     method: Method
+    called: str
     known: dict[str, Parameter]
 
     def __init__(self, source: Source) -> None:
@@ -263,10 +264,11 @@ class _Reader:
         given = {key: PROVISIONAL if key == "merge_method" and key in auto else value
                  for key, value in given.items() if key != "scale" or value != AUTO}  # fmt: skip
         self.method = self.find_method(given)
-        self.known = _known(self.method.name)
+        self.known, self.called = _known(self.method.name), AUTO if "merge_method" in auto else self.method.name
         base = self.text(("base_model",), given.get("base_model"))
         if self.method.needs_base and base is None:
-            need = f"{self.method.name} needs the base model that the others were fine-tuned from; add 'base_model'."
+            who = "a recipe with 'auto'" if self.called == AUTO else self.method.name
+            need = f"{who} needs the base model that the others were fine-tuned from; add 'base_model'."
             raise self.error(("merge_method",), need)
         models = self.models(given, base)
         if given["merge_method"] == "linear" and base is not None and base not in [m.model for m in models.values()]:
@@ -317,10 +319,10 @@ class _Reader:
         if name in NOT_OUR_METHODS:
             near = f"; nearest: {NOT_OUR_METHODS[name]}" if NOT_OUR_METHODS[name] else ""
             raise self.error(("merge_method",), f"mergekit's method {name!r} is not one of ours{near}. Ours: {ours}.")
-        try:
-            return describe_method(ALIASES.get(name, name))
-        except ParameterError as error:
-            raise self.error(("merge_method",), str(error)) from None
+        if name not in list_methods() and name not in ALIASES:
+            hint = nearest(name, [*list_methods(), *ALIASES, AUTO])
+            raise self.error(("merge_method",), f"There is no method {name!r}.{hint} Methods: {ours}.")
+        return describe_method(ALIASES.get(name, name))
 
     def models(self, given: Mapping[str, Any], base: str | None) -> dict[int, ModelEntry]:
         """Return the models to merge by their position in the recipe; mergekit's recipes often list the base too."""
@@ -368,7 +370,7 @@ class _Reader:
         only = f"of {self.method.name} can be given only from Python, not in a recipe."
         refused = {p.name: f"{p.name!r} {only}" for p in self.method.parameters if p.kind in ("callable", "mapping")}
         names = dict.fromkeys([*self.known, "lambda", "normalize"])
-        where, of = ("parameters",), f" of {self.method.name}"
+        where, of = ("parameters",), f" of {self.called}"
         raw = self.mapping(where, given.get("parameters", {}), names, refused | NOT_OUR_PARAMETERS, of)
         values: dict[Path, Any] = {("parameters", key): value for key, value in raw.items()}
         if "scale" in given:

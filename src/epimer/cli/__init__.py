@@ -53,7 +53,7 @@ def main() -> None:
 
 def _fail(message: str, code: int) -> None:
     line = " ".join(message.split())
-    if "--json" in sys.argv:
+    if "--json" in sys.argv and sys.argv[1:2] != ["diagnose"]:  # whose --json takes a file
         print(json.dumps({"error": line}))  # noqa: T201
     print(f"error: {line}", file=sys.stderr)  # noqa: T201
     sys.exit(code)
@@ -291,7 +291,9 @@ def diagnose(
     from epimer.cli import findings
     from epimer.diagnosis.diagnose import diagnose as run
 
-    wanted = [name.strip() for name in methods.split(",")] if methods else None
+    show.check_file(json_file)
+    show.check_file(html)
+    wanted = findings.listed(methods, str, "--methods")
     with _stoppable("nothing was written"):
         found = run(recipe, rank=rank, methods=wanted, any_curvature=any_curvature, progress=not quiet)
     if json_file is not None:
@@ -335,6 +337,7 @@ def sweep(
     from epimer.cli import findings
     from epimer.suites.sweeping import sweep as run
 
+    show.check_file(out)
     with _stoppable("nothing was written"), warnings.catch_warnings():
         warnings.simplefilter("ignore", EpimerWarning)
         found = run(

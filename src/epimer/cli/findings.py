@@ -112,23 +112,29 @@ def listed(text: str | None, kind: Callable[[str], T], option: str) -> list[T] |
 
 def sweep(found: Sweep, kept: Path | None) -> None:
     """Print the best scale of every method and rank, the best first."""
+    from epimer.suites.metrics import shown
+
     page, close = console(), any(one.validation.kl for one in found.tried)
-    headings = ["method", "rank", "scale", "validation", "test [95%]", "worst", *(["KL"] if close else []), "tried"]
+    headings = ["method", "rank", "scale", "validation", *(["its KL"] if close else []), "test [95%]", "worst", "tried"]
     table = _table(f"{found.evaluation}: the best scale on validation data, reported on test data", headings)
     for one in sorted(found.finalists, key=lambda one: one.validation.order, reverse=True):
-        row = one.to_dict()
+        row, unit = one.to_dict(), one.validation.unit
         count = sum((other.method, other.rank) == (one.method, one.rank) for other in found.tried)
+        bounds = sorted(shown(unit, row[key]) for key in ("low", "high")) if row["low"] is not None else []
         table.add_row(
             escape(one.method),
             "" if one.rank is None else str(one.rank),
             f"{one.scale:g}",
-            f"{100 * row['validation']:.1f}",
-            f"{100 * row['average']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]",
-            f"{100 * row['worst']:.1f}",
+            shown(unit, row["validation"]),
             *([f"{row['kl']:.3f}"] if close else []),
+            shown(unit, row["average"]) + escape(f" [{', '.join(bounds)}]" if bounds else ""),
+            shown(unit, row["worst"]),
             f"{count} scales",
         )
     page.print(table)
+    for note in found.notes:
+        page.print(f"note: {note}", markup=False, highlight=False)
     best = found.best
-    page.print(f"best on validation data: {best.method} at scale {best.scale:g}", markup=False, highlight=False)
+    rank = "" if best.rank is None else f", rank {best.rank}"
+    page.print(f"best on validation data: {best.method} at scale {best.scale:g}{rank}", markup=False, highlight=False)
     page.print("nothing was written" if kept is None else f"wrote {kept}", markup=False, highlight=False)

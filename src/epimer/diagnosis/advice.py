@@ -23,13 +23,15 @@ def advise(found: Diagnosis) -> Diagnosis:
     return replace(found, advice=(*_take(found), *_mind(found), *_note(found)))
 
 
-def choice(found: Diagnosis) -> tuple[str, float]:
-    """Return the method and the scale that are forecast to lose least.
+def choice(found: Diagnosis, *, scaled: bool = True) -> tuple[str, float]:
+    """Return the method and the scale that are forecast to lose least; at scale 1 where it may not be `scaled`.
 
     Without measured curvature epimer_free minimises the very form that forecasts, so its own forecast says nothing.
     """
     measured = found.curvature in ("kronecker", "ekfac")
     fair = {name: one for name, one in found.forecast.items() if measured or name not in OWN_FORM} or found.forecast
+    if not scaled:
+        return min(fair, key=lambda name: fair[name].mean), 1.0
     method = min(fair, key=lambda name: fair[name].mean_at_scale)
     return method, fair[method].scale
 
@@ -40,7 +42,8 @@ def _take(found: Diagnosis) -> Iterator[Advice]:
         return
     method, scale = choice(found)
     others = sorted(set(found.forecast) - {method}, key=lambda name: found.forecast[name].mean_at_scale)
-    beside = ", ".join(f"{name} {found.forecast[name].mean_at_scale:.2f}" for name in others if name not in OWN_FORM)
+    others = [name for name in others if name not in OWN_FORM or found.curvature in ("kronecker", "ekfac")]
+    beside = ", ".join(f"{name} {found.forecast[name].mean_at_scale:.2f}" for name in others)
     lowest = f"the lowest forecast, {found.forecast[method].mean_at_scale:.2f}"
     yield Advice("take", f"{method} at scale {scale:g}: {lowest}" + (f" ({beside})." if beside else "."))
     if found.curvature == "task-gram":

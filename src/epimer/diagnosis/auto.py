@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from epimer.diagnosis.advice import choice
 from epimer.diagnosis.diagnose import diagnose
-from epimer.diagnosis.sweep import Evaluate, Sweep, sweep
+from epimer.diagnosis.sweep import Evaluate, State, Sweep, Way, at_scales, check_methods, compare, shared_basis
+from epimer.engine.local import Runner
 from epimer.engine.merge import check_plan
-from epimer.errors import RecipeError
+from epimer.errors import EpimerWarning, RecipeError
+from epimer.geometry.linalg import working
 from epimer.methods.registry import describe_method
 from epimer.methods.rules import matching
-from epimer.plan import Plan, make_plan
+from epimer.plan import Job, Plan, make_plan
 from epimer.progress import Progress
 from epimer.recipe import PROVISIONAL, Recipe, load_recipe
 
@@ -38,6 +44,8 @@ def resolve(
         return given, ""
     if given.base_model is None:
         raise RecipeError("a recipe with 'auto' needs the base model that the others were fine-tuned from.")
+    if given.eval is not None and evaluator is None:
+        raise RecipeError("the recipe's 'eval' needs epimer.merge or `epimer merge` to open it.")
     if given.eval is not None and evaluator is not None:
         evaluate = evaluator(given.eval, folder)
         return by_sweep(given, evaluate, folder=folder, progress=progress, any_curvature=any_curvature)
@@ -48,40 +56,73 @@ def by_forecast(given: Recipe, folder: Path | None, *, progress: bool, any_curva
     """Choose by what the diagnosis forecasts."""
     wanted = None if "merge_method" in given.auto else [given.merge_method]
     found = diagnose(given, methods=wanted, progress=progress, any_curvature=any_curvature, folder=folder)
-    method, scale = choice(found)
-    forecast = found.forecast[method]
-    scale = scale if "scale" in given.auto else 1.0
-    lost = forecast.mean_at_scale if "scale" in given.auto else forecast.mean
-    why = f"{method} at scale {scale:g}: the lowest forecast, {lost:.2f} ({found.curvature} curvature)"
+    if not found.forecast:
+        raise RecipeError("projected curvature is known inside its basis only, so nothing can be forecast; add 'eval'.")
+    method, scale = choice(found, scaled="scale" in given.auto)
+    forecast, row = found.forecast[method], describe_method(method)
+    shown = f" ({found.curvature} curvature)"
+    if "scale" not in given.auto:
+        return settled(given, method), f"{method}: the lowest forecast, {forecast.mean:.2f}{shown}"
+    if row.absolute_weights:  # forecast for weights that sum to 1
+        scale = round(scale / _total_weight(given), 4)
+    why = f"{method} at scale {scale:g}: the lowest forecast, {forecast.mean_at_scale:.2f}{shown}"
     return settled(given, method, scale), why
+
+
+def _total_weight(given: Recipe) -> float:
+    if "weight" in given.varying():
+        raise RecipeError("weights differ between tensors, so no scale can be forecast; add 'eval', or give a scale.")
+    weights = given.settings("", 0.0).weights if "weight" in _given(given) else None
+    return sum(weights) if weights else 1.0
 
 
 def by_sweep(given: Recipe, evaluate: Evaluate, *, folder: Path | None, progress: bool, any_curvature: bool) -> Choice:
     """Choose on validation data."""
     methods = None if "merge_method" in given.auto else [given.merge_method]
-    scales = None if "scale" in given.auto else [1.0]
+    free = "scale" in given.auto
     found = sweep_recipe(
-        given, evaluate, methods=methods, scales=scales, folder=folder, progress=progress, any_curvature=any_curvature,
-        evaluation=given.eval or "",
+        given, evaluate, methods=methods, scales=None if free else [1.0], folder=folder, progress=progress,
+        any_curvature=any_curvature, evaluation=given.eval or "", keep_scale=not free,
     )  # fmt: skip
     best = found.best
     shown = f"{100 * best.validation.all.average:.1f} on validation data of {given.eval}"
+    if not free:
+        return settled(given, best.method), f"{best.method}: {shown}"
     return settled(given, best.method, best.scale), f"{best.method} at scale {best.scale:g}: {shown}"
 
 
-def settled(given: Recipe, method: str, scale: float, rank: int | None = None) -> Recipe:
-    """Return the recipe with a method and a scale; parameters that the method does not know are dropped."""
-    known = {parameter.name for parameter in describe_method(method).parameters} | {"weight"}
+def settled(given: Recipe, method: str, scale: float | None = None, rank: int | None = None) -> Recipe:
+    """Return the recipe with a method, and a scale and a rank where they are given: exactly what a sweep merges.
+
+    The recipe's parameters are for its own method, or for whichever is chosen where it leaves that open; weights are
+    for all.
+    """
+    row = describe_method(method)
+    own = "merge_method" in given.auto or method == given.merge_method
+    known = ({parameter.name for parameter in row.parameters} if own else set()) | {"weight"}
     parameters = {key: value for key, value in given.parameters.items() if key in known}
-    if scale != 1.0:
-        parameters["scale"] = scale
+    if not own and scale is None and "scale" in given.parameters:
+        parameters["scale"] = given.parameters["scale"]
+    if scale is not None:
+        parameters.pop("scale", None)
+        parameters |= {} if scale == 1.0 else {"scale": scale}
     if rank is not None:
         parameters["rank"] = rank
-    update: dict[str, Any] = {"merge_method": method, "parameters": parameters, "auto": ()}
-    if not describe_method(method).needs_curvature:
-        update["models"] = tuple(entry.model_copy(update={"curvature": None}) for entry in given.models)
-        update["basis"] = None
-    return given.model_copy(update=update)
+    models = []
+    for entry in given.models:
+        kept: dict[str, Any] = {"parameters": {k: v for k, v in entry.parameters.items() if k in known}}
+        models.append(entry.model_copy(update=kept if row.needs_curvature else {**kept, "curvature": None}))
+    return given.model_copy(
+        update={
+            "merge_method": method,
+            "parameters": parameters,
+            "models": tuple(models),
+            "auto": (),
+            "eval": None,
+            "basis": given.basis if row.needs_curvature else None,
+            "normalize_weights": given.normalize_weights if own else None,
+        }
+    )
 
 
 def sweep_recipe(
@@ -95,42 +136,87 @@ def sweep_recipe(
     progress: bool = True,
     any_curvature: bool = False,
     evaluation: str = "",
+    keep_scale: bool = False,
 ) -> Sweep:
-    """Sweep the models of a recipe, held in memory."""
+    """Sweep the models of a recipe: every setting is merged by the engine as `settled` would have it, into memory.
+
+    `keep_scale` leaves the recipe's own scale in place, and scales multiply it.
+    """
     if given.base_model is None:
         raise RecipeError("a sweep scales task vectors, so the recipe needs a base_model.")
-    models = tuple(entry.model_copy(update={"parameters": {}}) for entry in given.models)
-    neutral = given.model_copy(
-        update={
-            "merge_method": PROVISIONAL,
-            "parameters": {},
-            "models": models,
-            "basis": None,
-            "auto": (),
-            "normalize_weights": None,
-        }
-    )
-    plan = make_plan(neutral, folder=folder, progress=progress, any_curvature=any_curvature)
-    check_plan(plan)
-    base, *tuned = _states(plan, progress)
-    weights = given.settings("", 0.0).weights if "weight" in _given(given) else None
-    own = {key: value for key, value in given.parameters.items() if key not in ("weight", "scale")}
+    first = make_plan(_without_parameters(given), folder=folder, progress=progress, any_curvature=any_curvature)
+    check_plan(first)
+    rows = check_methods(methods, None if first.curvatures is None else first.curvatures[0].kind)
+    base, *tuned = _states(first, progress)
+    bases: dict[int | None, dict[str, Any]] = {}
+    rules = [pair for pair in given.rules if any(matching(name, [pair]) for name in base)]  # others are not read
+
+    def merged(method: str, rank: int | None, scale: float) -> State:
+        recipe = settled(given, method, None if keep_scale else scale, rank)
+        plan = make_plan(
+            recipe.model_copy(update={"dtype": None, "out_dtype": "float32"}),
+            folder=folder,
+            any_curvature=any_curvature,
+        )
+        check_plan(plan)
+
+        def basis(rank: int | None, shape: str) -> dict[str, Any]:
+            return shared_basis(bases, base, tuned, rank, shape, rules)
+
+        return merge_in_memory(plan, basis)
+
+    def ways() -> Iterator[Way]:
+        for row in rows:
+            named = {parameter.name for parameter in row.parameters}
+            for rank in (ranks or (None,)) if "rank" in named else (None,):
+
+                def at(scale: float, name: str = row.name, rank: int | None = rank) -> State:
+                    return merged(name, rank, scale)
+
+                shown = rank if rank is not None else settled(given, row.name).parameters.get("rank")
+                yield row.name, shown if isinstance(shown, int) else None, at_scales(row.name, base, at)
+
     with Progress(progress, unit="settings") as bar:
         stage = bar.begin("trying", None)
-        return sweep(
-            base,
-            tuned,
-            evaluate,
-            methods=methods,
-            scales=scales,
-            ranks=ranks,
-            curvature=plan.curvatures,
-            weights=weights,
-            rules=[pair for pair in given.rules if any(matching(name, [pair]) for name in base)],  # others are not read
-            parameters={} if given.auto else {given.merge_method: own},
-            evaluation=evaluation,
-            progress=lambda line: stage.advance(1, line),
+        return compare(
+            ways(), evaluate, scales=scales, evaluation=evaluation, progress=lambda line: stage.advance(1, line)
         )
+
+
+def merge_in_memory(plan: Plan, basis: Callable[[int | None, str], dict[str, Any]]) -> dict[str, Tensor]:
+    """Merge as the engine does, but keep the tensors; bases come from `basis`, by rank and shape, and are shared."""
+    jobs = [_sharing(job, basis) if plan.basis is None else job for job in plan.parts]
+    runner = Runner(plan, [torch.device("cpu")], threads=torch.get_num_threads(), memory=None)
+    runner.prepared = runner.prepare(Progress(False).begin("", None))
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EpimerWarning)
+        for job, result, _ in runner.results(jobs):
+            parts.setdefault(job.name, []).append((0 if job.rows is None else job.rows[0], result))
+    found = {}
+    for name, pieces in parts.items():
+        whole = [part for _, part in sorted(pieces, key=lambda piece: piece[0])]
+        found[name] = whole[0] if len(whole) == 1 else torch.cat(whole)
+    return {job.name: found[plan.ties.get(job.name, job.name)].reshape(job.template.shape) for job in plan.jobs}
+
+
+def _sharing(job: Job, basis: Callable[[int | None, str], dict[str, Any]]) -> Job:
+    """Return a job that is merged in a basis which other methods use too."""
+    if (
+        job.rule != "matrix"
+        or job.setting is None
+        or getattr(job.setting.p, "basis", "full") not in ("tagged", "tensor")
+    ):
+        return job
+    p = job.setting.p
+    return replace(job, setting=replace(job.setting, p=SimpleNamespace(**{**vars(p), "basis": basis(p.rank, p.basis)})))
+
+
+def _without_parameters(given: Recipe) -> Recipe:
+    """Return a recipe of the same models and curvature whose plan reads all that any method would."""
+    models = tuple(entry.model_copy(update={"parameters": {}}) for entry in given.models)
+    plain: dict[str, Any] = {"parameters": {}, "auto": (), "eval": None, "normalize_weights": None}
+    return given.model_copy(update={"merge_method": PROVISIONAL, "models": models, **plain})
 
 
 def _given(recipe: Recipe) -> set[str]:
@@ -146,6 +232,8 @@ def _states(plan: Plan, progress: bool) -> list[dict[str, Tensor]]:
         for name in names:
             for state, role in zip(states, plan.roles, strict=True):
                 if name in role.headers:
-                    state[name] = role.read(name)
+                    state[name] = (
+                        working(role.read(name)) if role.headers[name].is_floating_point() else role.read(name)
+                    )
                 stage.advance(1, name)
     return states

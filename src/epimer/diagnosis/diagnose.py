@@ -129,7 +129,11 @@ def diagnose(
     check_plan(plan)
     check_memory(plan, Options())
     kind = "task-gram" if plan.curvatures is None else plan.curvatures[0].kind
-    ask = Question(rank, damping, forecasts(methods or _wanted(given, kind), kind))
+    wanted = forecasts(methods if methods is not None else _wanted(given, kind), kind)
+    if given.merge_method in wanted and not given.auto:
+        plain = {key: value for key, value in given.parameters.items() if not isinstance(value, tuple)}
+        wanted[given.merge_method] |= {k: v for k, v in plain.items() if k not in ("weight", "scale", "rank")}
+    ask = Question(rank, damping, wanted)
     jobs = [
         job
         for job in plan.jobs
@@ -282,16 +286,25 @@ def _rank(recipe: Recipe, asked: int | None) -> int | None:
 
 
 def _neutral(recipe: Recipe, rank: int | None) -> Recipe:
-    """Return a recipe of the same models whose method needs nothing but them; what it merges is not of interest."""
-    models = tuple(entry.model_copy(update={"parameters": {}}) for entry in recipe.models)
-    given = {
-        "merge_method": PROVISIONAL,
-        "parameters": {"rank": rank},
+    """Return a recipe of the same models and weights whose method needs nothing else; its merge is not of interest."""
+    kept = [{key: value for key, value in one.items() if key == "weight"} for one in _parameters(recipe)]
+    if recipe.basis is None:
+        kept[0]["rank"] = rank
+    models = tuple(
+        entry.model_copy(update={"parameters": own}) for entry, own in zip(recipe.models, kept[1:], strict=True)
+    )
+    plain: dict[str, Any] = {
+        "parameters": kept[0],
         "models": models,
         "normalize_weights": None,
         "auto": (),
+        "eval": None,
     }
-    return recipe.model_copy(update=given)
+    return recipe.model_copy(update={"merge_method": PROVISIONAL, **plain})
+
+
+def _parameters(recipe: Recipe) -> list[dict[str, Any]]:
+    return [dict(recipe.parameters), *(dict(entry.parameters) for entry in recipe.models)]
 
 
 def _wanted(recipe: Recipe, kind: str) -> list[str]:

@@ -5,8 +5,10 @@ The settings are chosen on validation data and the chosen ones reported on test 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +41,14 @@ class Judged:
     """task -> every sample's score, or one number; higher is better"""
     kl: Mapping[str, float] = field(default_factory=dict)
     """task -> mean KL from the task's own model's predictions, where it was asked for"""
+    unit: str = "accuracy"
+    """what scores are: accuracy, loss or perplexity (minus the loss), or score"""
+
+    def __post_init__(self) -> None:
+        for task, scores in self.scores.items():
+            if not scores.numel() or not bool(scores.isfinite().all()):
+                what = "no score" if not scores.numel() else "a score that is not finite"
+                raise ParameterError(f"the merge got {what} on {task!r}; a sweep needs finite numbers to choose by.")
 
     @property
     def all(self) -> Scores:
@@ -53,6 +63,8 @@ class Judged:
 
 Evaluate = Callable[[State, str], Judged]
 """(state dict, "val" or "test") -> scores"""
+Way = tuple[str, int | None, Callable[[float], State]]
+"""a method, its rank, and its merge at any scale"""
 
 
 @dataclass(frozen=True)
@@ -69,13 +81,14 @@ class Tried:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         found: dict[str, Any] = {"method": self.method, "rank": self.rank, "scale": self.scale}
-        found["validation"] = self.validation.all.average
+        found |= {"validation": self.validation.all.average, "unit": self.validation.unit}
         if self.validation.kl:
             found["kl"] = sum(self.validation.kl.values()) / len(self.validation.kl)
         found |= dict.fromkeys(("average", "low", "high", "worst", "tasks"))
         if self.test is not None:
             scores = self.test.all
-            low, high = scores.interval()
+            known = any(values.numel() > 1 for values in self.test.scores.values())
+            low, high = scores.interval() if known else (None, None)
             tasks = dict(zip(self.test.scores, scores.accuracies, strict=True))
             found |= {"average": scores.average, "low": low, "high": high, "worst": scores.worst, "tasks": tasks}
         return found
@@ -143,57 +156,79 @@ def sweep(
         progress: called with a line after every setting.
     """
     kind = None if curvature is None else next((m.kind for one in curvature for m in one.values()), None)
-    wanted = check_methods(methods, kind)
-    tried: list[Tried] = []
+    rows = check_methods(methods, kind)
     bases: dict[int | None, dict[str, Any]] = {}
-    for row in wanted:
-        named = {parameter.name: parameter for parameter in row.parameters}
-        for rank in (ranks or (None,)) if "rank" in named else (None,):
-            given: dict[str, Any] = {**(parameters or {}).get(row.name, {})}
-            if rank is not None:
-                given["rank"] = rank
-            if "iterations" in named:
-                given.setdefault("iterations", STEPS)
-            shape = str(given.get("basis", named["basis"].default)) if "basis" in named else ""
-            if shape in ("tagged", "tensor"):
-                given["basis"] = _basis(bases, base, models, given.get("rank", named["rank"].default), shape, rules)
 
-            def merged(scale: float, row: Method = row, given: Mapping[str, Any] = given) -> dict[str, Tensor]:
-                used = curvature if row.needs_curvature else None
-                return merge_state_dicts(
-                    dict(base), [dict(model) for model in models], row.name,
-                    **{**given, "curvature": used, "weights": weights, "rules": rules, "scale": scale},
-                )  # fmt: skip
+    def ways() -> Iterator[Way]:
+        for row in rows:
+            named = {parameter.name: parameter for parameter in row.parameters}
+            for rank in (ranks or (None,)) if "rank" in named else (None,):
+                given: dict[str, Any] = {**(parameters or {}).get(row.name, {})}
+                if rank is not None:
+                    given["rank"] = rank
+                if "iterations" in named:
+                    given.setdefault("iterations", STEPS)
+                shape = str(given.get("basis", named["basis"].default)) if "basis" in named else ""
+                if shape in ("tagged", "tensor"):
+                    size = given.get("rank", named["rank"].default)
+                    given["basis"] = shared_basis(bases, base, models, size, shape, rules)
+                given |= {"curvature": curvature if row.needs_curvature else None, "weights": weights, "rules": rules}
+                merged = partial(merge_state_dicts, dict(base), [dict(model) for model in models], row.name, **given)
+                yield row.name, given.get("rank"), at_scales(row.name, base, lambda scale, m=merged: m(scale=scale))  # type: ignore[misc]
 
-            some = _scaled(row, base, merged)
-            found: dict[float, Judged] = {}
-
-            def at(scale: float, some: Any = some, found: Any = found, row: Method = row) -> tuple[float, float]:
-                if scale not in found:
-                    found[scale] = evaluate(some(scale), "val")
-                    progress(f"{row.name}, scale {scale:g}: {100 * found[scale].all.average:.1f}")
-                order: tuple[float, float] = found[scale].order
-                return order
-
-            best = max(scales, key=at) if scales else climb(at, SCALES)
-            for scale, judged in sorted(found.items()):
-                test = evaluate(some(scale), "test") if scale == best else None
-                tried.append(Tried(row.name, given.get("rank"), scale, judged, test))
-    return Sweep(tried, evaluation)
+    return compare(ways(), evaluate, scales=scales, evaluation=evaluation, progress=progress)
 
 
-def _scaled(row: Method, base: State, merged: Callable[[float], dict[str, Tensor]]) -> Callable[[float], State]:
+def compare(
+    ways: Iterable[Way],
+    evaluate: Evaluate,
+    *,
+    scales: Sequence[float] | None = None,
+    evaluation: str = "a function",
+    progress: Callable[[str], None] = lambda done: None,
+) -> Sweep:
+    """Score every way to merge at every scale on validation data, and each one's best on test data."""
+    for scale in scales or ():
+        if not math.isfinite(scale):
+            raise ParameterError(f"a scale must be a finite number, got {scale}.")
+    tried: list[Tried] = []
+    for method, rank, at in ways:
+        found: dict[float, Judged] = {}
+
+        def score(scale: float, method: str = method, at: Any = at, found: Any = found) -> tuple[float, float]:
+            if scale not in found:
+                found[scale] = evaluate(at(scale), "val")
+                progress(f"{method}, scale {scale:g}")
+            order: tuple[float, float] = found[scale].order
+            return order
+
+        best = max(scales, key=score) if scales else climb(score, SCALES)
+        for scale, judged in sorted(found.items()):
+            tried.append(Tried(method, rank, scale, judged, evaluate(at(scale), "test") if scale == best else None))
+    notes = []
+    if not scales and any(one.scale in (SCALES[0], SCALES[-1]) for one in tried if one.test is not None):
+        notes.append("a best scale is the last of the grid; a better one may lie beyond it.")
+    return Sweep(tried, evaluation, notes)
+
+
+def at_scales(method: str, base: State, merged: Callable[[float], State]) -> Callable[[float], State]:
     """Return the merge at any scale, all from one; where scale sits inside a fraction, each from its own."""
-    if row.name == "gradient_matching":
+    if method == "gradient_matching":
         return merged
     whole = merged(1.0)
-    return lambda scale: {
-        name: W + scale * (whole[name] - W) if W.is_floating_point() else whole[name]
-        for name, W in base.items() if name in whole
-    }  # fmt: skip
+
+    def at(scale: float) -> State:
+        if scale == 1.0:
+            return whole
+        return {
+            name: base[name] + scale * (W - base[name]) if name in base and W.is_floating_point() else W
+            for name, W in whole.items()
+        }
+
+    return at
 
 
-def _basis(
+def shared_basis(
     known: dict[int | None, dict[str, Any]], base: State, models: Sequence[State], rank: int | None, shape: str,
     rules: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:  # fmt: skip

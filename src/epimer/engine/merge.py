@@ -116,10 +116,10 @@ def run(plan: Plan, out: Path, options: Options) -> MergeRecord:
     _settle(out)
     if (found := finished(out, plan, shards, beside)) is not None:
         return found
-    _check_output(out, plan, options)
+    check_output(out, plan, options)
     runner = Runner(plan, devices, threads=options.threads, memory=memory)
     key = _key(plan, shards, devices[0].type, options.threads)
-    draft = Draft(out, shards, key, lambda: _check_output(out, plan, options))
+    draft = Draft(out, shards, key, lambda: check_output(out, plan, options))
     with draft.opened(), Progress(options.progress) as progress:
         try:
             prepared = _prepare(plan, runner, draft, progress)
@@ -193,7 +193,7 @@ def _recorded(out: Path) -> MergeRecord | None:
         return None
 
 
-def _check_output(out: Path, plan: Plan, options: Options) -> None:
+def check_output(out: Path, plan: Plan, options: Options) -> None:
     """Refuse to write over what is there, unless it was asked for and is ours."""
     real = out.resolve()
     for one in plan.checkpoints:

@@ -17,6 +17,7 @@ from epimer.curvature.labels import IGNORED, logits_of
 from epimer.diagnosis.sweep import Evaluate, Judged, State
 from epimer.errors import ParameterError
 from epimer.suites.entry import is_entry, load_entry, run_entry
+from epimer.suites.metrics import unit
 from epimer.suites.run import open_suite
 from epimer.suites.suite import Suite, SuiteTask
 
@@ -39,11 +40,11 @@ def evaluator(text: str, folder: Path | None = None, *, count: int | None = None
     named = rest if kind == AGREEMENT else text
     if kind != AGREEMENT and is_entry(text):
         function = load_entry(text)
-        if len(inspect.signature(function).parameters) > 0:
+        if _wanted(function):
             return by_function(text, function)
     if folder is not None and not os.path.exists(named) and (folder / named).is_file():
         named = str(folder / named)
-    suite = open_suite(named, progress=progress)
+    suite = open_suite(named, progress=progress, labels=kind != AGREEMENT)
     if count is not None and count != len(suite.tasks):
         raise ParameterError(
             f"{named} has {len(suite.tasks)} tasks, and {count} models are merged; give a suite with a task for each, "
@@ -54,22 +55,28 @@ def evaluator(text: str, folder: Path | None = None, *, count: int | None = None
 
 def by_suite(suite: Suite) -> Evaluate:
     """Judge by a suite's labels."""
+    _check_splits(suite)
+    units = sorted({unit(task.metric) for task in suite.tasks})
+    if len(units) > 1:
+        raise ParameterError(
+            f"{suite.name}: its tasks are measured in {', '.join(units)}, of which no average can be taken; give all "
+            "tasks one metric."
+        )
 
     def evaluate(state: State, split: str) -> Judged:
-        _check_split(suite, split)
         names = [task.name for task in suite.tasks]
-        return Judged(dict(zip(names, suite.scores(state, split), strict=True)))
+        return Judged(dict(zip(names, suite.scores(state, split), strict=True)), unit=units[0])
 
     return evaluate
 
 
 def by_agreement(suite: Suite) -> Evaluate:
     """Judge by how often, and how closely in KL, predictions match those of each task's own model; no label is read."""
+    _check_splits(suite)
     known: dict[tuple[str, str], list[Tensor]] = {}
 
     @torch.no_grad()
     def evaluate(state: State, split: str) -> Judged:
-        _check_split(suite, split)
         scores, kl = {}, {}
         for task, model in zip(suite.tasks, suite.models, strict=True):
             if (task.name, split) not in known:
@@ -96,7 +103,7 @@ def _predictions(suite: Suite, state: State, task: SuiteTask, split: str) -> Any
 
 def by_function(text: str, function: Callable[..., Any]) -> Evaluate:
     """Judge by a function of a state dict, and of the split where it takes a second argument."""
-    takes_split = len(inspect.signature(function).parameters) > 1
+    takes_split = _wanted(function) > 1
 
     def evaluate(state: State, split: str) -> Judged:
         found = run_entry(text, function, *((state, split) if takes_split else (state,)))
@@ -110,12 +117,24 @@ def by_function(text: str, function: Callable[..., Any]) -> Evaluate:
                 raise ParameterError(
                     f"{text} scored {task!r} as {value!r}, expected a number, or one per sample."
                 ) from error
-        return Judged(scores)
+        return Judged(scores, unit="score")
 
     return evaluate
 
 
-def _check_split(suite: Suite, split: str) -> None:
+def _wanted(function: Callable[..., Any]) -> int:
+    """Return how many arguments a function must be given by place."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a built-in that does not say
+        return 0
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in by_place and one.default is inspect.Parameter.empty for one in parameters)
+
+
+def _check_splits(suite: Suite) -> None:
     for task in suite.tasks:
-        if split not in task.splits:
-            raise ParameterError(f"{suite.name}: task {task.name!r} has no {split} data, which a sweep needs; add it.")
+        for split in ("val", "test"):
+            if split not in task.splits:
+                lack = f"task {task.name!r} has no {split} data, which a sweep needs"
+                raise ParameterError(f"{suite.name}: {lack}; add it.")

@@ -27,16 +27,19 @@ from epimer.suites.suite import Suite, SuiteTask, classification_loss
 KEPT = 1 << 28  # bytes of a split's batches that are kept for the next evaluation
 
 
-def read_suite(path: str | Path, *, device: str = "auto", keep: bool = True, progress: bool = False) -> Suite:
+def read_suite(
+    path: str | Path, *, device: str = "auto", keep: bool = True, labels: bool = True, progress: bool = False
+) -> Suite:
     """Read a suite from its file.
 
     Args:
         path: the YAML file; paths in it are relative to its folder.
         device: where networks compute: cpu, cuda, cuda:N, or auto.
         keep: hold every network and tensor in memory for many evaluations; otherwise one task's network at a time.
+        labels: refuse data without them.
         progress: show the progress of downloads.
     """
-    described = describe_suite(path, progress=progress)
+    described = describe_suite(path, labels=labels, progress=progress)
     with described.at(("base",)):
         base = open_checkpoint(described.base, progress=progress)
     models = []
@@ -48,7 +51,7 @@ def read_suite(path: str | Path, *, device: str = "auto", keep: bool = True, pro
     merged = _shared(described, ancestor, roles)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    networks = Networks(described, roles, merged, device, keep=keep)
+    networks = Networks(described, roles, merged, device, keep=keep, labels=labels)
     return Suite(
         name=described.name,
         base=Stored(ancestor, merged, ties, keep=keep),
@@ -157,6 +160,8 @@ class Networks:
     merged: Sequence[str]
     device: str
     keep: bool = True
+    labels: bool = True
+    """whether data without labels is an error"""
     _loaded: dict[str, Loaded] = field(default_factory=dict)
 
     def task(self, entry: Entry) -> SuiteTask:
@@ -204,7 +209,7 @@ class Networks:
             dtype=self.described.dtype,
             device=self.device,
         )
-        task.require_labels = True
+        task.require_labels = self.labels
         if entry.classes:
             if len(entry.classes) != task.classes:
                 raise DataError(f"the model has {task.classes} classes, but 'classes' names {len(entry.classes)}.")

@@ -78,17 +78,17 @@ def in_file(error: EpimerError) -> str:
     return re.sub(r"--(\w+)", r"'\1'", str(error))
 
 
-def describe_suite(path: str | Path, *, progress: bool = False) -> Described:
-    """Read a suite's file, check every word of it, and open its data."""
+def describe_suite(path: str | Path, *, labels: bool = True, progress: bool = False) -> Described:
+    """Read a suite's file, check every word of it, and open its data, which may lack `labels` if so asked."""
     source = Source(str(path), "suite")
-    return _Reader(source, Path(path).expanduser().parent, progress).suite(source.read())
+    return _Reader(source, Path(path).expanduser().parent, progress, labels).suite(source.read())
 
 
 class _Reader:
     """Turns plain data into a suite, or says where and what is wrong."""
 
-    def __init__(self, source: Source, folder: Path, progress: bool) -> None:
-        self.source, self.folder, self.progress = source, folder, progress
+    def __init__(self, source: Source, folder: Path, progress: bool, labels: bool) -> None:
+        self.source, self.folder, self.progress, self.labels = source, folder, progress, labels
         self.error, self.wrong, self.text = source.error, source.wrong, source.text
 
     def suite(self, raw: Any) -> Described:
@@ -169,7 +169,7 @@ class _Reader:
                     column = table.column(asked.get(key), names, key)
                 except EpimerError as error:
                     raise self.error((*path, key), in_file(error)) from error
-                if column is None:
+                if column is None and (key != "label" or self.labels):
                     has = f"{table.name} has no column {' or '.join(map(repr, names))}"
                     raise self.error((*path, split), f"{has}; it has {listed(table.columns, 12)}: name it in {key!r}.")
         return tables, asked

@@ -24,11 +24,18 @@ NEEDS = {"alpha": ("train", "test"), "cost": ("train",)}
 
 
 def open_suite(
-    name: str, *, seed: int = 0, progress: bool = True, device: str = "auto", keep: bool = True, **options: Any
+    name: str,
+    *,
+    seed: int = 0,
+    progress: bool = True,
+    device: str = "auto",
+    keep: bool = True,
+    labels: bool = True,
+    **options: Any,
 ) -> Suite:
     """Build or load a suite: by name, by its YAML file, or by `module:function`, a function of one's own.
 
-    `device` and `keep` are for suites of YAML files, see `read_suite`; `options` are for clip8, see its `load`.
+    `device`, `keep` and `labels` are for YAML files, see `read_suite`; `options` are for clip8, see its `load`.
     """
     given = {option: value for option, value in options.items() if value is not None}
     if name == "clip8":
@@ -40,7 +47,7 @@ def open_suite(
     if name.lower().endswith((".yaml", ".yml")):
         from epimer.suites.networks import read_suite
 
-        return read_suite(name, device=device, keep=keep, progress=progress)
+        return read_suite(name, device=device, keep=keep, labels=labels, progress=progress)
     if is_entry(name):
         return call_entry(name)
     if name not in SUITES:

@@ -10,8 +10,9 @@ from typing import Any
 from epimer.diagnosis import auto
 from epimer.diagnosis.sweep import Evaluate, Sweep
 from epimer.engine import merge as engine
+from epimer.errors import RecipeError
 from epimer.plan import make_plan
-from epimer.recipe import Recipe, load_recipe
+from epimer.recipe import PROVISIONAL, Recipe, load_recipe
 from epimer.records import MergeRecord
 
 
@@ -44,6 +45,10 @@ def sweep(
     given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     from epimer.suites.evaluators import evaluator
 
+    if keep_best is not None:  # before any work, with the plan of any method
+        plan = make_plan(auto.settled(given, PROVISIONAL), folder=folder, progress=progress)
+        options = engine.Options(overwrite=overwrite, progress=progress)
+        engine.check_output(Path(keep_best).expanduser().absolute(), plan, options)
     judge = evaluator(evaluation, folder, count=len(given.models), progress=progress)
     found = auto.sweep_recipe(
         given, judge, methods=methods, scales=scales, ranks=ranks, folder=folder, progress=progress,
@@ -77,7 +82,13 @@ def resolve(
         return None, ""
 
     def judge(text: str, folder: Path | None) -> Evaluate:
+        from epimer.suites.entry import is_entry
         from epimer.suites.evaluators import evaluator
+
+        if is_entry(text.removeprefix("agreement:")):
+            raise RecipeError(
+                f"'eval: {text}' names Python code, which a recipe may not run; use `epimer sweep --eval {text}`."
+            )
 
         return evaluator(text, folder, count=len(given.models), progress=progress)
 

@@ -99,7 +99,6 @@ def test_epimer_free_is_never_taken_by_its_own_form(plain):
     assert choice(only) == ("epimer_free", 1.5)  # where it was all that was asked for
 
 
-@pytest.mark.xfail(strict=True, reason="epimer_free is left out of the others even where curvature makes it fair")
 def test_with_curvature_epimer_free_is_one_of_the_others(plain):
     every = {"tsv": forecast(0.3), "epimer_kron": forecast(0.1), "epimer_free": forecast(0.2)}
     found = advise(replace(plain, forecast=every, curvature="kronecker"))
