@@ -67,11 +67,11 @@ def main() -> None:
             sum(float(W.sum()) for W in load_file(folder / "model.safetensors").values())
         read = time.perf_counter() - started
         started = time.perf_counter()
-        epimer.merge(recipe, Path(place) / "out", progress=False)
-        merged = time.perf_counter() - started
-        started = time.perf_counter()
         found = epimer.diagnose(recipe, methods=["average", "tsv", "epimer_free"], progress=False)
         seconds = time.perf_counter() - started
+        started = time.perf_counter()
+        epimer.merge(recipe, Path(place) / "out", progress=False)
+        merged = time.perf_counter() - started
         size = len(json.dumps(found.to_dict()))
     row = {"diagnosis s": seconds, "merge by tsv s": merged, "reading s": read, "json bytes": size}
     print(

@@ -40,7 +40,7 @@ CURVED = {
 }
 """methods whose loss is forecast: without data, and with curvature of a kind"""
 SCALES = [round(0.05 * i, 2) for i in range(1, 81)]
-STEPS = 20  # of conjugate gradients, which give the same forecast as a solve to the end
+STEPS = 8  # of conjugate gradients, which give the same forecast as a solve to the end
 Examined = dict[str, tuple[LayerFindings, Sums]]
 
 

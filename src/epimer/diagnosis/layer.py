@@ -150,9 +150,10 @@ def _forecasters(metrics: Sequence[Metric], triples: Sequence[Svd]) -> list[list
     def gram(triple: Svd) -> Products:
         U, sigma, V = triple
         weight = sigma.double()[:, None] * sigma.double()
+        along_D = sigma.double().diag() * weight
 
         def products(x: Tensor, D: Tensor) -> tuple[float, float]:
-            along_x, along_D = ((U.T @ X @ V).double() * weight for X in (x, D))
+            along_x = (U.T @ x @ V).double() * weight
             return float(along_x.square().sum()), float((along_x * along_D).sum())
 
         return products
@@ -190,11 +191,11 @@ def _kept(
     U, V = (torch.cat([triple[side] for triple in triples], 1) for side in (0, 2))
     order = torch.cat([torch.arange(len(triple.sigma)) for triple in triples])
     cores = [(U.T @ D @ V).double().cpu() for D in deltas]
-    grams = [(X.T.double() @ X.double()).cpu() for X in (U, V)]
+    grams = [(X.T @ X).double().cpu() for X in (U, V)]
     found: dict[int, Tensor] = {}
     for k, least in ranks:
         some = (order < least).nonzero().flatten()
-        left, right = (torch.linalg.pinv(gram[some][:, some], hermitian=True, rtol=1e-9) for gram in grams)
+        left, right = (torch.linalg.pinv(gram[some][:, some], hermitian=True, rtol=1e-6) for gram in grams)
         parts = [core[some][:, some] for core in cores]
         found[k] = _vector([float(((left @ part @ right) * part).sum()) for part in parts])
     return found

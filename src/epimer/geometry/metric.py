@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from epimer.geometry.diagonal import AtomDiagonal, PairDiagonal, project_diagonal
 from epimer.geometry.form import Dense, Elementwise, Form, OuterSum
 from epimer.geometry.kronecker import KroneckerSum
-from epimer.geometry.linalg import nonfinite, rounding
+from epimer.geometry.linalg import nonfinite, rounding, sum_of_atoms
 
 ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative
 
@@ -38,6 +38,10 @@ class Metric(ABC):
         """Return DᵀHD, and DᵀHX for every other X."""
         image = self.apply(D_mn)
         return [float((X * image).double().sum()) for X in (D_mn, *others)]
+
+    def beyond(self, D_mn: Tensor, c: Tensor, U: Tensor, V: Tensor) -> float:
+        """Return the energy of D - U diag(c) Vᵀ, what the atoms leave of D."""
+        return self.energy(D_mn - sum_of_atoms(c, U, V))
 
     @abstractmethod
     def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
@@ -281,6 +285,10 @@ class TaskGram(Metric):
 
     D: Tensor
     kind = "task-gram"
+    _known: list[tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """the last factors and what they were projected on: the same basis serves a theory and a merge"""
 
     def apply(self, D_mn: Tensor) -> Tensor:
         D = self.D.double()  # a product of five task vectors leaves float32
@@ -292,8 +300,8 @@ class TaskGram(Metric):
         images = []
         for X in (D_mn, *others):
             step = X.to(D.dtype).T
-            images.append(((D @ step) @ D if D.shape[0] <= D.shape[1] else D @ (step @ D)).double())
-        return [size**4 * float((images[0] * image).sum()) for image in images]
+            images.append((D @ step) @ D if D.shape[0] <= D.shape[1] else D @ (step @ D))
+        return [size**4 * float((images[0] * image).sum(dtype=torch.float64)) for image in images]
 
     def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
         left, right = self._factors(U, V)
@@ -304,9 +312,37 @@ class TaskGram(Metric):
         return _mixed(left.double() * right.double(), mix, U.dtype)
 
     def _factors(self, U: Tensor | None, V: Tensor | None) -> tuple[Tensor, Tensor]:
-        left_pn = (self.D if U is None else U.T @ self.D).double()
-        right_mp = (self.D if V is None else self.D @ V).double()
-        return left_pn @ left_pn.T, right_mp.T @ right_mp
+        for left, right, factors in self._known:
+            if left is U and right is V:
+                return factors
+        size = float(torch.linalg.vector_norm(self.D)) or 1.0  # so that squares stay within float32
+        left_pn = (self.D if U is None else U.T @ self.D) / size
+        right_mp = (self.D if V is None else self.D @ V) / size
+        factors = (left_pn @ left_pn.T).double() * size**2, (right_mp.T @ right_mp).double() * size**2
+        self._known[:] = [(U, V, factors)]
+        return factors
+
+    def beyond(self, D_mn: Tensor, c: Tensor, U: Tensor, V: Tensor) -> float:
+        """Return ‖D (D - L)ᵀ D‖² for L = U diag(c) Vᵀ, from Gram matrices where D is the task vector itself.
+
+        With K = DᵀD it is tr K³ - 2 Σ c_i u_iᵀDK²v_i + cᵀ(UᵀDDᵀU ∘ VᵀKV)c: less arithmetic where D is not square.
+        """
+        size = float(torch.linalg.vector_norm(self.D.double()))
+        if D_mn is not self.D or size == 0 or max(D_mn.shape) < 2 * min(D_mn.shape):
+            return super().beyond(D_mn, c, U, V)
+        if self.D.shape[0] < self.D.shape[1]:
+            D, U_, V_ = self.D.T / size, V, U
+        else:
+            D, U_, V_ = self.D / size, U, V
+        K = D.T @ D
+        K2 = K @ K
+        whole = float((K2 * K).sum(dtype=torch.float64))
+        crossed = ((D.T @ U_) * (K2 @ V_)).double().sum(0) @ c.double() / size
+        left, right = self._factors(U, V)
+        inside = float(c.double() @ (left * right) @ c.double()) / size**6
+        found = whole - 2 * float(crossed) + inside
+        floor = 1e-4 if D.dtype == torch.float32 else 1e-12
+        return size**6 * found if found > floor * whole else super().beyond(D_mn, c, U, V)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TaskGram:
         return TaskGram(self.D.to(device, dtype))

@@ -12,7 +12,7 @@ from epimer.geometry.diagonal import AtomDiagonal
 from epimer.geometry.form import Dense, Form
 from epimer.geometry.frechet import Problem, pose
 from epimer.geometry.metric import Metric, Projected
-from epimer.geometry.subspace import Subspace
+from epimer.geometry.subspace import Subspace, Tagged
 from epimer.records import LayerDiagnosis
 
 
@@ -31,7 +31,7 @@ def diagnose_layer(
     solution = problem.mean()
     x = solution.coordinates
     v_s = raw.objective(x)
-    r_s = residual_energy(subspace, metrics, deltas, weights)
+    r_s = residual_energy(subspace, metrics, deltas, weights, problem.points)
     energies = [float(D.double().square().sum()) for D in deltas]
     kept = [float(point.square().sum()) for point in problem.points]
     spectrum = _spectrum(problem.mean_form(), x.numel())
@@ -56,15 +56,23 @@ def diagnose_layer(
 
 
 def residual_energy(
-    subspace: Subspace, metrics: Sequence[Metric], deltas: Sequence[Tensor], weights: Sequence[float]
+    subspace: Subspace,
+    metrics: Sequence[Metric],
+    deltas: Sequence[Tensor],
+    weights: Sequence[float],
+    points: Sequence[Tensor] | None = None,
 ) -> float | None:
     """Return R_S = Σ λ_t d⊥ᵀ H_t d⊥ with d⊥ = (I - SSᵀ) D_t; None for curvature known only inside the basis."""
     if any(isinstance(metric, Projected) for metric in metrics):
         return None
     total = 0.0
-    for D, metric, weight in zip(deltas, metrics, weights, strict=True):
-        outside = D - subspace.lift(subspace.project(D))
-        total += weight * metric.energy(outside)
+    inside = [subspace.project(D) for D in deltas] if points is None else points
+    for D, metric, weight, x in zip(deltas, metrics, weights, inside, strict=True):
+        if isinstance(subspace, Tagged):
+            c = x if subspace.mix is None else subspace.mix @ x
+            total += weight * metric.beyond(D, c, subspace.U, subspace.V)
+        else:
+            total += weight * metric.energy(D - subspace.lift(x))
     return total
 
 

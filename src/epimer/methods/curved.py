@@ -126,6 +126,8 @@ def task_inputs(layer: Layer, p: Any) -> list[Metric]:
 
 def task_grams(layer: Layer, p: Any) -> list[Metric]:
     """Let each task vector stand in for both factors of its curvature."""
+    if layer.metrics and all(isinstance(metric, TaskGram) for metric in layer.metrics):
+        return layer.metrics
     return [TaskGram(D) for D in layer.deltas]
 
 

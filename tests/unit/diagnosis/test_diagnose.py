@@ -107,7 +107,7 @@ def test_a_diagnosis_equals_dense_arithmetic(kind):
     assert np.array(found.conflict.interference) == pytest.approx(crossed / np.diag(crossed)[None, :])
     # forecasts: the quadratic form at the merge itself
     for method, forecast in found.forecast.items():
-        given = {} if method in ("average", "tsv") else {"iterations": 20} if method != "epimer" else {}
+        given = {} if method in ("average", "tsv") else {"iterations": 8} if method != "epimer" else {}
         rank = {} if method in ("average", "regmean") else {"rank": k}
         merged = epimer.merge_state_dicts(
             base, models, method, **rank, **given,

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 import epimer
 from dense import METRICS, basis_of, close, matrix_of, random_metric
 from epimer.geometry.frechet import pose
-from epimer.geometry.metric import Diagonal, Samples
+from epimer.geometry.metric import Diagonal, Samples, TaskGram
 from epimer.geometry.subspace import tagged
 from epimer.geometry.theory import bound, diagnose_layer, residual_energy
 from models import MATRICES, make_base, make_curvature, make_models
@@ -185,3 +186,30 @@ def test_zero_task_vectors_have_nothing_to_diagnose_but_do_not_fail():
     assert found.energy_kept == 1
     assert found.condition == 1
     assert close(torch.tensor(found.energy_kept_by_task), torch.ones(2))
+
+
+@pytest.mark.parametrize("shape", [(24, 7), (7, 24), (9, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_atoms_leave_of_a_task_vector_by_gram_matrices(shape, dtype):
+    generator = torch.Generator().manual_seed(3)
+    deltas = [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2)]
+    basis = tagged(deltas, 2)
+    for D in deltas:
+        x = basis.project(D)
+        E = (D - basis.lift(x)).double().numpy()
+        A, G = (D.T @ D).double().numpy(), (D @ D.T).double().numpy()
+        expected = float(np.trace(E.T @ G @ E @ A))
+        assert TaskGram(D).beyond(D, x, basis.U, basis.V) == pytest.approx(
+            expected, rel=1e-4 if dtype == torch.float32 else 1e-10
+        )
+    near = whitened_to_rounding(deltas[0])
+    assert near < 1e-6
+
+
+def whitened_to_rounding(D):
+    """What a basis of full rank leaves, as a share of all: nothing, not a negative number."""
+    atoms = tagged([D], min(D.shape))
+    metric = TaskGram(D)
+    left = metric.beyond(D, atoms.project(D), atoms.U, atoms.V)
+    assert left >= 0
+    return left / metric.energy(D)
