@@ -141,6 +141,7 @@ class LayerFindings:
     """rank k -> share of each task vector's energy in the span of all pairs u_i v_jᵀ of the basis of rank k"""
     forecast: dict[str, tuple[float, ...]]
     """method -> share of each task's gain that its merge is forecast to lose in this layer"""
+    conflict: Conflict | None = None
 
 
 @dataclass(frozen=True)

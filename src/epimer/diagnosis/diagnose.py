@@ -15,7 +15,7 @@ from torch import Tensor
 
 import epimer
 from epimer.diagnosis.advice import advise
-from epimer.diagnosis.layer import Question, Sums, examine, share
+from epimer.diagnosis.layer import Question, Sums, conflict_of, examine, floats, share
 from epimer.engine.merge import Options, check_memory, check_plan
 from epimer.errors import CurvatureError, ParameterError, TensorError, nearest, short
 from epimer.geometry.metric import Metric, TaskGram
@@ -28,7 +28,7 @@ from epimer.methods.registry import describe_method, list_methods
 from epimer.plan import Job, Plan, make_plan
 from epimer.progress import Progress
 from epimer.recipe import PROVISIONAL, Recipe, load_recipe
-from epimer.records import Conflict, Diagnosis, Forecast, LayerFindings
+from epimer.records import Diagnosis, Forecast, LayerFindings
 
 KINDS = ("ekfac", "diagonal", "kronecker", "samples", "projected")
 FREE = ("average", "tsv", "epimer_free")
@@ -196,16 +196,16 @@ def assemble(
     forecast = {method: _forecast(sums, method, weights) for method in sums.steps}
     ranks = [
         {"k": float(k), "eta": eta, "eta_unit_trace": trace, "eta_fraction": eta / flat if flat > 0 else 0.0}
-        for k, (eta, trace, flat) in ((k, _row(values)) for k, values in sorted(sums.eta.items()))
+        for k, (eta, trace, flat) in ((k, floats(values)) for k, values in sorted(sums.eta.items()))
     ]
     diagnosis = Diagnosis(
         models=tuple(names),
         layers=layers,
         total=whole,
-        norms=_row(energy.clamp_min(0).sqrt()),
+        norms=floats(energy.clamp_min(0).sqrt()),
         base_norm=math.sqrt(sums.base),
-        energy={str(k): _row(share(kept, energy).clamp(max=1)) for k, kept in sorted(sums.kept.items())},
-        conflict=_conflict(sums),
+        energy={str(k): floats(share(kept, energy).clamp(max=1)) for k, kept in sorted(sums.kept.items())},
+        conflict=conflict_of(sums),
         forecast=forecast,
         eta_by_rank=tuple(ranks),
         curvature=kind,
@@ -222,27 +222,9 @@ def _forecast(sums: Sums, method: str, weights: Sequence[float]) -> Forecast:
     lam = torch.tensor(list(weights), dtype=torch.float64) / sum(weights)
     shares = sums.lost(method)
     best = min(SCALES, key=lambda scale: float(sums.lost(method, scale) @ lam))
-    return Forecast(_row(shares), float(shares @ lam), float(shares.max()), best, float(sums.lost(method, best) @ lam))
-
-
-def _conflict(sums: Sums) -> Conflict:
-    norms = sums.inner.diagonal().clamp_min(0).sqrt()
-    crossed = torch.zeros_like(sums.inner) if sums.interference is None else sums.interference
-    return Conflict(
-        cosine=_matrix(share(sums.inner, norms[:, None] * norms[None, :], empty=0.0).clamp(-1, 1)),
-        sign=_matrix(share(sums.agree, sums.both, empty=0.0)),
-        left=_matrix(share(sums.left, sums.weight, empty=0.0)),
-        right=_matrix(share(sums.right, sums.weight, empty=0.0)),
-        interference=_matrix(share(crossed, crossed.diagonal()[None, :].expand_as(crossed), empty=0.0)),
+    return Forecast(
+        floats(shares), float(shares @ lam), float(shares.max()), best, float(sums.lost(method, best) @ lam)
     )
-
-
-def _row(values: Tensor) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)
-
-
-def _matrix(values: Tensor) -> tuple[tuple[float, ...], ...]:
-    return tuple(_row(row) for row in values)
 
 
 def _examined(

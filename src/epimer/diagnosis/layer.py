@@ -19,7 +19,7 @@ from epimer.geometry.subspace import Tagged, pairs, tagged_with_triples, whitene
 from epimer.geometry.theory import diagnose_layer
 from epimer.methods.registry import Layer, describe_method
 from epimer.methods.spectral import tsv_delta
-from epimer.records import LayerFindings
+from epimer.records import Conflict, LayerFindings
 
 RANKS = (2, 4, 8, 16, 32, 64, 128)
 
@@ -129,10 +129,11 @@ def examine(
     return LayerFindings(
         shape=tuple(base.shape),
         theory=theory,
-        norms=_floats(energy.clamp_min(0).sqrt()),
+        norms=floats(energy.clamp_min(0).sqrt()),
         base_norm=sums.base**0.5,
-        energy={str(k): _floats(share(kept, energy)) for k, kept in sums.kept.items()},
-        forecast={method: _floats(sums.lost(method)) for method in sums.steps},
+        energy={str(k): floats(share(kept, energy)) for k, kept in sums.kept.items()},
+        forecast={method: floats(sums.lost(method)) for method in sums.steps},
+        conflict=conflict_of(sums),
     ), sums
 
 
@@ -285,5 +286,23 @@ def _vector(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _floats(values: Tensor) -> tuple[float, ...]:
+def floats(values: Tensor) -> tuple[float, ...]:
+    """Return plain numbers."""
     return tuple(float(value) for value in values)
+
+
+def conflict_of(sums: Sums) -> Conflict:
+    """Return how the task vectors of one layer, or of all, stand to each other."""
+    norms = sums.inner.diagonal().clamp_min(0).sqrt()
+    crossed = torch.zeros_like(sums.inner) if sums.interference is None else sums.interference
+    return Conflict(
+        cosine=_matrix(share(sums.inner, norms[:, None] * norms[None, :], empty=0.0).clamp(-1, 1)),
+        sign=_matrix(share(sums.agree, sums.both, empty=0.0)),
+        left=_matrix(share(sums.left, sums.weight, empty=0.0)),
+        right=_matrix(share(sums.right, sums.weight, empty=0.0)),
+        interference=_matrix(share(crossed, crossed.diagonal()[None, :].expand_as(crossed), empty=0.0)),
+    )
+
+
+def _matrix(values: Tensor) -> tuple[tuple[float, ...], ...]:
+    return tuple(floats(row) for row in values)

@@ -160,6 +160,11 @@ def test_a_diagnosis_equals_dense_arithmetic(kind):
     assert found.total.eta == pytest.approx(eta)
     layer = found.layers["two.weight"]
     assert layer.shape == (10, 14)
+    alone = epimer.diagnose_state_dicts(
+        {"two.weight": base["two.weight"]}, [{"two.weight": model["two.weight"]} for model in models], rank=k,
+        curvature=curvature and [{"two.weight": one["two.weight"]} for one in curvature],
+    )  # fmt: skip
+    assert layer.conflict == alone.conflict
     assert layer.norms == pytest.approx([np.linalg.norm(D) for D in deltas["two.weight"]])
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain["kind"] == "diagnosis"
