@@ -315,9 +315,10 @@ class TaskGram(Metric):
         for left, right, factors in self._known:
             if left is U and right is V:
                 return factors
-        size = float(torch.linalg.vector_norm(self.D)) or 1.0  # so that squares stay within float32
-        left_pn = (self.D if U is None else U.T @ self.D) / size
-        right_mp = (self.D if V is None else self.D @ V) / size
+        left_pn = self.D if U is None else U.T @ self.D
+        right_mp = self.D if V is None else self.D @ V
+        size = float(torch.linalg.vector_norm(left_pn.double())) or 1.0  # so that squares stay within float32
+        left_pn, right_mp = left_pn / size, right_mp / size
         factors = (left_pn @ left_pn.T).double() * size**2, (right_mp.T @ right_mp).double() * size**2
         self._known[:] = [(U, V, factors)]
         return factors
