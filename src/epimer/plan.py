@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,10 +20,10 @@ from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes
 from epimer.checkpoints.hub import is_hub_id
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
-from epimer.curvature.store import open_curvature, stored_fingerprint
 from epimer.errors import CurvatureError, EpimerError, ParameterError, RecipeError
 from epimer.geometry.subspace import clamp_rank
-from epimer.methods.curvatures import missing_metric, needs_metric
+from epimer.measured import check_basis, check_curvatures, check_models, open_basis, open_curvatures, placed
+from epimer.methods.curvatures import missing_metric, needs_metric, serves
 from epimer.methods.curved import check_without_base
 from epimer.methods.inputs import Inputs, check_inputs, check_weights, matrix_shape, precision
 from epimer.methods.merge import Setting, check_copy, check_per_model
@@ -208,7 +207,7 @@ def make_plan(
     def opening(text: str, label: str) -> Checkpoint | None:
         if text not in opened:
             try:
-                opened[text] = open_checkpoint(_placed(text, folder), progress=progress)
+                opened[text] = open_checkpoint(placed(text, folder), progress=progress)
             except EpimerError as error:
                 problems.append(type(error)(f"{label}: {error}"))
                 return None
@@ -218,10 +217,10 @@ def make_plan(
     base = None if recipe.base_model is None else opening(recipe.base_model, "base_model")
     models = [opening(entry.model, f"models[{t}]") for t, entry in enumerate(recipe.models)]
     source = recipe.tokenizer_source
-    placed = Path(_placed(source, folder)).expanduser()
-    given = None if source == "base" else placed if placed.is_dir() else opening(source, "tokenizer_source")
-    curvatures = _open_curvatures(recipe, folder, problems)
-    basis = _open_basis(recipe, folder, problems)
+    place = Path(placed(source, folder)).expanduser()
+    given = None if source == "base" else place if place.is_dir() else opening(source, "tokenizer_source")
+    curvatures = open_curvatures(recipe, folder, problems)
+    basis = open_basis(recipe, folder, problems)
     if problems:
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in problems) + ".")
     present = [model for model in models if model is not None]
@@ -235,27 +234,10 @@ def make_plan(
         other = [s for s in roles[:t] if s.checkpoint.fingerprint == role.checkpoint.fingerprint]
         if other:
             notes.append(f"{role.label} equals {other[0].label}: it counts twice.")
-    for role, curvature in zip(roles, curvatures or (), strict=False):
-        names = {name: _stored_under(name, role, curvature) for name in curvature}
-        if curvature.about.model in (None, stored_fingerprint(role.checkpoint, names)):
-            continue
-        foreign = [name for name, stored in names.items() if stored not in role.checkpoint.headers]
-        if foreign:
-            problems.append(
-                CurvatureError(
-                    f"{curvature.where} is of {foreign[0]!r}, which {role.label} does not hold: names in memory may "
-                    "differ from those on disk; measure it with `epimer curvature`."
-                )
-            )
-            continue
-        wrong = f"{curvature.where} was measured on another model than {role.label}"
-        if any_curvature:
-            notes.append(f"{wrong}; it is used as you asked.")
-        else:
-            problems.append(CurvatureError(f"{wrong}; measure it on this one, or pass --any-curvature."))
-    _check_curvatures(curvatures or [], basis, problems)
+    check_models(roles, curvatures or [], problems, notes, any_curvature=any_curvature)
+    check_curvatures(curvatures or [], basis, problems)
     if basis is not None:
-        _check_basis(basis, recipe, [role.checkpoint.fingerprint for role in (base_role, *roles) if role], problems)
+        check_basis(basis, recipe, [role.checkpoint.fingerprint for role in (base_role, *roles) if role], problems)
     inputs = check_inputs(
         None if base_role is None else base_role.headers,
         [role.headers for role in roles],
@@ -286,81 +268,6 @@ def make_plan(
         problems=problems,
         notes=notes,
     )
-
-
-def _placed(text: str, folder: Path | None) -> str:
-    """Return a path that exists here or, failing that, beside the recipe; other names as they are."""
-    if folder is None or os.path.exists(os.path.expanduser(text)):
-        return text
-    if os.path.exists(folder / text):
-        return str(folder / text)
-    parts = [part.strip() for part in text.split("+")]
-    return text if len(parts) == 1 else "+".join(_placed(part, folder) for part in parts)
-
-
-def _open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> list[Curvature] | None:
-    given = [entry.curvature for entry in recipe.models]
-    if all(path is None for path in given):
-        return None
-    found = []
-    for t, path in enumerate(given):
-        if path is None:
-            problems.append(CurvatureError(f"models[{t}] has no curvature, while others have; measure it for all."))
-            continue
-        try:
-            found.append(open_curvature(Path(_placed(path, folder)).expanduser(), path))
-        except EpimerError as error:
-            problems.append(type(error)(f"curvature of models[{t}]: {error}"))
-    return found
-
-
-def _stored_under(name: str, role: Role, curvature: Curvature) -> str:
-    """Return the name under which a checkpoint holds a tensor that may have several."""
-    aliases = [alias for alias, twin in curvature.about.ties.items() if twin == name]
-    known = (found for found in (role.stored.get(name, name), *aliases) if found in role.checkpoint.headers)
-    return next(known, name)
-
-
-def _open_basis(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> StoredBasis | None:
-    if recipe.basis is None:
-        return None
-    try:
-        return StoredBasis(Path(_placed(recipe.basis, folder)).expanduser(), recipe.basis)
-    except EpimerError as error:
-        problems.append(type(error)(f"basis: {error}"))
-        return None
-
-
-def _check_curvatures(curvatures: list[Curvature], basis: StoredBasis | None, problems: list[EpimerError]) -> None:
-    """Refuse curvature of several kinds, and projected curvature whose basis is not the merge's."""
-    for curvature in curvatures:
-        first, about = curvatures[0], curvature.about
-        if (about.kind, about.basis) != (first.kind, first.about.basis):
-            other = curvature.kind if about.kind != first.kind else "on another basis"
-            problems.append(
-                CurvatureError(
-                    f"{first.where} is {first.kind} curvature, {curvature.where} is {other}; measure all models alike."
-                )
-            )
-        elif about.basis is not None and (basis is None or basis.fingerprint != about.basis):
-            remedy = "name its folder under 'basis'" if basis is None else "measure it on this one"
-            problems.append(CurvatureError(f"{curvature.where} is projected on a basis that is not here; {remedy}."))
-
-
-def _check_basis(basis: StoredBasis, recipe: Recipe, models: list[str], problems: list[EpimerError]) -> None:
-    """Refuse a basis that was built from other models, or otherwise than the recipe says."""
-    if basis.models is not None and basis.models != models:  # in their order: atoms are owned by number
-        problems.append(
-            CurvatureError(
-                f"{basis.where} was built from other models, or in another order; make it with `epimer basis`."
-            )
-        )
-    for key, built in (("rank", basis.rank), ("basis", basis.kind)):
-        asked = recipe.parameters.get(key, built)
-        if built is not None and asked != built:
-            problems.append(
-                CurvatureError(f"{basis.where} was built with {key} {built}, the recipe says {asked}; build it again.")
-            )
 
 
 class _Planner:
@@ -442,7 +349,7 @@ class _Planner:
         wanted = "diagonal" if rule == "fisher" else self.method.curvature
         for curvature in self.curvatures:
             projected = curvature.about.basis is not None and rule == "matrix"
-            fits = projected or curvature.kind == wanted or (curvature.kind == "ekfac" and wanted == "kronecker")
+            fits = projected or serves(curvature.kind, wanted)
             if not fits or (self.method.name == "regmean" and (projected or curvature.kind == "ekfac")):
                 raise CurvatureError(
                     f"{curvature.where} is {curvature.kind} curvature, but {self.method.name} needs {wanted} "

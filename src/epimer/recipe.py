@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -137,6 +138,20 @@ class Recipe(_Frozen):
                 place[key] = (rename or {}).get(place[key], place[key])
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000)
 
+    def plain(self, parameters: Mapping[str, Value] | None = None, *, weights: bool = False, **update: Any) -> Recipe:
+        """Return a recipe of the same models whose method needs nothing but them: what it merges is not of interest.
+
+        `weights` keeps those of the models; `update` changes other fields.
+        """
+        own = ("weight",) if weights else ()
+        given = (self.parameters, *(model.parameters for model in self.models))
+        kept = [{key: one[key] for key in own if key in one} for one in given]
+        models = [
+            entry.model_copy(update={"parameters": one}) for entry, one in zip(self.models, kept[1:], strict=True)
+        ]
+        fields = {"parameters": {**kept[0], **(parameters or {})}, "models": tuple(models), "normalize_weights": None}
+        return self.model_copy(update={"merge_method": PROVISIONAL, **fields, **update})
+
     def _keys(self) -> dict[str, bool]:
         """Return the parameters that are given, each with whether it has a value per model."""
         own = {key for model in self.models for key in model.parameters}
@@ -199,6 +214,20 @@ def depths(names: Sequence[str]) -> dict[str, float]:
     for name, (prefix, layer) in layers.items():
         found[name] = layer / last[prefix] if last[prefix] else 1.0
     return found
+
+
+def open_recipe(
+    source: str | os.PathLike[str] | Mapping[str, Any] | Recipe, folder: pathlib.Path | None = None
+) -> tuple[Recipe, pathlib.Path | None]:
+    """Return a recipe in whatever form it is given, and where its relative paths are looked for too.
+
+    That is the folder of its file; `folder` where it is no file.
+    """
+    if isinstance(source, Recipe):
+        return source, folder
+    if isinstance(source, Mapping):
+        return load_recipe(source), folder
+    return load_recipe(source), pathlib.Path(source).parent
 
 
 def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:

@@ -6,7 +6,6 @@ here: tokens looked up in a list of words, pixels by numpy, rows shuffled by `ra
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -15,9 +14,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import epimer
-from epimer import cli
 from epimer.curvature.store import model_fingerprint
 
 transformers = pytest.importorskip("transformers")
@@ -37,7 +34,8 @@ Image = pytest.importorskip("PIL.Image")
 from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
-EPIMER = Path(sys.executable).with_name("epimer")
+from commands import EPIMER, Ran, run  # noqa: E402
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LONGEST = 90  # seconds; a command that hangs is a failure, not the end of the tests
 WORDS = [
@@ -164,26 +162,6 @@ def made(tmp_path_factory) -> Path:
 
 
 # commands
-
-
-class Ran(NamedTuple):
-    """What a command did."""
-
-    code: int
-    out: str
-    err: str
-
-
-def run(*arguments: object) -> Ran:
-    """Run a command in this process, which spares the seconds that transformers takes to import."""
-    before, out, err = sys.argv, io.StringIO(), io.StringIO()
-    sys.argv = ["epimer", *map(str, arguments)]
-    try:
-        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
-            cli.main()
-    finally:
-        sys.argv = before
-    return Ran(left.value.code or 0, out.getvalue(), err.getvalue())
 
 
 def start(*command: object, cwd: Path) -> Ran:

@@ -7,15 +7,11 @@ transformers makes text by text.
 from __future__ import annotations
 
 import html
-import io
 import json
-import os
 import re
-import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +19,6 @@ import torch
 import yaml
 
 import epimer
-from epimer import cli
 from epimer.curvature.store import open_curvature
 
 transformers = pytest.importorskip("transformers")
@@ -31,9 +26,8 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 import tiny  # noqa: E402
+from commands import Ran, run, start  # noqa: E402
 
-EPIMER = Path(sys.executable).with_name("epimer")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
 JUDGE = """
 from safetensors.torch import load_file
@@ -53,38 +47,6 @@ def broken(state):
 def nothing(state):
     return None
 """
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def run(*arguments: object) -> Ran:
-    """Run a command in this process, which spares the seconds that transformers takes to import."""
-    before, out, err = sys.argv, io.StringIO(), io.StringIO()
-    sys.argv = ["epimer", *map(str, arguments)]
-    try:
-        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
-            cli.main()
-    finally:
-        sys.argv = before
-    return Ran(left.value.code or 0, out.getvalue(), err.getvalue())
-
-
-def start(*arguments: object, cwd: Path) -> Ran:
-    """Run a command as a user does."""
-    done = subprocess.run(
-        [EPIMER, *map(str, arguments)],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return Ran(done.returncode, done.stdout, done.stderr)
 
 
 def assert_done(ran: Ran) -> str:

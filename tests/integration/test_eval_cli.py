@@ -7,64 +7,26 @@ directly, text by text.
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import math
-import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import yaml
 
 import epimer
-from epimer import cli
 
 transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny  # noqa: E402
+from commands import ENVIRONMENT, Ran, run, start  # noqa: E402
 
-EPIMER = Path(sys.executable).with_name("epimer")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def run(*arguments: object) -> Ran:
-    """Run a command in this process, which spares the seconds that transformers takes to import."""
-    before, out, err = sys.argv, io.StringIO(), io.StringIO()
-    sys.argv = ["epimer", *map(str, arguments)]
-    try:
-        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
-            cli.main()
-    finally:
-        sys.argv = before
-    return Ran(left.value.code or 0, out.getvalue(), err.getvalue())
-
-
-def start(*arguments: object, cwd: Path) -> Ran:
-    """Run a command as a user does."""
-    done = subprocess.run(
-        [EPIMER, *map(str, arguments)],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return Ran(done.returncode, done.stdout, done.stderr)
 
 
 def found(*arguments: object) -> dict:

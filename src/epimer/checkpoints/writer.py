@@ -246,6 +246,13 @@ def save_tensors(target: Path, tensors: Mapping[str, Tensor], ties: Mapping[str,
             draft.unlink(missing_ok=True)
 
 
+def check_file(path: Path | None) -> None:
+    """Refuse a file that could not be written, before any work is done for it."""
+    if path is not None and (path.is_dir() or not path.expanduser().parent.is_dir()):
+        why = "it is a folder; name a file" if path.is_dir() else f"there is no folder {path.parent}; make it first"
+        raise OutputError(f"{path} cannot be written: {why}.")
+
+
 def check_new(out: Path, marker: str, *, overwrite: bool) -> None:
     """Refuse to write where something else is; a folder that holds `marker` may be replaced if `overwrite` says so."""
     out = out.expanduser()

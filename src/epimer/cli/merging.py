@@ -40,17 +40,17 @@ def merge(
     The folder appears when it is complete. After a kill the same command goes on where it stopped.
     """
     from epimer.engine.merge import Options, plan_recipe, run
+    from epimer.recipe import open_recipe
     from epimer.suites.sweeping import resolve
 
     options = Options(device, workers, threads, max_memory, max_shard_size, overwrite, not (quiet or as_json))
     if out is None and not dry_run:
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
-    if record is not None and not record.parent.is_dir():
-        raise EpimerError(f"{record} cannot be written: there is no folder {record.parent}; make it first.")
+    show.check_file(record)
     with stoppable("nothing was written"):
-        chosen, why = resolve(recipe, progress=options.progress, any_curvature=any_curvature)
-    wanted = recipe if chosen is None else chosen
-    plan = plan_recipe(wanted, progress=options.progress, any_curvature=any_curvature, folder=recipe.parent)
+        given, folder = open_recipe(recipe)
+        chosen, why = resolve(given, folder, progress=options.progress, any_curvature=any_curvature)
+    plan = plan_recipe(chosen, progress=options.progress, any_curvature=any_curvature, folder=folder)
     if why:
         plan.notes.append(f"auto took {why}.")
     if dry_run:

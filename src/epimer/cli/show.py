@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epimer.errors import OutputError, listed
+from epimer.errors import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,9 +64,9 @@ def page(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def check_file(path: Path | None) -> None:
     """Refuse a file that could not be written, before any work is done for it."""
-    if path is not None and (path.is_dir() or not path.expanduser().parent.is_dir()):
-        why = "it is a folder; name a file" if path.is_dir() else f"there is no folder {path.parent}; make it first"
-        raise OutputError(f"{path} cannot be written: {why}.")
+    from epimer.checkpoints.writer import check_file
+
+    check_file(path)
 
 
 def size(count: float) -> str:

@@ -145,6 +145,16 @@ class Curvature(Mapping[str, Metric]):
         about = About("diagonal", source=f"optimizer, {moment} moment", model=model_fingerprint(parameters))
         return cls(found, about)
 
+    def renamed(self, names: Mapping[str, str]) -> Curvature:
+        """Return what was measured under other names; what has none is left out."""
+
+        def under(given: Mapping[str, Any]) -> dict[str, Any]:
+            return {names[name]: value for name, value in given.items() if name in names}
+
+        ties = {name: names[twin] for name, twin in self.about.ties.items() if twin in names}
+        about = replace(self.about, counts=under(self.about.counts), left_out=under(self.about.left_out), ties=ties)
+        return Curvature(under(self.metrics), about)
+
     def __add__(self, other: Curvature) -> Curvature:
         if not isinstance(other, Curvature):
             raise CurvatureError(f"only curvature can be added to curvature, got {type(other).__name__}.")

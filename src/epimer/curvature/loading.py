@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -16,7 +17,7 @@ from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.checkpoints.lora import Adapted
 from epimer.curvature.tables import needed
-from epimer.errors import CheckpointError, CurvatureError, listed
+from epimer.errors import CheckpointError, CurvatureError, ParameterError, listed
 
 CAUSAL_LM, TEXT, IMAGE = "causal-lm", "text-classification", "image-classification"
 AUTO = {
@@ -69,6 +70,12 @@ class WithHead(nn.Module):
             return hidden.mean(1)
         weights = mask.to(hidden.dtype)[..., None]
         return (hidden * weights).sum(1) / weights.sum(1)
+
+
+def check_device_option(device: str) -> None:
+    """Refuse what is no device on the command line."""
+    if device not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", device):
+        raise ParameterError(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}.")
 
 
 def load_model(

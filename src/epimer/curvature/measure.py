@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from epimer.curvature.data import choose, open_data
 from epimer.curvature.distributed import ranks
 from epimer.curvature.estimate import estimate_curvature, matching
 from epimer.curvature.labels import POLICIES, SampleError
-from epimer.curvature.loading import AUTO, POOLINGS
+from epimer.curvature.loading import AUTO, POOLINGS, check_device_option
 from epimer.curvature.optimizer import MOMENTS
 from epimer.curvature.store import HEADER, stored_fingerprint
 from epimer.curvature.tasks import Task, load_task
@@ -99,8 +98,7 @@ def measure(request: Request) -> Curvature | None:
             raise ParameterError(f"--{name} is for measuring on --data; leave it out with --optimizer.")
     if request.optimizer is not None and request.kind not in (None, "diagonal"):
         raise ParameterError(f"an optimiser's state gives a diagonal; leave out --kind {request.kind}.")
-    if request.device not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", request.device):
-        raise ParameterError(f"--device must be auto, cpu, cuda or cuda:N, got {request.device!r}.")
+    check_device_option(request.device)
     if request.kind in EXACT and request.basis is None:
         raise ParameterError(f"--kind {request.kind} is measured in a basis only; make one with `epimer basis`.")
     check_new(request.out, HEADER, overwrite=request.overwrite)
@@ -217,22 +215,15 @@ def _for_model(basis: StoredBasis, task: Task) -> dict[str, Any]:
 
 def _under_stored_names(curvature: Curvature, task: Task) -> Curvature:
     """Return curvature under the names that the checkpoint on disk has."""
-
-    def renamed(given: Any) -> dict[str, Any]:
-        return {task.names[name]: value for name, value in given.items() if name in task.names}
-
-    metrics = renamed(curvature.metrics)
-    about = curvature.about
+    found = curvature.renamed(task.names)
     left_out = dict.fromkeys(task.unmatched, "it is not in the checkpoint under a name of its own")
-    twins = {name: task.names[twin] for name, twin in about.ties.items() if twin in task.names}
     about = replace(
-        about,
-        model=stored_fingerprint(task.checkpoint, {name: name for name in metrics}),
-        counts=renamed(about.counts),
-        left_out={**renamed(about.left_out), **left_out},
-        ties={name: twin for name, twin in twins.items() if name in task.checkpoint.headers},
+        found.about,
+        model=stored_fingerprint(task.checkpoint, {name: name for name in found.metrics}),
+        left_out={**found.about.left_out, **left_out},
+        ties={name: twin for name, twin in found.about.ties.items() if name in task.checkpoint.headers},
     )
-    return Curvature(metrics, about)
+    return Curvature(found.metrics, about)
 
 
 @contextmanager

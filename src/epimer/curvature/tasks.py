@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
-from epimer.curvature.labels import IGNORED
+from epimer.curvature.labels import IGNORED, logits_of
 from epimer.curvature.loading import (
     AUTO,
     CAUSAL_LM,
@@ -60,11 +60,8 @@ class Task:
     """whether data without labels is an error"""
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return each sample's cross-entropy, [N], summed over its tokens; targets of -100 count nothing."""
-        logits = outputs.logits
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        losses = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none")
-        return losses.view(targets.shape).flatten(1).sum(1) if targets.dim() > 1 else losses
+        """Return each sample's loss, see `sample_losses`."""
+        return sample_losses(outputs, targets)
 
     def batches(
         self,
@@ -258,6 +255,14 @@ def load_task(
     except (RuntimeError, AssertionError) as error:
         raise CurvatureError(f"device {device!r} cannot hold the model: {str(error).splitlines()[0]}") from error
     return Task(task, loaded, names, unmatched, checkpoint, classes, reader, torch.device(device), label2id)
+
+
+def sample_losses(outputs: Any, targets: Tensor) -> Tensor:
+    """Return each sample's cross-entropy, [N], summed over its tokens; targets of -100 count nothing."""
+    logits = logits_of(outputs)
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    losses = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(targets.shape).flatten(1).sum(1) if targets.dim() > 1 else losses
 
 
 def next_tokens(ids: Tensor, mask: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ FAR, TWIN, LOCAL = 3.0, 0.95, 0.5
 """times the others' median norm; cosine of near-copies; share of the base's norm past which a step is not small"""
 ENOUGH = 0.9  # of every task's energy, for a rank to be called enough
 LITTLE = 0.05  # of F(x̄), below which η is called small
+MEASURED = ("kronecker", "ekfac")  # curvature that a forecast is taken in beside the task vectors' own
 OWN_FORM = ("epimer_free",)  # methods that minimise the form which forecasts when no curvature was measured
 
 
@@ -28,12 +29,16 @@ def choice(found: Diagnosis, *, scaled: bool = True) -> tuple[str, float]:
 
     Without measured curvature epimer_free minimises the very form that forecasts, so its own forecast says nothing.
     """
-    measured = found.curvature in ("kronecker", "ekfac")
-    fair = {name: one for name, one in found.forecast.items() if measured or name not in OWN_FORM} or found.forecast
+    fair = {name: found.forecast[name] for name in _fair(found)} or found.forecast
     if not scaled:
         return min(fair, key=lambda name: fair[name].mean), 1.0
     method = min(fair, key=lambda name: fair[name].mean_at_scale)
     return method, fair[method].scale
+
+
+def _fair(found: Diagnosis) -> list[str]:
+    """Return the methods whose forecast is not of the very form that they minimise."""
+    return [name for name in found.forecast if name not in OWN_FORM or found.curvature in MEASURED]
 
 
 def _take(found: Diagnosis) -> Iterator[Advice]:
@@ -42,8 +47,8 @@ def _take(found: Diagnosis) -> Iterator[Advice]:
         return
     method, scale = choice(found)
     others = sorted(set(found.forecast) - {method}, key=lambda name: found.forecast[name].mean_at_scale)
-    others = [name for name in others if name not in OWN_FORM or found.curvature in ("kronecker", "ekfac")]
-    beside = ", ".join(f"{name} {found.forecast[name].mean_at_scale:.2f}" for name in others)
+    fair = _fair(found)
+    beside = ", ".join(f"{name} {found.forecast[name].mean_at_scale:.2f}" for name in others if name in fair)
     lowest = f"the lowest forecast, {found.forecast[method].mean_at_scale:.2f}"
     yield Advice("take", f"{method} at scale {scale:g}: {lowest}" + (f" ({beside})." if beside else "."))
     if found.curvature == "task-gram":

@@ -24,7 +24,7 @@ from epimer.methods.registry import describe_method
 from epimer.methods.rules import matching
 from epimer.plan import Job, Plan, make_plan
 from epimer.progress import Progress
-from epimer.recipe import PROVISIONAL, Recipe, load_recipe
+from epimer.recipe import Recipe, open_recipe
 
 Choice = tuple[Recipe, str]
 """a recipe with nothing left open, and why it is so"""
@@ -36,20 +36,20 @@ def resolve(
     evaluator: Callable[[str, Path | None], Evaluate] | None = None,
     progress: bool = True,
     any_curvature: bool = False,
+    folder: Path | None = None,
 ) -> Choice:
     """Choose what a recipe leaves open: on validation data where it names an `eval`, else by forecast."""
-    folder = None if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
-    given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    given, folder = open_recipe(recipe, folder)
     if not given.auto:
         return given, ""
     if given.base_model is None:
         raise RecipeError("a recipe with 'auto' needs the base model that the others were fine-tuned from.")
-    if given.eval is not None and evaluator is None:
+    if given.eval is None:
+        return by_forecast(given, folder, progress=progress, any_curvature=any_curvature)
+    if evaluator is None:
         raise RecipeError("the recipe's 'eval' needs epimer.merge or `epimer merge` to open it.")
-    if given.eval is not None and evaluator is not None:
-        evaluate = evaluator(given.eval, folder)
-        return by_sweep(given, evaluate, folder=folder, progress=progress, any_curvature=any_curvature)
-    return by_forecast(given, folder, progress=progress, any_curvature=any_curvature)
+    evaluate = evaluator(given.eval, folder)
+    return by_sweep(given, evaluate, folder=folder, progress=progress, any_curvature=any_curvature)
 
 
 def by_forecast(given: Recipe, folder: Path | None, *, progress: bool, any_curvature: bool) -> Choice:
@@ -144,7 +144,8 @@ def sweep_recipe(
     """
     if given.base_model is None:
         raise RecipeError("a sweep scales task vectors, so the recipe needs a base_model.")
-    first = make_plan(_without_parameters(given), folder=folder, progress=progress, any_curvature=any_curvature)
+    neutral = given.plain(auto=(), eval=None)
+    first = make_plan(neutral, folder=folder, progress=progress, any_curvature=any_curvature)
     check_plan(first)
     rows = check_methods(methods, None if first.curvatures is None else first.curvatures[0].kind)
     base, *tuned = _states(first, progress)
@@ -212,13 +213,6 @@ def _sharing(job: Job, basis: Callable[[int | None, str], dict[str, Any]]) -> Jo
     return replace(job, setting=replace(job.setting, p=SimpleNamespace(**{**vars(p), "basis": basis(p.rank, p.basis)})))
 
 
-def _without_parameters(given: Recipe) -> Recipe:
-    """Return a recipe of the same models and curvature whose plan reads all that any method would."""
-    models = tuple(entry.model_copy(update={"parameters": {}}) for entry in given.models)
-    plain: dict[str, Any] = {"parameters": {}, "auto": (), "eval": None, "normalize_weights": None}
-    return given.model_copy(update={"merge_method": PROVISIONAL, "models": models, **plain})
-
-
 def _given(recipe: Recipe) -> set[str]:
     return {*recipe.parameters, *(key for entry in recipe.models for key in entry.parameters)}
 
@@ -232,8 +226,7 @@ def _states(plan: Plan, progress: bool) -> list[dict[str, Tensor]]:
         for name in names:
             for state, role in zip(states, plan.roles, strict=True):
                 if name in role.headers:
-                    state[name] = (
-                        working(role.read(name)) if role.headers[name].is_floating_point() else role.read(name)
-                    )
+                    W = role.read(name)
+                    state[name] = working(W) if W.is_floating_point() else W
                 stage.advance(1, name)
     return states

@@ -15,19 +15,21 @@ from torch import Tensor
 
 import epimer
 from epimer.diagnosis.advice import advise
+from epimer.diagnosis.fitting import check_kind, find_method
 from epimer.diagnosis.layer import Question, Sums, conflict_of, examine, floats, share
+from epimer.engine.basis import read_all
 from epimer.engine.merge import Options, check_memory, check_plan
-from epimer.errors import CurvatureError, ParameterError, TensorError, nearest, short
+from epimer.errors import CurvatureError, ParameterError, TensorError, short
 from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Pairs, Tagged, clamp_rank
 from epimer.geometry.theory import total
 from epimer.methods.curvatures import Curvatures, check_curvatures, layer_basis, layer_metrics
 from epimer.methods.curved import rank_of
-from epimer.methods.inputs import StateDict, check_finite, check_inputs, check_weights, matrix_shape, task_vectors
-from epimer.methods.registry import describe_method, list_methods
+from epimer.methods.inputs import StateDict, check_inputs, check_weights, matrix_shape, task_vectors
+from epimer.methods.registry import describe_method
 from epimer.plan import Job, Plan, make_plan
 from epimer.progress import Progress
-from epimer.recipe import PROVISIONAL, Recipe, load_recipe
+from epimer.recipe import Recipe, open_recipe
 from epimer.records import Diagnosis, Forecast, LayerFindings
 
 KINDS = ("ekfac", "diagonal", "kronecker", "samples", "projected")
@@ -120,12 +122,13 @@ def diagnose(
         workers: matrices looked at at the same time; by default one per core.
         folder: where relative paths of a recipe that is no file are looked for too.
     """
-    folder = folder if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
-    given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    given, folder = open_recipe(recipe, folder)
     if given.base_model is None:
         raise ParameterError("a diagnosis is of task vectors, so the recipe needs a base_model.")
     rank = _rank(given, rank)
-    plan = make_plan(_neutral(given, rank), folder=folder, progress=progress, any_curvature=any_curvature)
+    own = {"rank": rank} if given.basis is None else {}
+    neutral = given.plain(own, weights=True, auto=(), eval=None)
+    plan = make_plan(neutral, folder=folder, progress=progress, any_curvature=any_curvature)
     check_plan(plan)
     check_memory(plan, Options())
     kind = "task-gram" if plan.curvatures is None else plan.curvatures[0].kind
@@ -161,13 +164,10 @@ def forecasts(methods: Sequence[str] | Mapping[str, Mapping[str, Any]] | None, k
     wanted = methods if methods is not None else (*FREE, *CURVED.get(kind, ()))
     found: dict[str, dict[str, Any]] = {}
     for name in wanted:
-        if name not in list_methods():
-            raise ParameterError(f"There is no method {name!r}.{nearest(name, list_methods())}")
-        row = describe_method(name)
+        row = find_method(name)
         if row.prepare is not None or any(parameter.kind == "callable" for parameter in row.parameters):
             raise ParameterError(f"{name} looks at the whole model, so its loss cannot be forecast layer by layer.")
-        if row.needs_curvature and not (row.curvature == kind or (row.curvature == "kronecker" and kind == "ekfac")):
-            raise ParameterError(f"{name} needs {row.curvature} curvature, and there is {kind}; leave it out.")
+        check_kind(row, kind)
         given = dict(methods[name]) if isinstance(methods, Mapping) else {}
         if any(parameter.name == "iterations" for parameter in row.parameters):
             given.setdefault("iterations", STEPS)
@@ -267,28 +267,6 @@ def _rank(recipe: Recipe, asked: int | None) -> int | None:
     return row.resolve({"rank": given}).rank if known and given is not None else 32
 
 
-def _neutral(recipe: Recipe, rank: int | None) -> Recipe:
-    """Return a recipe of the same models and weights whose method needs nothing else; its merge is not of interest."""
-    kept = [{key: value for key, value in one.items() if key == "weight"} for one in _parameters(recipe)]
-    if recipe.basis is None:
-        kept[0]["rank"] = rank
-    models = tuple(
-        entry.model_copy(update={"parameters": own}) for entry, own in zip(recipe.models, kept[1:], strict=True)
-    )
-    plain: dict[str, Any] = {
-        "parameters": kept[0],
-        "models": models,
-        "normalize_weights": None,
-        "auto": (),
-        "eval": None,
-    }
-    return recipe.model_copy(update={"merge_method": PROVISIONAL, **plain})
-
-
-def _parameters(recipe: Recipe) -> list[dict[str, Any]]:
-    return [dict(recipe.parameters), *(dict(entry.parameters) for entry in recipe.models)]
-
-
 def _wanted(recipe: Recipe, kind: str) -> list[str]:
     """Return the methods to forecast for a recipe: the usual ones, and its own where that can be done."""
     usual = [*FREE, *CURVED.get(kind, ())]
@@ -312,11 +290,7 @@ def _single() -> None:
 @torch.no_grad()
 def _job(plan: Plan, job: Job, ask: Question) -> tuple[LayerFindings, Sums]:
     assert job.setting is not None
-    tensors = []
-    for role in plan.roles:
-        tensors.append(role.read(job.name).to(job.precision))
-        check_finite(role.label, job.name, tensors[-1])
-    W0, *models = tensors
+    W0, *models = read_all(plan, job)
     basis = None if plan.basis is None else {job.name: _atoms(plan.basis[job.name])}
     metrics, fixed = _checked(job.name, W0, models, plan.curvatures, basis)
     deltas = task_vectors(W0, models, matrix=True)

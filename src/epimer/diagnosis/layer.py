@@ -137,7 +137,7 @@ def examine(
     ), sums
 
 
-Products = Callable[[Tensor, Tensor], tuple[float, float]]
+Products = Callable[[Tensor, Tensor], list[float]]
 """(x, D) -> xᵀHx and xᵀHD"""
 
 
@@ -153,22 +153,15 @@ def _forecasters(metrics: Sequence[Metric], triples: Sequence[Svd]) -> list[list
         weight = sigma.double()[:, None] * sigma.double()
         along_D = sigma.double().diag() * weight
 
-        def products(x: Tensor, D: Tensor) -> tuple[float, float]:
+        def products(x: Tensor, D: Tensor) -> list[float]:
             along_x = (U.T @ x @ V).double() * weight
-            return float(along_x.square().sum()), float((along_x * along_D).sum())
-
-        return products
-
-    def measured(H: Metric) -> Products:
-        def products(x: Tensor, D: Tensor) -> tuple[float, float]:
-            xx, xd = H.products(x, D)
-            return xx, xd
+            return [float((along_x * along).sum()) for along in (along_x, along_D)]
 
         return products
 
     forms = [[gram(triple) for triple in triples]]
     if all(isinstance(H, Kronecker) for H in metrics):
-        forms.append([measured(H) for H in metrics])
+        forms.append([H.products for H in metrics])
     return forms
 
 
@@ -276,7 +269,8 @@ def _merged(
         return p.scale * weighted_sum(deltas, lam)
     if method == "tsv" and p.coefficients == "sigma":
         return p.scale * tsv_delta(atoms, lam)
-    basis = {"tagged": lambda: atoms, "tensor": lambda: pairs(atoms)}.get(getattr(p, "basis", ""), lambda: None)()
+    shape = getattr(p, "basis", "full")
+    basis = None if shape == "full" else atoms if shape == "tagged" else pairs(atoms)
     layer = Layer(name, list(deltas), lam, metrics=list(metrics), basis=basis)
     delta = row.merge(layer, p).delta
     return p.scale * (delta if isinstance(delta, Tensor) else delta.dense())

@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
+from epimer.diagnosis.fitting import check_kind, find_method
 from epimer.diagnosis.stats import Scores
-from epimer.errors import ParameterError, nearest
+from epimer.errors import ParameterError
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import pairs
 from epimer.methods.merge import build_basis, merge_state_dicts
-from epimer.methods.registry import Method, describe_method, list_methods
+from epimer.methods.registry import Method
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.75, 2.0, 2.5, 3.0)
 METHODS = ("average", "tsv", "iso_c", "epimer_free")
@@ -217,15 +218,15 @@ def at_scales(method: str, base: State, merged: Callable[[float], State]) -> Cal
         return merged
     whole = merged(1.0)
 
-    def at(scale: float) -> State:
-        if scale == 1.0:
-            return whole
-        return {
-            name: base[name] + scale * (W - base[name]) if name in base and W.is_floating_point() else W
-            for name, W in whole.items()
-        }
+    return lambda scale: whole if scale == 1.0 else scaled(base, whole, scale)
 
-    return at
+
+def scaled(base: State, merged: State, scale: float) -> dict[str, Tensor]:
+    """Return base + scale · (merged - base); what the base lacks, or is no float, is the merge's."""
+    return {
+        name: base[name] + scale * (W - base[name]) if name in base and W.is_floating_point() else W
+        for name, W in merged.items()
+    }
 
 
 def shared_basis(
@@ -244,16 +245,10 @@ def check_methods(methods: Sequence[str] | None, kind: str | None) -> list[Metho
     wanted = methods if methods is not None else (*METHODS, *CURVED.get(kind or "", ()))
     rows = []
     for name in wanted:
-        if name not in list_methods():
-            raise ParameterError(f"There is no method {name!r}.{nearest(name, list_methods())}")
-        row = describe_method(name)
+        row = find_method(name)
         if any(parameter.kind == "callable" for parameter in row.parameters):
             raise ParameterError(f"{name} chooses by a function of its own; leave it out of a sweep.")
-        if row.needs_curvature and not (row.curvature == kind or (row.curvature == "kronecker" and kind == "ekfac")):
-            have = "there is none" if kind is None else f"there is {kind}"
-            raise ParameterError(
-                f"{name} needs {row.curvature} curvature, and {have}; measure it, or leave {name} out."
-            )
+        check_kind(row, kind)
         rows.append(row)
     return rows
 

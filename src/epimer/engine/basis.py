@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import HEADER, StoredBasis, save_basis
@@ -18,7 +19,7 @@ from epimer.methods.inputs import check_finite, matrix_shape, task_vectors
 from epimer.methods.registry import describe_method
 from epimer.plan import Job, Plan, make_plan
 from epimer.progress import Progress
-from epimer.recipe import Recipe, load_recipe
+from epimer.recipe import Recipe, open_recipe
 
 KINDS = ("tagged", "tensor")
 
@@ -44,8 +45,7 @@ def make_basis(
     """
     out = Path(os.path.abspath(Path(out).expanduser()))
     check_new(out, HEADER, overwrite=overwrite)
-    folder = None if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
-    given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    given, folder = open_recipe(recipe)
     chosen = kind or _kind(given)
     if chosen not in KINDS:
         raise ParameterError(f"a basis is one of {', '.join(KINDS)}, got {chosen!r}; say which with --kind.")
@@ -82,17 +82,9 @@ def _kind(recipe: Recipe) -> str:
 def _without_curvature(recipe: Recipe, rank: int | None) -> Recipe:
     """Return a recipe of the same models that needs no curvature: what it merges is not of interest."""
     defaults = {p.name: p.default for p in describe_method(recipe.merge_method).parameters}
-    wanted = rank or recipe.parameters.get("rank", defaults.get("rank", 32))
-    models = tuple(entry.model_copy(update={"curvature": None, "parameters": {}}) for entry in recipe.models)
-    return recipe.model_copy(
-        update={
-            "merge_method": "epimer_free",
-            "parameters": {"rank": wanted},
-            "models": models,
-            "basis": None,
-            "normalize_weights": None,
-        }
-    )
+    plain = recipe.plain({"rank": rank or recipe.parameters.get("rank", defaults.get("rank", 32))}, basis=None)
+    models = tuple(entry.model_copy(update={"curvature": None}) for entry in plain.models)
+    return plain.model_copy(update={"models": models})
 
 
 def _basis(plan: Plan, job: Job, kind: str) -> Tagged | Pairs | None:
@@ -101,10 +93,15 @@ def _basis(plan: Plan, job: Job, kind: str) -> Tagged | Pairs | None:
     rank = clamp_rank(matrix_shape(job.template), len(plan.models), job.setting.p.rank)
     if not rank:
         return None
+    base, *models = read_all(plan, job)
+    atoms = tagged(task_vectors(base, models, matrix=True), rank)
+    return atoms if kind == "tagged" else pairs(atoms)
+
+
+def read_all(plan: Plan, job: Job) -> list[Tensor]:
+    """Read one tensor of the base and of every model, in the precision it is computed in."""
     tensors = []
     for role in plan.roles:
         tensors.append(role.read(job.name).to(job.precision))
         check_finite(role.label, job.name, tensors[-1])
-    deltas = task_vectors(tensors[0], tensors[1:], matrix=True)
-    atoms = tagged(deltas, rank)
-    return atoms if kind == "tagged" else pairs(atoms)
+    return tensors

@@ -28,7 +28,7 @@ from epimer.methods.merge import check_device, plain, tied, warn_of
 from epimer.methods.registry import Prepared
 from epimer.plan import Plan, make_plan
 from epimer.progress import Progress
-from epimer.recipe import Recipe, load_recipe
+from epimer.recipe import Recipe, open_recipe
 from epimer.records import MergeRecord, TensorRecord
 
 RECORD = "epimer.json"
@@ -99,8 +99,7 @@ def plan_recipe(
     folder: Path | None = None,
 ) -> Plan:
     """Read a recipe and plan its merge; relative paths are looked for in `folder` too, by default the recipe's own."""
-    folder = folder if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
-    given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    given, folder = open_recipe(recipe, folder)
     return make_plan(given, folder=folder, progress=progress, any_curvature=any_curvature)
 
 

@@ -88,6 +88,11 @@ def check_layer(
     return Checked(metrics, base_metric, basis)
 
 
+def serves(kind: str | None, wanted: str | None) -> bool:
+    """Whether curvature of a kind will do where another is wanted: EKFAC's factors are Kronecker's."""
+    return kind == wanted or (kind == "ekfac" and wanted == "kronecker")
+
+
 def needs_metric(name: str, rule: str, W: Tensor) -> bool:
     """Whether a tensor of a curved method cannot do without curvature; a vector is averaged where it has none."""
     return rule in ("matrix", "fisher") or is_matrix(name, W.shape)

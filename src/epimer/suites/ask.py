@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from epimer.errors import OutputError, ParameterError, nearest
+from epimer.checkpoints.writer import check_file
+from epimer.curvature.loading import check_device_option
+from epimer.errors import ParameterError, nearest
 from epimer.suites.evaluate import Evaluation, evaluate
 from epimer.suites.harness import HARNESSES, HarnessResult, run_harness
 from epimer.suites.run import open_suite
@@ -36,12 +37,8 @@ def ask(question: Question) -> Evaluation | HarnessResult:
         raise ParameterError("give the model to evaluate: --model PATH.")
     if (question.suite is None) == (question.harness is None):
         raise ParameterError("give either a suite, epimer eval SUITE.yaml, or --harness lm-eval with --tasks.")
-    if question.device not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", question.device):
-        raise ParameterError(f"--device must be auto, cpu, cuda or cuda:N, got {question.device!r}.")
-    out = question.out
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        why = "it is a folder; name a file" if out.is_dir() else f"there is no folder {out.parent}; make it first"
-        raise OutputError(f"{out} cannot be written: {why}.")
+    check_device_option(question.device)
+    check_file(question.out)
     return _harness(question, question.model) if question.suite is None else _suite(question, question.model)
 
 

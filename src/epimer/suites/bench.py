@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.stats import Scores
-from epimer.diagnosis.sweep import climb
+from epimer.diagnosis.sweep import climb, scaled
 from epimer.errors import EpimerWarning
 from epimer.geometry.metric import Metric
 from epimer.methods.merge import MergedState, build_basis, merge_state_dicts
@@ -157,7 +157,7 @@ class Bench:
             layers=list(names),
             progress=False,
         )
-        found = found if self.suite.names is None else renamed(found, names)
+        found = found if self.suite.names is None else found.renamed(names)
         if folder is not None:
             found.save(folder)
         return found
@@ -183,10 +183,7 @@ class Bench:
 
     def scaled(self, merged: State, scale: float) -> dict[str, Tensor]:
         """Return base + scale · (merged - base)."""
-        return {
-            name: W + scale * (merged[name] - W) if W.is_floating_point() else merged[name]
-            for name, W in self.suite.base.items()
-        }
+        return scaled(self.suite.base, merged, scale)
 
     def score(self, state: State, split: str) -> Scores:
         """Return how a model does on every task."""
@@ -227,15 +224,6 @@ class Bench:
         if self.winner is None or outcome.validation > self.winner.validation:
             self.winner, self.model = outcome, state
         return outcome
-
-
-def renamed(found: Curvature, names: Mapping[str, str]) -> Curvature:
-    """Return curvature that was measured under a network's names under those of the state dicts."""
-    metrics, about = {names[name]: metric for name, metric in found.items()}, found.about
-    counts = {names[name]: count for name, count in about.counts.items()}
-    left_out = {names.get(name, name): why for name, why in about.left_out.items()}
-    ties = {name: names[twin] for name, twin in about.ties.items() if twin in names}
-    return Curvature(metrics, replace(about, counts=counts, left_out=left_out, ties=ties))
 
 
 def references(bench: Bench) -> dict[str, Scores]:

@@ -17,7 +17,7 @@ from epimer.curvature.labels import IGNORED, logits_of
 from epimer.diagnosis.sweep import Evaluate, Judged, State
 from epimer.errors import ParameterError
 from epimer.suites.entry import is_entry, load_entry, run_entry
-from epimer.suites.metrics import unit
+from epimer.suites.metrics import one_unit
 from epimer.suites.run import open_suite
 from epimer.suites.suite import Suite, SuiteTask
 
@@ -56,16 +56,11 @@ def evaluator(text: str, folder: Path | None = None, *, count: int | None = None
 def by_suite(suite: Suite) -> Evaluate:
     """Judge by a suite's labels."""
     _check_splits(suite)
-    units = sorted({unit(task.metric) for task in suite.tasks})
-    if len(units) > 1:
-        raise ParameterError(
-            f"{suite.name}: its tasks are measured in {', '.join(units)}, of which no average can be taken; give all "
-            "tasks one metric."
-        )
+    measured = one_unit(suite)
 
     def evaluate(state: State, split: str) -> Judged:
         names = [task.name for task in suite.tasks]
-        return Judged(dict(zip(names, suite.scores(state, split), strict=True)), unit=units[0])
+        return Judged(dict(zip(names, suite.scores(state, split), strict=True)), unit=measured)
 
     return evaluate
 

@@ -6,27 +6,19 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from epimer.curvature.labels import IGNORED, logits_of
-from epimer.suites.suite import classification_loss, right
+from epimer.curvature.tasks import sample_losses
+from epimer.errors import ParameterError
+from epimer.suites.suite import Suite, classification_loss, right
 
 Judge = Callable[[Any, Any], Tensor]
 
 
-def token_sums(outputs: Any, targets: Tensor) -> Tensor:
-    """Return each text's cross-entropy, summed over its tokens; targets of -100 count nothing."""
-    logits = logits_of(outputs)
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    losses = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none")
-    return losses.view(targets.shape).sum(1)
-
-
 def token_losses(outputs: Any, targets: Tensor) -> Tensor:
     """Return each text's cross-entropy, the mean over its tokens."""
-    return token_sums(outputs, targets) / _tokens(targets)
+    return sample_losses(outputs, targets) / _tokens(targets)
 
 
 def token_accuracy(outputs: Any, targets: Tensor) -> Tensor:
@@ -57,6 +49,17 @@ SHARES = ("accuracy", "token-accuracy")
 def unit(metric: str) -> str:
     """Return what a metric is measured in; only tasks of one unit can be averaged."""
     return "accuracy" if metric in SHARES else metric
+
+
+def one_unit(suite: Suite) -> str:
+    """Return what all tasks of a suite are measured in; refuse tasks of several units."""
+    units = sorted({unit(task.metric) for task in suite.tasks})
+    if len(units) > 1:
+        raise ParameterError(
+            f"{suite.name}: its tasks are measured in {', '.join(units)}, of which no average can be taken; give all "
+            "tasks one metric."
+        )
+    return units[0]
 
 
 def natural(metric: str, score: float) -> float:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from epimer.checkpoints import open_checkpoint
 from epimer.curvature.loading import CAUSAL_LM, WithHead
 from epimer.curvature.tables import Table
-from epimer.curvature.tasks import Task, load_task
+from epimer.curvature.tasks import Task, load_task, sample_losses
 from epimer.errors import CheckpointError, DataError, EpimerError, listed
 from epimer.roles import Role, assign_roles
-from epimer.suites.metrics import CLASSES, TOKENS, token_sums
+from epimer.suites.metrics import CLASSES, TOKENS
 from epimer.suites.own import Described, Entry, describe_suite
 from epimer.suites.suite import Suite, SuiteTask, classification_loss
 
@@ -173,7 +173,7 @@ class Networks:
             entry.classes,
             splits,
             score=(TOKENS if tokens else CLASSES)[entry.metric],
-            loss=token_sums if tokens else classification_loss,
+            loss=sample_losses if tokens else classification_loss,
             metric=entry.metric,
         )
 

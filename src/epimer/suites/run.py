@@ -13,7 +13,7 @@ from epimer.suites.bench import Bench
 from epimer.suites.beside import beside
 from epimer.suites.entry import call_entry, is_entry
 from epimer.suites.experiments import EXPERIMENTS
-from epimer.suites.metrics import unit
+from epimer.suites.metrics import one_unit
 from epimer.suites.output import write
 from epimer.suites.results import Result
 from epimer.suites.suite import Suite
@@ -92,15 +92,10 @@ def _check_fit(suite: Suite, experiments: Sequence[str]) -> str:
                     f"{suite.name}: task {task.name!r} has no {lacking[0]} data, on which {name!r} {use}; add it "
                     "(`epimer eval` needs only test)."
                 )
-    units = sorted({unit(task.metric) for task in suite.tasks})
-    if len(units) > 1:
+    measured = one_unit(suite)
+    if "worst-task" in experiments and measured in ("loss", "perplexity"):
         raise ParameterError(
-            f"{suite.name}: its tasks are measured in {', '.join(units)}, of which no average can be taken; give all "
-            "tasks one metric."
-        )
-    if "worst-task" in experiments and units[0] in ("loss", "perplexity"):
-        raise ParameterError(
-            f"{suite.name}: 'worst-task' tells what share of fine-tuning's score is kept, and a {units[0]} has none; "
+            f"{suite.name}: 'worst-task' tells what share of fine-tuning's score is kept, and a {measured} has none; "
             "leave it out, or take another metric."
         )
-    return units[0]
+    return measured

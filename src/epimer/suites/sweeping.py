@@ -12,7 +12,7 @@ from epimer.diagnosis.sweep import Evaluate, Sweep
 from epimer.engine import merge as engine
 from epimer.errors import RecipeError
 from epimer.plan import make_plan
-from epimer.recipe import PROVISIONAL, Recipe, load_recipe
+from epimer.recipe import PROVISIONAL, Recipe, open_recipe
 from epimer.records import MergeRecord
 
 
@@ -41,9 +41,9 @@ def sweep(
         any_curvature: use curvature even where it was measured on another model.
         progress: show bars on a terminal.
     """
-    folder = None if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
-    given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     from epimer.suites.evaluators import evaluator
+
+    given, folder = open_recipe(recipe)
 
     if keep_best is not None:  # before any work, with the plan of any method
         plan = make_plan(auto.settled(given, PROVISIONAL), folder=folder, progress=progress)
@@ -66,20 +66,15 @@ def merge(
 ) -> MergeRecord:
     """Merge the checkpoints that a recipe names into a new model folder; `auto` is chosen first. See `engine.merge`."""
     progress, any_curvature = bool(options.get("progress", True)), bool(options.get("any_curvature", False))
-    chosen, _ = resolve(recipe, progress=progress, any_curvature=any_curvature)
-    if chosen is None:
-        return engine.merge(recipe, out, **options)
-    folder = None if isinstance(recipe, Mapping | Recipe) else Path(recipe).parent
+    given, folder = open_recipe(recipe, options.pop("folder", None))
+    chosen, _ = resolve(given, folder, progress=progress, any_curvature=any_curvature)
     return engine.merge(chosen, out, folder=folder, **options)
 
 
 def resolve(
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, *, progress: bool = True, any_curvature: bool = False
-) -> tuple[Recipe | None, str]:
-    """Return a recipe with nothing left open and why it is so; None where nothing was."""
-    given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    if not given.auto:
-        return None, ""
+    given: Recipe, folder: Path | None, *, progress: bool = True, any_curvature: bool = False
+) -> tuple[Recipe, str]:
+    """Return a recipe with nothing left open, and why it is so where something was."""
 
     def judge(text: str, folder: Path | None) -> Evaluate:
         from epimer.suites.entry import is_entry
@@ -89,7 +84,6 @@ def resolve(
             raise RecipeError(
                 f"'eval: {text}' names Python code, which a recipe may not run; use `epimer sweep --eval {text}`."
             )
-
         return evaluator(text, folder, count=len(given.models), progress=progress)
 
-    return auto.resolve(recipe, evaluator=judge, progress=progress, any_curvature=any_curvature)
+    return auto.resolve(given, evaluator=judge, folder=folder, progress=progress, any_curvature=any_curvature)

@@ -12,10 +12,11 @@ import yaml
 from torch.nn.functional import cross_entropy, log_softmax
 
 import epimer
+from epimer.curvature.tasks import sample_losses
 from epimer.suites.bench import Bench, Candidate
 from epimer.suites.entry import is_entry
 from epimer.suites.evaluate import evaluate
-from epimer.suites.metrics import CLASSES, TOKENS, natural, shown, token_sums, unit
+from epimer.suites.metrics import CLASSES, TOKENS, natural, shown, unit
 
 transformers = pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")
@@ -255,7 +256,7 @@ def test_metrics_of_tokens():
         real = [j for j in range(5) if targets[i, j] != -100]
         losses = [-float(p[i, j, targets[i, j]]) for j in real]
         hits = [float(logits[i, j].argmax() == targets[i, j]) for j in real]
-        assert float(token_sums(outputs, targets)[i]) == pytest.approx(sum(losses), rel=1e-5)
+        assert float(sample_losses(outputs, targets)[i]) == pytest.approx(sum(losses), rel=1e-5)
         assert float(TOKENS["loss"](outputs, targets)[i]) == pytest.approx(-sum(losses) / len(real), rel=1e-5)
         assert float(TOKENS["perplexity"](outputs, targets)[i]) == pytest.approx(-sum(losses) / len(real), rel=1e-5)
         assert float(TOKENS["token-accuracy"](outputs, targets)[i]) == pytest.approx(sum(hits) / len(real))

@@ -1,0 +1,52 @@
+"""Run commands of the command line, in this process or as a user does."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from epimer import cli
+
+EPIMER = Path(sys.executable).with_name("epimer")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+class Ran(NamedTuple):
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*arguments: object) -> Ran:
+    """Run a command in this process, which spares the seconds that transformers takes to import."""
+    before, out, err = sys.argv, io.StringIO(), io.StringIO()
+    sys.argv = ["epimer", *map(str, arguments)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
+            cli.main()
+    finally:
+        sys.argv = before
+    return Ran(left.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def start(*arguments: object, cwd: Path) -> Ran:
+    """Run a command as a user does."""
+    done = subprocess.run(
+        [EPIMER, *map(str, arguments)],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)
