@@ -158,7 +158,7 @@ def build(data: Path, folder: Path, device: str, epochs: int, length: int, cache
         SuiteTask(name, [str(c) for c in range(classes[name])], splits[name], head)
         for name, head in zip(TASKS, heads, strict=True)
     ]
-    return Suite("minilm8", base, models, tasks, network_of)
+    return Suite("minilm8", base, models, tasks, network_of, untrained="probe")
 
 
 def stored(cache: Path, make: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
