@@ -1,6 +1,7 @@
 """The names of the classes of the eight tasks, in the order of the labels, as they are put into sentences.
 
-Where a dataset carries names of its own they decide the order; see `tasks.class_names`.
+Where a dataset carries names of its own they decide the order; see `tasks.class_names`. Names are CLIP's, with
+its misspellings (`horizonal`, `bicyle`, `procenium`); docs/clip8.md says what they were compared with.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SUN397 = _words(
     hangar/outdoor harbor hayfield heliport herb_garden highway hill home_office hospital hospital_room hot_spring
     hot_tub/outdoor hotel/outdoor hotel_room house hunting_lodge/outdoor ice_cream_parlor ice_floe ice_shelf
     ice_skating_rink/indoor ice_skating_rink/outdoor iceberg igloo industrial_area inn/outdoor islet jacuzzi/indoor
-    jail/indoor jail_cell jewelry_shop kasbah kennel/indoor kennel/outdoor kindergarden_classroom kitchen kitchenette
+    jail_cell jail/indoor jewelry_shop kasbah kennel/indoor kennel/outdoor kindergarden_classroom kitchen kitchenette
     labyrinth/outdoor lake/natural landfill landing_deck laundromat lecture_room library/indoor library/outdoor
     lido_deck/outdoor lift_bridge lighthouse limousine_interior living_room lobby lock_chamber locker_room mansion
     manufactured_home market/indoor market/outdoor marsh martial_arts_gym mausoleum medina moat/water monastery/outdoor
