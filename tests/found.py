@@ -132,6 +132,13 @@ def counted() -> dict:
     return experiment("tasks", "Number of tasks", data, ("method", "T", "average"), figure)
 
 
+def cost() -> dict:
+    data = [{"method": m, "median": 0.01 * 20**i, "least": 0.008 * 20**i} for i, m in enumerate(METHODS)]
+    dots = {row["method"]: [row["median"]] * 3 + [row["least"]] for row in data}
+    figure = {"kind": "dots", "x": "seconds", "names": ["median", "least"], "log": True, "dots": dots}
+    return experiment("cost", "Wall-clock time", data, ("method", "median", "least"), figure)
+
+
 def theory(count: int, *, rank: int | None = None, share: float = 0.3, r_s: float | None = 0.2) -> LayerDiagnosis:
     return LayerDiagnosis(
         eta=share * 2, eta_unit_trace=share / 10, flat_objective=2.0, v_s=0.4, v_s_solve=1.4, r_s=r_s,
@@ -215,7 +222,8 @@ def everything() -> dict[str, dict]:
     """One record of every kind, by file name."""
     return {
         "performance.json": performance(), "alpha.json": alpha(), "eta.json": eta(), "landscape.json": landscape(),
-        "tasks.json": counted(), "diagnosis.json": diagnosis(), "sweep.json": sweep(), "epimer.json": merge_record(),
+        "tasks.json": counted(), "cost.json": cost(), "diagnosis.json": diagnosis(), "sweep.json": sweep(),
+        "epimer.json": merge_record(),
     }  # fmt: skip
 
 

@@ -64,3 +64,8 @@ class Stage:
         """Say that `amount` more bytes are done, and what is done now."""
         if self._bar:
             self._bar.update(self._task, advance=amount, item=item)
+
+    def reach(self, done: int, total: int, item: str) -> None:
+        """Say that `done` of `total` units are done, and what is done now."""
+        if self._bar:
+            self._bar.update(self._task, completed=done, total=total, item=item)

@@ -32,6 +32,7 @@ def test_the_demo_compares_every_method_and_keeps_the_best(made):
         "merged",
         "performance.json",
         "performance.md",
+        "performance.svg",
     ]
     best = max((row for row in found.result.data if "validation" in row), key=lambda row: row["validation"])
     assert found.best.candidate.name == best["method"]

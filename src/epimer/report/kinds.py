@@ -57,6 +57,17 @@ class Lines:
 
 
 @dataclass(frozen=True)
+class Dots:
+    """Rows of one value with its interval and a second value: (value, low, high, second)."""
+
+    kind: Literal["dots"]
+    x: str
+    names: tuple[str, str]
+    dots: dict[str, tuple[float, float, float, float]]
+    log: bool = False
+
+
+@dataclass(frozen=True)
 class MapPoint:
     """A model on a landscape's plane."""
 
@@ -102,7 +113,7 @@ class Experiment:
     rows: list[list[str]]
     data: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
-    figure: Annotated[Lines | Maps, Field(discriminator="kind")] | None = None
+    figure: Annotated[Lines | Dots | Maps, Field(discriminator="kind")] | None = None
 
     def __post_init__(self) -> None:
         """Refuse a table with holes."""

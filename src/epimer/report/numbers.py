@@ -104,6 +104,14 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
 
 
+def decades(low: float, high: float) -> list[float]:
+    """Return round values for a logarithmic axis: powers of ten, between them 2 and 5 where there are few."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    values = [float(f"{factor}e{power}") for power in range(first, last + 1) for factor in factors]
+    return [value for value in values if low <= value <= high]
+
+
 def widened(values: Sequence[float], room: float = 0.06) -> tuple[float, float]:
     """Return a range that holds the values with some room at both ends."""
     low, high = min(values), max(values)

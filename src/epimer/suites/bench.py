@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+import epimer
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.stats import Scores
@@ -30,6 +32,7 @@ RANK = 32  # of bases, where a candidate does not say otherwise
 CHUNK = 64  # samples in a batch when curvature is measured
 
 State = Mapping[str, Tensor]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,25 @@ class Bench:
         """the best on validation data so far"""
         self.model: State = {}
         """its merged model"""
+        self.watch: Callable[[int, int, str], None] = lambda done, total, item: None
+        """told how many steps of an experiment are done, of how many, and what comes next"""
         self._outcomes: dict[str, Outcome] = {}
         self._curvature: dict[str, list[Curvature]] = {}
+
+    def each(self, items: Iterable[Item], called: Callable[[Item], str] = str) -> Iterator[Item]:
+        """Go through the steps of an experiment, telling whoever watches."""
+        steps = list(items)
+        for done, item in enumerate(steps):
+            self.watch(done, len(steps), called(item))
+            yield item
+        self.watch(len(steps), len(steps), "")
+
+    def made(self) -> str:
+        """Tell what made its results, and when."""
+        return (
+            f"Made by epimer {epimer.__version__} with torch {torch.__version__} on {date.today()}; seed {self.seed}, "
+            f"curvature of {self.samples} samples per task unless the table says otherwise."
+        )
 
     @cached_property
     def states(self) -> list[dict[str, Tensor]]:

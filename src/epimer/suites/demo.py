@@ -13,7 +13,7 @@ from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
 from epimer.diagnosis.diagnose import diagnose_state_dicts
 from epimer.progress import Progress
 from epimer.records import Diagnosis
-from epimer.suites.bench import CANDIDATES, COARSE, Bench, Outcome
+from epimer.suites.bench import COARSE, Bench, Outcome
 from epimer.suites.experiments import performance
 from epimer.suites.glyphs.build import load
 from epimer.suites.glyphs.train import Settings
@@ -42,14 +42,15 @@ def run(folder: Path, *, progress: bool = True, settings: Settings | None = None
     suite = load(progress=progress, settings=settings)
     bench = Bench(suite.some(val=VAL, test=TEST), scales=COARSE, ahead=1)
     with Progress(progress, unit="methods") as bar:
-        stage = bar.begin("merging", len(CANDIDATES) + 2)
-        result = performance(bench, lambda name: stage.advance(1, name))
+        bench.watch = bar.begin("merging", None).reach
+        result = performance(bench)
         names = [task.name for task in suite.tasks]
-        stage.advance(0, "diagnosis")
+        bar.begin("diagnosis", None)
         found = diagnose_state_dicts(
             dict(suite.base), bench.states, curvature=bench.curvature("kronecker"), names=names
         )
     result.notes.append(f"The first {VAL} validation and {TEST} test images per task; `epimer bench` takes all.")
+    result.notes.append(bench.made())
     assert bench.winner is not None
     files = [*write(result, folder), folder / "diagnosis.json"]
     files[-1].write_bytes(as_json(found.to_dict()))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from epimer.diagnosis.diagnose import diagnose_state_dicts
@@ -13,13 +15,14 @@ from epimer.diagnosis.stats import Scores, compare
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.inputs import matrix_shape
 from epimer.methods.rules import is_matrix
-from epimer.suites.bench import CANDIDATES, RANK, Bench, Candidate, Outcome, references
+from epimer.suites.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, Outcome, references
 from epimer.suites.results import (
     Lines,
     Result,
     Row,
     accuracy,
     difference,
+    dots,
     interval,
     number,
     on_task,
@@ -38,25 +41,17 @@ GRID, SEEN = 21, 100  # points along a side of a landscape; samples per task tha
 
 MATCHED = Candidate("tsv", {"rank": RANK}, f"tsv, k = {RANK}")
 
-Report = Callable[[str], None]
 
-
-def performance(
-    bench: Bench, report: Report = lambda line: None, candidates: Sequence[Candidate] = CANDIDATES
-) -> Result:
+def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> Result:
     """Return every method's average and per-task accuracy, at the scale that validation data chose."""
     suite = bench.suite
     names = [task.name for task in suite.tasks]
     data: list[Row] = []
     for name, scores in references(bench).items():
         data.append({"method": name, "reference": True, **summary(scores, names)})
-        report(name)
-    outcomes = []
     if _most(bench) > RANK:  # else tsv's own rank is the same
         candidates = [*candidates, MATCHED]
-    for candidate in candidates:
-        report(candidate.name)
-        outcomes.append(bench.best(candidate))
+    outcomes = [bench.best(candidate) for candidate in bench.each(candidates, attrgetter("name"))]
     against = next((outcome for outcome in outcomes if outcome.candidate.name == "tsv"), outcomes[0])
     matched = outcomes[-1] if candidates[-1] is MATCHED else against
     for outcome in outcomes:
@@ -85,7 +80,8 @@ def performance(
         "merge s": lambda row: "" if row.get("seconds") is None else f"{row['seconds']:.2f}",
         f"against {against.candidate.name}": difference,
     }
-    return Result("performance", f"{suite.name}: accuracy of merged models", columns, data, notes + bench.notes)
+    title = f"{suite.name}: accuracy of merged models"
+    return Result("performance", title, columns, data, notes + bench.notes, dots(data, "accuracy"))
 
 
 def worst_task(bench: Bench) -> Result:
@@ -93,7 +89,7 @@ def worst_task(bench: Bench) -> Result:
     own = references(bench)["fine-tuned"].accuracies
     names = [task.name for task in bench.suite.tasks]
     data = []
-    for candidate in CANDIDATES:
+    for candidate in bench.each(CANDIDATES, attrgetter("name")):
         scores = bench.best(candidate).test
         t = min(range(len(names)), key=lambda i: scores.accuracies[i])
         kept = min(a / b for a, b in zip(scores.accuracies, own, strict=True))
@@ -105,7 +101,7 @@ def worst_task(bench: Bench) -> Result:
         "worst task": text("worst task"),
         "least share of fine-tuned kept": accuracy("kept"),
     }
-    return Result("worst-task", "Worst task", columns, data)
+    return Result("worst-task", "Worst task", columns, data, [], dots(data, "accuracy"))
 
 
 def ranks_of(bench: Bench, wanted: Sequence[int] = RANKS) -> list[int]:
@@ -123,15 +119,13 @@ def alpha(bench: Bench) -> Result:
     """Return accuracy over α, rank and aggregator: the paper's sensitivity."""
     names = [task.name for task in bench.suite.tasks]
     data, lines = [], Lines("α", "average accuracy")
-    for method in ("epimer", "epimer_kron"):
-        for k in ranks_of(bench, (4, 16, 32)):
-            for aggregator in ("sum", "mean"):
-                merged = bench.merge(Candidate(method), rank=k, aggregator=aggregator)
-                for scale in (*ALPHAS, len(bench.states) ** -0.5):
-                    found = summary(bench.score(bench.scaled(merged, scale), "test"), names)
-                    data.append({"method": method, "k": k, "aggregator": aggregator, "alpha": scale, **found})
-                    label = f"{method}, k = {k}, {aggregator}"
-                    lines.add(label, scale, found["average"], found["low"], found["high"])
+    merges = itertools.product(("epimer", "epimer_kron"), ranks_of(bench, (4, 16, 32)), ("sum", "mean"))
+    for method, k, aggregator in bench.each(merges, "{0[0]}, k = {0[1]}, {0[2]}".format):
+        merged = bench.merge(Candidate(method), rank=k, aggregator=aggregator)
+        for scale in (*ALPHAS, len(bench.states) ** -0.5):
+            found = summary(bench.score(bench.scaled(merged, scale), "test"), names)
+            data.append({"method": method, "k": k, "aggregator": aggregator, "alpha": scale, **found})
+            lines.add(f"{method}, k = {k}, {aggregator}", scale, found["average"], found["low"], found["high"])
     columns = {
         "method": text("method"),
         "k": text("k"),
@@ -147,8 +141,8 @@ def alpha(bench: Bench) -> Result:
 def eta(bench: Bench) -> Result:
     """Return η under three normalisations, and the accuracy margin of curvature over the flat merge, by rank."""
     data, lines = [], Lines("k", "accuracy margin")
-    ranks, curvature = ranks_of(bench), bench.curvature("diagonal")
-    for k in ranks:
+    curvature = bench.curvature("diagonal")
+    for k in bench.each(ranks_of(bench), "k = {}".format):
         found = diagnose_state_dicts(
             dict(bench.suite.base), bench.states, curvature=curvature, rank=k, methods=()
         ).total
@@ -188,18 +182,18 @@ def _shares(bench: Bench) -> Iterator[tuple[str, int]]:
 
 def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]], seeds: Sequence[int]) -> Result:
     data, lines = [], Lines("samples per task", "average accuracy")
-    for method in ("fisher", "epimer", "epimer_kron"):
-        for label, count in counts:
-            averages, spreads = [], []
-            for seed in seeds:
-                scores = Bench(bench.suite, samples=count, seed=seed, keep=False).best(Candidate(method)).test
-                averages.append(scores.average)
-                spreads.append(statistics.stdev(scores.accuracies) / len(scores.accuracies) ** 0.5)
-            error = statistics.stdev(averages) / len(averages) ** 0.5 if len(averages) > 1 else 0.0
-            mean = statistics.mean(averages)
-            row = {"method": method, "part": label, "samples": count, "average": mean}
-            data.append({**row, "error over tasks": statistics.mean(spreads), "error over seeds": error})
-            lines.add(method, count, mean, mean - 2 * error, mean + 2 * error)
+    steps = itertools.product(("fisher", "epimer", "epimer_kron"), counts)
+    for method, (label, count) in bench.each(steps, lambda step: f"{step[0]}, {step[1][1]} samples"):
+        averages, spreads = [], []
+        for seed in seeds:
+            scores = Bench(bench.suite, samples=count, seed=seed, keep=False).best(Candidate(method)).test
+            averages.append(scores.average)
+            spreads.append(statistics.stdev(scores.accuracies) / len(scores.accuracies) ** 0.5)
+        error = statistics.stdev(averages) / len(averages) ** 0.5 if len(averages) > 1 else 0.0
+        mean = statistics.mean(averages)
+        row = {"method": method, "part": label, "samples": count, "average": mean}
+        data.append({**row, "error over tasks": statistics.mean(spreads), "error over seeds": error})
+        lines.add(method, count, mean, mean - 2 * error, mean + 2 * error)
     columns = {
         "method": text("method"),
         what: text("part"),
@@ -213,41 +207,41 @@ def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]
 
 def cost(bench: Bench, runs: int = 4) -> Result:
     """Return the wall-clock time of each method, curvature apart."""
-    bench = Bench(bench.suite, samples=bench.samples, seed=bench.seed, keep=False)  # so that curvature is measured anew
+    fresh = Bench(bench.suite, samples=bench.samples, seed=bench.seed, keep=False)  # so that curvature is measured anew
     data: list[Row] = []
-    for candidate in CANDIDATES:
+    for candidate in bench.each(CANDIDATES, attrgetter("name")):
         if candidate.curvature is not None:
-            bench.curvature(candidate.curvature)
+            fresh.curvature(candidate.curvature)
         times = []
         for _ in range(runs):
             started = time.perf_counter()
-            bench.merge(candidate)
+            fresh.merge(candidate)
             times.append(time.perf_counter() - started)
         row = {"method": candidate.name, "median": statistics.median(times), "least": min(times)}
         data.append({**row, "curvature": candidate.curvature or ""})
     notes = [f"Median of {runs} runs."]
-    notes += [f"Measuring {kind} curvature of all models took {s:.1f} s." for kind, s in bench.seconds.items()]
+    notes += [f"Measuring {kind} curvature of all models took {s:.1f} s." for kind, s in fresh.seconds.items()]
     columns = {
         "method": text("method"),
         "median s": number("median"),
         "least s": number("least"),
         "curvature": text("curvature"),
     }
-    return Result("cost", "Wall-clock time", columns, data, notes)
+    figure = dots(data, "seconds", ("median", "least"), log=True)
+    return Result("cost", "Wall-clock time", columns, data, notes, figure)
 
 
 def metrics(bench: Bench) -> Result:
     """Return accuracy over metric, subspace, aggregator and damping."""
     names = [task.name for task in bench.suite.tasks]
     data = []
-    for metric, method in METRICS.items():
-        for basis in ("tagged", "tensor", "full") if metric != "exact" else ("tagged",):
-            for aggregator in ("mean", "sum", "anchored"):
-                for damping in (0.01, 0.3, 1.0):
-                    parameters = {"basis": basis, "aggregator": aggregator, "damping": damping, "iterations": 40}
-                    outcome = bench.best(Candidate(method, parameters))
-                    row = {"metric": metric, **parameters, "scale": outcome.scale, "validation": outcome.validation}
-                    data.append({**row, **summary(outcome.test, names)})
+    grid = itertools.product(METRICS, ("tagged", "tensor", "full"), ("mean", "sum", "anchored"), (0.01, 0.3, 1.0))
+    steps = [step for step in grid if step[:2] not in (("exact", "tensor"), ("exact", "full"))]
+    for metric, basis, aggregator, damping in bench.each(steps, "{0[0]}, {0[1]}, {0[2]}, {0[3]}".format):
+        parameters = {"basis": basis, "aggregator": aggregator, "damping": damping, "iterations": STEPS}
+        outcome = bench.best(Candidate(METRICS[metric], parameters))
+        row = {"metric": metric, **parameters, "scale": outcome.scale, "validation": outcome.validation}
+        data.append({**row, **summary(outcome.test, names)})
     columns = {
         "metric": text("metric"),
         "subspace": text("basis"),
@@ -257,26 +251,35 @@ def metrics(bench: Bench) -> Result:
         "worst": accuracy("worst"),
         "scale": number("scale"),
     }
-    notes = ["Conjugate gradients stop after 40 steps."]
-    return Result("metrics", "Metric x subspace x aggregator", columns, data, notes)
+    best: dict[str, Row] = {}
+    for row in data:
+        name = f"{row['metric']}, {row['basis']}, {row['aggregator']}"
+        if name not in best or row["validation"] > best[name]["validation"]:
+            best[name] = {**row, "method": name}
+    notes = [
+        f"Conjugate gradients stop after {STEPS} steps.",
+        "The figure has of every metric, subspace and aggregator the damping that is best on validation data.",
+    ]
+    figure = dots(list(best.values()), "accuracy")
+    return Result("metrics", "Metric x subspace x aggregator", columns, data, notes, figure)
 
 
 def tasks(bench: Bench) -> Result:
     """Return accuracy against the number of merged models: the first 2, 3, … of the suite."""
     data, lines = [], Lines("merged models", "average accuracy on their tasks")
-    for method in ("average", "tsv", "epimer_free", "epimer_kron"):
-        for count in range(2, len(bench.states) + 1):
-            merged = bench.merge(Candidate(method), models=range(count))
-            some = bench.suite.tasks[:count]
+    steps = itertools.product(("average", "tsv", "epimer_free", "epimer_kron"), range(2, len(bench.states) + 1))
+    for method, count in bench.each(steps, "{0[0]}, {0[1]} models".format):
+        merged = bench.merge(Candidate(method), models=range(count))
+        some = bench.suite.tasks[:count]
 
-            def at(scale: float, split: str, merged: Any = merged, some: Any = some) -> Scores:
-                state = bench.scaled(merged, scale)
-                return Scores([bench.suite.scores_on(state, task, split) for task in some])
+        def at(scale: float, split: str, merged: Any = merged, some: Any = some) -> Scores:
+            state = bench.scaled(merged, scale)
+            return Scores([bench.suite.scores_on(state, task, split) for task in some])
 
-            scale = max((0.3, 0.5, 0.7, 1.0, 1.3, 1.75, 2.5), key=lambda s: at(s, "val").average)
-            found = summary(at(scale, "test"), [task.name for task in some])
-            data.append({"method": method, "T": count, "scale": scale, **found})
-            lines.add(method, count, found["average"], found["low"], found["high"])
+        scale = max((0.3, 0.5, 0.7, 1.0, 1.3, 1.75, 2.5), key=lambda s: at(s, "val").average)
+        found = summary(at(scale, "test"), [task.name for task in some])
+        data.append({"method": method, "T": count, "scale": scale, **found})
+        lines.add(method, count, found["average"], found["low"], found["high"])
     columns = {
         "method": text("method"),
         "T": text("T"),
@@ -291,14 +294,16 @@ def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
     """Return every task's loss on the plane of the fine-tuned models' first two principal components."""
     suite = bench.suite.some(test=seen)
     merged: dict[str, Mapping[str, Any]] = {}
-    for method in SHOWN:
+    for method in bench.each(SHOWN):
         candidate = Candidate(method)
         merged[method] = bench.scaled(bench.merge(candidate), bench.best(candidate).scale)
     names = [task.name for task in suite.tasks]
     models = dict(zip(names, bench.states, strict=True))
+    points, done = 1 + len(models) + len(merged) + grid**2, itertools.count(1)
     found = survey(
-        dict(suite.base), models, lambda state: suite.losses(state, "test"), merged=merged, tasks=names, grid=grid
-    )
+        dict(suite.base), models, lambda state: suite.losses(state, "test"), merged=merged, tasks=names, grid=grid,
+        progress=lambda _: bench.watch(next(done), points, "losses"),
+    )  # fmt: skip
     data = [{"point": point.name, "kind": point.kind, **point.shown(names)} for point in found.points]
     columns = {
         "model": text("point"),

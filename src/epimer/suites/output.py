@@ -25,13 +25,16 @@ def write(result: Result, folder: Path) -> list[Path]:
 
 
 def draw(figure: Mapping[str, Any], title: str, path: Path) -> None:
-    """Draw a figure: lines with their intervals, or maps of a landscape."""
+    """Draw a figure: lines or dots with their intervals, or maps of a landscape."""
     from matplotlib.figure import Figure
 
     page = Figure(figsize=(7, 4.5), layout="constrained")
     if figure["kind"] == "maps":
         _draw_maps(figure, page)
         page.suptitle(title)
+    elif figure["kind"] == "dots":
+        page.set_size_inches(7, 1.2 + 0.25 * len(figure["dots"]))
+        _draw_dots(figure, title, page.subplots())
     else:
         _draw_lines(figure, title, page.subplots())
     page.savefig(path, metadata={"Date": None})
@@ -46,6 +49,21 @@ def _draw_lines(figure: Mapping[str, Any], title: str, axes: Any) -> None:
     axes.set_ylabel(figure["y"])
     axes.set_title(title)
     axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def _draw_dots(figure: Mapping[str, Any], title: str, axes: Any) -> None:
+    names, places = list(figure["dots"]), range(len(figure["dots"]))
+    value, low, high, second = zip(*figure["dots"].values(), strict=True)
+    axes.hlines(places, low, high, linewidth=4, alpha=0.35)
+    axes.plot(value, places, "o", label=figure["names"][0])
+    axes.plot(second, places, "D", markersize=4, label=figure["names"][1])
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xscale("log" if figure["log"] else "linear")
+    axes.set_xlabel(figure["x"])
+    axes.set_title(title)
+    axes.grid(alpha=0.3, axis="x")
     axes.legend(fontsize="small")
 
 

@@ -23,7 +23,7 @@ class Result:
     data: Sequence[Row]
     notes: list[str] = field(default_factory=list)
     figure: Mapping[str, Any] | None = None
-    """`lines`: x label, y label, and per line its points (x, y, low, high); or `maps`: a loss landscape"""
+    """of kind `lines` (x label, y label, per line its points (x, y, low, high)), `dots` or `maps` (a loss landscape)"""
 
     @property
     def headings(self) -> list[str]:
@@ -65,6 +65,18 @@ class Lines:
     def figure(self) -> dict[str, Any]:
         """Return plain data."""
         return {"kind": "lines", "x": self.x, "y": self.y, "lines": {k: sorted(v) for k, v in self.lines.items()}}
+
+
+def dots(
+    rows: Sequence[Row], x: str, names: tuple[str, str] = ("average", "worst"), *, log: bool = False
+) -> dict[str, Any]:
+    """Return a figure of one value per row, with its interval where there is one, and a second value beside it."""
+    first, second = names
+    shown = {
+        row["method"]: [row[first], row.get("low", row[first]), row.get("high", row[first]), row[second]]
+        for row in rows
+    }
+    return {"kind": "dots", "x": x, "names": names, "log": log, "dots": shown}
 
 
 def summary(scores: Scores, names: Sequence[str]) -> Row:

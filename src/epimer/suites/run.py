@@ -70,10 +70,10 @@ def run_experiments(
     bench = Bench(open_suite(suite, seed=seed, progress=progress, **options), seed=seed)
     measured = _check_fit(bench.suite, wanted)
     for name in wanted:
-        with Progress(progress, unit="experiments") as bar:
-            stage = bar.begin(name, None)
+        with Progress(progress, unit="steps") as bar:
+            bench.watch = bar.begin(name, None).reach
             result = beside(EXPERIMENTS[name](bench), bench.suite)
-            stage.advance(1, "")
+        result.notes.append(bench.made())
         result = replace(result, title=result.title.replace("accuracy", measured))
         if measured in ("loss", "perplexity"):
             more = " (perplexity is its exp)" if measured == "perplexity" else ""

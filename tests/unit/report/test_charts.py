@@ -15,7 +15,7 @@ from epimer.report.charts.heat import Scale, heat
 from epimer.report.charts.landscape import _free, _overlap, landscape
 from epimer.report.charts.lines import Labels, Series, lines
 from epimer.report.kinds import MapPoint
-from epimer.report.numbers import Axis, Unit, fixed, number, percent, signed, ticks
+from epimer.report.numbers import Axis, Unit, decades, fixed, number, percent, signed, ticks
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -68,6 +68,26 @@ def test_ticks_are_round_and_within(low, high):
 
 def test_a_flat_axis_has_one_tick():
     assert ticks(3.0, 3.0) == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [
+        (0.03, 700, [0.1, 1, 10, 100]), (0.3, 7, [0.5, 1, 2, 5]), (1, 100, [1, 2, 5, 10, 20, 50, 100]),
+        (2.1, 4.9, []),
+    ],
+)  # fmt: skip
+def test_ticks_of_a_logarithmic_axis(low, high, wanted):
+    assert decades(low, high) == pytest.approx(wanted)
+
+
+def test_ranges_may_be_logarithmic_where_all_is_positive():
+    rows = [Range(f"{v}", v, v, v, v / 10, f"{v}", f"{v} second") for v in (1.0, 10.0, 100.0)]
+    places = [float(one.attrib["cx"]) for one in marks(ranges(rows, number, ("a", "b"), "", log=True), "circle")]
+    assert places[1] - places[0] == pytest.approx(places[2] - places[1], abs=0.05)
+    rows[0] = Range("0", 0.0, 0.0, 0.0, None, "0")
+    places = [float(one.attrib["cx"]) for one in marks(ranges(rows, number, ("a", "b"), "", log=True), "circle")]
+    assert places[2] - places[0] == pytest.approx(10 * (places[1] - places[0]), rel=0.01)
 
 
 def test_bars_are_as_long_as_their_values():

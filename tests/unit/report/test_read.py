@@ -32,7 +32,8 @@ def test_every_kind_is_told_by_its_content(tmp_path):
     for i, record in enumerate(found.everything().values()):
         written(tmp_path / f"{i}.json", record)
     records = read_records([tmp_path / f"{i}.json" for i in range(len(found.everything()))])
-    assert [one.record.name for one in records.experiments] == ["performance", "alpha", "eta", "landscape", "tasks"]
+    names = [one.record.name for one in records.experiments]
+    assert names == ["performance", "alpha", "eta", "landscape", "tasks", "cost"]
     assert records.diagnoses[0].record.to_dict() == {
         **records.diagnoses[0].record.to_dict(),
         **{key: found.diagnosis()[key] for key in ("curvature", "rank", "base", "recipe")},

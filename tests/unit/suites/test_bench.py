@@ -115,24 +115,26 @@ def test_curvature_is_measured_once_and_kept(suite):
 
 
 def test_performance_has_every_method_and_the_references(bench):
-    said = []
-    result = experiments.performance(bench, said.append)
+    result = experiments.performance(bench)
     assert [row[0] for row in result.rows] == ["few-shot probe", "fine-tuned", *(c.name for c in CANDIDATES)]
-    assert said == [row[0] for row in result.rows]
     assert all(len(row) == len(result.headings) for row in result.rows)
     assert "| tsv |" in result.markdown()
 
 
-@pytest.mark.parametrize("name", ["worst-task", "alpha", "eta", "cost", "tasks", "landscape"])
-def test_experiments_write_tables_and_figures(bench, tmp_path, name):
+@pytest.mark.parametrize("name", ["performance", "worst-task", "alpha", "eta", "cost", "tasks", "landscape"])
+def test_experiments_write_tables_and_figures(bench, tmp_path, name, monkeypatch):
+    told = []
+    monkeypatch.setattr(bench, "watch", lambda *step: told.append(step))
     result = experiments.landscape(bench, grid=4) if name == "landscape" else experiments.EXPERIMENTS[name](bench)
     assert result.rows
     assert all(len(row) == len(result.headings) for row in result.rows)
     files = write(result, tmp_path)
     assert json.loads(files[0].read_text())["rows"] == json.loads(json.dumps(result.rows))
     assert files[1].read_text().count("\n|") >= len(result.rows)
-    if result.figure is not None:
-        assert files[2].read_text().startswith("<?xml")
+    assert files[2].read_text().startswith("<?xml")
+    done, total, _ = told[-1]
+    assert done == total == max(total for _, total, _ in told)
+    assert [done for done, of, _ in told if of == total][-total:] == list(range(1, total + 1))
 
 
 def test_samples_and_metrics(bench, monkeypatch):
@@ -140,5 +142,8 @@ def test_samples_and_metrics(bench, monkeypatch):
     monkeypatch.setattr(experiments, "FRACTIONS", (0.05, 0.5))
     assert [row[2] for row in experiments.samples(bench).rows] == ["8", "32"] * 3
     assert [row[2] for row in experiments.fisher_fraction(bench).rows] == ["20", "200"] * 3
-    rows = experiments.metrics(bench).rows
-    assert len(rows) == 3 * 3 * 3 * 3 + 9
+    found = experiments.metrics(bench)
+    assert len(found.rows) == 3 * 3 * 3 * 3 + 9
+    assert len(found.figure["dots"]) == 3 * 3 * 3 + 3
+    best = max((row for row in found.data[:3]), key=lambda row: row["validation"])
+    assert found.figure["dots"]["diagonal, tagged, mean"][0] == best["average"]

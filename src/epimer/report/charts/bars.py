@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from epimer.report.charts.frame import SMALL, WIDTH, Chart, across, cut, label, margin_for, mark, wide
 from epimer.report.markup import Markup, join, tag
-from epimer.report.numbers import Axis, finite, ticks, widened
+from epimer.report.numbers import Axis, decades, finite, ticks, widened
 
 ROW = 22.0
 
@@ -68,7 +68,13 @@ def bars(
 
 
 def ranges(
-    rows: Sequence[Range], show: Callable[[float], str], names: tuple[str, str], describes: str, unit: str = ""
+    rows: Sequence[Range],
+    show: Callable[[float], str],
+    names: tuple[str, str],
+    describes: str,
+    unit: str = "",
+    *,
+    log: bool = False,
 ) -> Chart:
     """Draw each value with its interval, and the second value as a diamond."""
     left = margin_for([row.name for row in rows])
@@ -76,9 +82,15 @@ def ranges(
     top = 24.0
     bottom = top + ROW * len(rows)
     values = finite(v for row in rows for v in (row.value, row.low, row.high, row.second))
-    low, high = widened(values, 0.04)
-    axis = Axis(low, high, left, right)
-    parts = [_keys(names, left), across(axis, ticks(low, high, 6), show, top, bottom)]
+    log = log and min(values, default=0.0) > 0
+    if log:
+        low, high = min(values) / 1.3, max(values) * 1.3
+        grid = decades(low, high)
+    else:
+        low, high = widened(values or [0.0], 0.04)
+        grid = ticks(low, high, 6)
+    axis = Axis(low, high, left, right, log)
+    parts = [_keys(names, left), across(axis, grid, show, top, bottom)]
     for i, row in enumerate(rows):
         y = top + ROW * (i + 0.5)
         x = axis(row.value)

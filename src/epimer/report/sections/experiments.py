@@ -1,4 +1,4 @@
-"""What else was tried: α, η against rank, landscapes, and whatever has a table and lines."""
+"""What else was tried: α, η against rank, landscapes, and whatever has a table, lines or dots."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from epimer.report.blocks import (
     notes,
     paragraph,
 )
+from epimer.report.charts.bars import Range, ranges
 from epimer.report.charts.landscape import landscape
 from epimer.report.charts.lines import Labels, Series, lines
-from epimer.report.kinds import Experiment, Lines, Maps, Records
+from epimer.report.kinds import Dots, Experiment, Lines, Maps, Records
 from epimer.report.markup import Markup
 from epimer.report.numbers import Unit, finite, number, percent, signed, widened
 from epimer.report.palette import colour
@@ -123,6 +124,8 @@ def others(records: Records) -> Section | None:
         blocks.append(heading(one.title if one.name not in shown else f"{one.title} ({one.name})"))
         if isinstance(one.figure, Lines) and one.figure.lines:
             blocks.append(Side([line_chart(one.name, one.figure), _table(one)]))
+        elif isinstance(one.figure, Dots) and one.figure.dots:
+            blocks.append(Side([dot_chart(one.name, one.figure), _table(one)]))
         else:
             blocks.append(_table(one))
         blocks.append(notes(one.notes))
@@ -146,6 +149,27 @@ def line_chart(name: str, figure: Lines) -> Figure:
     )
     title = f"{figure.y[:1].upper()}{figure.y[1:]} by {figure.x}"
     return Figure(name, title, chart, _points(figure.lines, figure, unit))
+
+
+def dot_chart(name: str, figure: Dots) -> Figure:
+    """Return a figure of dots as the record has them; what is not finite is left out."""
+    known = Unit.of(value for values in figure.dots.values() for value in values)
+    unit = Unit(known.share and "accuracy" in figure.x)
+    first, second = figure.names
+    rows = []
+    for row, (value, low, high, other) in figure.dots.items():
+        if math.isfinite(value):
+            low, high = (bound if math.isfinite(bound) else value for bound in (low, high))
+            beside = other if math.isfinite(other) else None
+            tips = f"{row}\n{first} {unit.exact(value)}", f"{row}\n{second} {unit.exact(other)}"
+            rows.append(Range(row, value, low, high, beside, *tips))
+    label = figure.x + (", %" if unit.share else "")
+    chart = ranges(
+        rows, unit.tick, figure.names, f"{figure.x}: {first} and {second} of {len(rows)} rows.", label, log=figure.log
+    )
+    cells: Rows = [[row, *(Cell(unit.exact(v), v) for v in values)] for row, values in figure.dots.items()]
+    table = Table(["row", first, "low", "high", second], cells, f"{figure.x}: {first} and {second}")
+    return Figure(name, f"{first[:1].upper()}{first[1:]} and {second}", chart, table)
 
 
 def _series(named: dict[str, list[tuple[float, float, float, float]]]) -> list[Series]:
