@@ -47,7 +47,7 @@ $(PEERS_STAMP): tests/conformance/requirements.txt tests/conformance/requirement
 	@touch $@
 
 conformance: $(PEERS_STAMP)  ## compare with implementations that nobody here wrote (own environment)
-	$(PEERS)/bin/python -m pytest tests/conformance -o filterwarnings=default::epimer.errors.EpimerWarning
+	$(PEERS)/bin/python -m pytest tests/conformance tests/integration/test_eval_cli.py::test_lm_eval_scores_a_tiny_llama -o filterwarnings=default::epimer.errors.EpimerWarning
 
 clean:  ## remove environments and caches
 	rm -rf .venv $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
