@@ -261,6 +261,16 @@ def test_auto_by_eval_in_a_real_process_is_what_a_sweep_finds(here):
     assert (here / "auto" / "model.safetensors").read_bytes() == (here / "same" / "model.safetensors").read_bytes()
 
 
+def test_auto_on_a_suite_of_losses_tells_the_loss(here):
+    (here.parent / "models" / "loss.yaml").write_text(yaml.safe_dump(tiny.suite_of(metric="loss")))
+    recipe = write(here, merge_method="auto", scale="auto", eval="loss.yaml")
+    out = assert_done(run("merge", recipe, "--dry-run", "--json", "-q"))
+    assert_done(run("sweep", write(here), "--eval", "loss.yaml", "-o", "found.json", "-q"))
+    best = json.loads((here / "found.json").read_text())["best"]
+    assert best["validation"] < 0
+    assert f": {-best['validation']:.3f} on validation data of loss.yaml" in out
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from epimer.diagnosis.advice import choice
 from epimer.diagnosis.diagnose import diagnose
+from epimer.diagnosis.stats import shown
 from epimer.diagnosis.sweep import Evaluate, State, Sweep, Way, at_scales, check_methods, compare, shared_basis
 from epimer.engine.local import Runner
 from epimer.engine.merge import check_plan
@@ -60,12 +61,12 @@ def by_forecast(given: Recipe, folder: Path | None, *, progress: bool, any_curva
         raise RecipeError("projected curvature is known inside its basis only, so nothing can be forecast; add 'eval'.")
     method, scale = choice(found, scaled="scale" in given.auto)
     forecast, row = found.forecast[method], describe_method(method)
-    shown = f" ({found.curvature} curvature)"
+    under = f" ({found.curvature} curvature)"
     if "scale" not in given.auto:
-        return settled(given, method), f"{method}: the lowest forecast, {forecast.mean:.2f}{shown}"
+        return settled(given, method), f"{method}: the lowest forecast, {forecast.mean:.2f}{under}"
     if row.absolute_weights:  # forecast for weights that sum to 1
         scale = round(scale / _total_weight(given), 4)
-    why = f"{method} at scale {scale:g}: the lowest forecast, {forecast.mean_at_scale:.2f}{shown}"
+    why = f"{method} at scale {scale:g}: the lowest forecast, {forecast.mean_at_scale:.2f}{under}"
     return settled(given, method, scale), why
 
 
@@ -85,10 +86,10 @@ def by_sweep(given: Recipe, evaluate: Evaluate, *, folder: Path | None, progress
         any_curvature=any_curvature, evaluation=given.eval or "", keep_scale=not free,
     )  # fmt: skip
     best = found.best
-    shown = f"{100 * best.validation.all.average:.1f} on validation data of {given.eval}"
+    why = f"{shown(best.validation.unit, best.validation.all.average)} on validation data of {given.eval}"
     if not free:
-        return settled(given, best.method), f"{best.method}: {shown}"
-    return settled(given, best.method, best.scale), f"{best.method} at scale {best.scale:g}: {shown}"
+        return settled(given, best.method), f"{best.method}: {why}"
+    return settled(given, best.method, best.scale), f"{best.method} at scale {best.scale:g}: {why}"
 
 
 def settled(given: Recipe, method: str, scale: float | None = None, rank: int | None = None) -> Recipe:

@@ -12,11 +12,11 @@ from torch import Tensor
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.curvature.data import choose
-from epimer.diagnosis.stats import Scores
+from epimer.diagnosis.stats import Scores, natural, shown
 from epimer.errors import CheckpointError, DataError, ParameterError, listed
 from epimer.geometry.linalg import nonfinite
 from epimer.progress import Progress
-from epimer.suites.metrics import natural, shown, unit
+from epimer.suites.metrics import unit
 from epimer.suites.suite import Data, Suite, SuiteTask
 
 SPLITS = ("test", "val")

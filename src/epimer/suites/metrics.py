@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from epimer.curvature.labels import IGNORED, logits_of
 from epimer.curvature.tasks import sample_losses
+from epimer.diagnosis.stats import SHARES
 from epimer.errors import ParameterError
 from epimer.suites.suite import Suite, classification_loss, right
 
@@ -43,8 +43,6 @@ TOKENS: dict[str, Judge] = {
 }
 """of classifiers and of language models; the first is the default"""
 
-SHARES = ("accuracy", "token-accuracy")
-
 
 def unit(metric: str) -> str:
     """Return what a metric is measured in; only tasks of one unit can be averaged."""
@@ -60,20 +58,3 @@ def one_unit(suite: Suite) -> str:
             "tasks one metric."
         )
     return units[0]
-
-
-def natural(metric: str, score: float) -> float:
-    """Return a mean score as the metric is known: a loss is minus the score, perplexity is exp(loss)."""
-    if metric == "loss":
-        return -score
-    if metric == "perplexity":
-        return math.exp(min(-score, 700.0))  # past which a float holds no more
-    return score
-
-
-def shown(metric: str, score: float) -> str:
-    """Return a mean score as tables show it: shares in percent, anything else as a number."""
-    if metric in SHARES:
-        return f"{100 * score:.1f}"
-    value = natural(metric, score)
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"

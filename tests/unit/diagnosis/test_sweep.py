@@ -506,7 +506,7 @@ def test_what_auto_takes_by_eval_scores_what_it_says(folder, recipe):
     chosen, why = auto.resolve(recipe, evaluator=evaluator, progress=False)
     epimer.merge(chosen, "out", progress=False)
     said = float(why.split(": ")[1].split(" on validation data")[0])
-    assert 100 * score_of(folder, "out") == pytest.approx(said, rel=1e-3, abs=0.06)
+    assert score_of(folder, "out") == pytest.approx(said, rel=1e-3, abs=0.0006)
 
 
 def test_a_recipe_may_not_name_code(folder):
