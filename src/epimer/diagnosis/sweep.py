@@ -21,7 +21,7 @@ from epimer.geometry.subspace import pairs
 from epimer.methods.merge import build_basis, merge_state_dicts
 from epimer.methods.registry import Method
 
-SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.75, 2.0, 2.5, 3.0)
+SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
 METHODS = ("average", "tsv", "iso_c", "epimer_free")
 CURVED = {
     "diagonal": ("fisher", "epimer"),

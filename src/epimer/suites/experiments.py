@@ -23,9 +23,11 @@ from epimer.suites.results import (
     accuracy,
     difference,
     dots,
+    edges,
     interval,
     number,
     on_task,
+    starred,
     summary,
     text,
 )
@@ -68,15 +70,14 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> R
         f"epimer's methods against it at their own rank, {min(RANK, _most(bench))}.",
         f"Best on validation data: {best}.",
     ]
-    if any(outcome.edge for outcome in outcomes):
-        notes.append("* the best scale is the last of the grid; a better one may lie beyond it.")
+    notes += edges(data)
     notes += [f"Measuring {kind} curvature took {s:.1f} s." for kind, s in bench.seconds.items() if s >= 0.1]
     columns = {
         "method": text("method"),
         "average [95%]": interval,
         "worst": accuracy("worst"),
         **{name: on_task(name) for name in names},
-        "scale": lambda row: number("scale")(row) + ("*" if row.get("edge") else ""),
+        "scale": starred,
         "merge s": lambda row: "" if row.get("seconds") is None else f"{row['seconds']:.2f}",
         f"against {against.candidate.name}": difference,
     }
@@ -241,6 +242,7 @@ def metrics(bench: Bench) -> Result:
         parameters = {"basis": basis, "aggregator": aggregator, "damping": damping, "iterations": STEPS}
         outcome = bench.best(Candidate(METRICS[metric], parameters))
         row = {"metric": metric, **parameters, "scale": outcome.scale, "validation": outcome.validation}
+        row["edge"] = outcome.edge
         data.append({**row, **summary(outcome.test, names)})
     columns = {
         "metric": text("metric"),
@@ -249,7 +251,7 @@ def metrics(bench: Bench) -> Result:
         "damping": number("damping"),
         "average [95%]": interval,
         "worst": accuracy("worst"),
-        "scale": number("scale"),
+        "scale": starred,
     }
     best: dict[str, Row] = {}
     for row in data:
@@ -259,6 +261,7 @@ def metrics(bench: Bench) -> Result:
     notes = [
         f"Conjugate gradients stop after {STEPS} steps.",
         "The figure has of every metric, subspace and aggregator the damping that is best on validation data.",
+        *edges(data),
     ]
     figure = dots(list(best.values()), "accuracy")
     return Result("metrics", "Metric x subspace x aggregator", columns, data, notes, figure)

@@ -106,6 +106,17 @@ def accuracy(key: str) -> Callable[[Row], str]:
     return lambda row: "" if row.get(key) is None else percent(row[key])
 
 
+def starred(row: Row) -> str:
+    """Show a scale, with a star where it is the last of its grid."""
+    return number("scale")(row) + ("*" if row.get("edge") else "")
+
+
+def edges(data: Sequence[Row]) -> list[str]:
+    """Return what the stars mean, where there are any."""
+    star = "* the best scale is the last of the grid; a better one may lie beyond it."
+    return [star] if any(row.get("edge") for row in data) else []
+
+
 def interval(row: Row) -> str:
     """Show an average with its interval."""
     return f"{percent(row['average'])} [{percent(row['low'])}, {percent(row['high'])}]"
