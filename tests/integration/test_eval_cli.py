@@ -25,6 +25,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny  # noqa: E402
 from commands import ENVIRONMENT, Ran, run, start  # noqa: E402
+from epimer.cli.judging import NAMED  # noqa: E402
+from epimer.suites.experiments import EXPERIMENTS  # noqa: E402
 
 RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
 
@@ -145,6 +147,45 @@ def test_benches_of_losses_say_so(here):
     loss = tiny.judge(tiny.loaded(here, "pace", here / "base"), rows_of(here, "pace"))[1]
     assert f"| {-100 * loss:.1f} |" in next(line for line in page.splitlines() if line.startswith("| base |"))
     assert_refused(run("bench", suite, "--experiment", "worst-task", "-o", "other"), "'worst-task'", "a loss has none")
+
+
+def test_all_leaves_out_what_does_not_fit(here):
+    suite = write(here / "loss.yaml", tiny.suite_of(metric="loss"))
+    assert run("bench", suite, "--experiment", "all", "-o", "out", "-q").code == 0
+    assert NAMED.split(", ") == list(EXPERIMENTS)
+    written = {path.name for path in (here / "out").iterdir()}
+    kinds = [name for name in EXPERIMENTS if name not in ("landscape", "worst-task")]
+    assert written == {f"{name}.{kind}" for name in kinds for kind in ("json", "md", "svg")}
+    page = (here / "out" / "performance.md").read_text()
+    assert "Left out: 'landscape' needs 3 tasks at least" in page
+    assert "Left out: 'worst-task' tells what share" in page
+    samples = json.loads((here / "out" / "samples.json").read_text())["data"]
+    assert max(row["samples"] for row in samples) == len(rows_of(here, "pace", "train"))
+    assert all(json.loads(path.read_text())["title"].startswith("words: ") for path in (here / "out").glob("*.json"))
+
+
+def test_one_task_is_too_few_to_merge(here):
+    described = tiny.suite_of()
+    suite = write(here / "one.yaml", described | {"tasks": described["tasks"][:1]})
+    for name in ("performance", "samples", "tasks", "all"):
+        assert_refused(run("bench", suite, "--experiment", name, "-o", "out"), "needs 2 tasks at least", "there are 1")
+    assert not (here / "out").exists()
+
+
+def test_where_results_cannot_go_is_said_before_any_work(here, monkeypatch):
+    (here / "file").write_text("kept")
+    monkeypatch.setattr("epimer.suites.run.open_suite", lambda *_, **__: pytest.fail("the suite was opened"))
+    assert_refused(run("bench", "suite.yaml", "-o", "file"), "file cannot be written", "is no folder")
+    assert_refused(run("bench", "suite.yaml", "-o", "file/more/out"), "is no folder")
+    assert (here / "file").read_text() == "kept"
+
+
+def test_a_model_with_more_layers_is_refused(here):
+    config = transformers.AutoConfig.from_pretrained(here / "base")
+    config.num_hidden_layers += 1
+    transformers.BertForPreTraining(config).save_pretrained(here / "deep")
+    said = ("deep has 16 tensors like those of words's base but of other numbers", "give a model with as many layers")
+    assert_refused(run("eval", "suite.yaml", "-m", "deep"), *said)
 
 
 def test_a_limit_takes_the_same_samples_every_time(here):
@@ -400,6 +441,7 @@ def test_language_models_by_token_accuracy_and_perplexity(here):
 # suites in Python
 
 MODULE = """
+from dataclasses import replace
 import torch
 from torch import nn
 from epimer.suites.suite import Split, Suite, SuiteTask
@@ -420,6 +462,32 @@ def nothing():
 
 def broken():
     return 1 / 0
+
+def score(outputs, targets):
+    raise RuntimeError("no score today")
+
+def leaves(state, task):
+    raise SystemExit("bye")
+
+def altered(**changes):
+    made = make()
+    tasks = [replace(task, **changes.pop("task", {})) for task in made.tasks]
+    return replace(made, **{"tasks": tasks, **changes})
+
+def unscored():
+    return altered(task={"score": score})
+
+def left():
+    return altered(network=leaves)
+
+def fewer():
+    return altered(models=make().models[:1])
+
+def twice():
+    return altered(tasks=[make().tasks[0]] * 2)
+
+def wide():
+    return altered(tasks=[replace(task, score=lambda outputs, targets: outputs) for task in make().tasks])
 """
 
 
@@ -439,7 +507,12 @@ def test_a_function_makes_a_suite(here, monkeypatch):
     for entry, words in {
         "my_own_suite:mak": ("no function 'mak'", "Did you mean 'make'?"),
         "my_own_suite:nothing": ("returned dict", "Suite"),
-        "my_own_suite:broken": ("ZeroDivisionError: division by zero", "my_own_suite.py line 21"),
+        "my_own_suite:broken": ("ZeroDivisionError: division by zero", "my_own_suite.py line 22"),
+        "my_own_suite:unscored": ("score failed: RuntimeError: no score today", "my_own_suite.py line 25"),
+        "my_own_suite:left": ("network failed: SystemExit: bye", "my_own_suite.py line 28"),
+        "my_own_suite:fewer": ("there are 1 models and 2 tasks",),
+        "my_own_suite:twice": ("two tasks are named 'column0'",),
+        "my_own_suite:wide": ("task 'column0' judges 50 samples", "(50, 2)", "expected one number per sample"),
         "my_other_suite:make": ("no module 'my_other_suite'",),
         "half:make": ("importing half failed", "not_there_at_all", "half.py line 1"),
     }.items():

@@ -253,6 +253,27 @@ def check_file(path: Path | None) -> None:
         raise OutputError(f"{path} cannot be written: {why}.")
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that could not be made or written into, before any work is done for it."""
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise OutputError(f"{folder} cannot be written: {there} is no folder; choose another place.")
+    if not os.access(there, os.W_OK):
+        raise OutputError(f"{folder} cannot be written: {there} may not be changed; choose another place.")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a file to write, which takes its name when all of it is there."""
+    draft = draft_of(path)
+    with explained(path, "written"):
+        try:
+            yield draft
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
 def check_new(out: Path, marker: str, *, overwrite: bool) -> None:
     """Refuse to write where something else is; a folder that holds `marker` may be replaced if `overwrite` says so."""
     out = out.expanduser()

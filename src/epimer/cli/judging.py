@@ -12,6 +12,8 @@ from epimer.cli import show
 from epimer.cli.app import Json, Quiet, app, stoppable
 from epimer.errors import EpimerWarning
 
+NAMED = "performance, worst-task, alpha, eta, fisher-fraction, landscape, cost, metrics, samples, tasks"
+
 
 @app.command()
 def diagnose(
@@ -173,10 +175,14 @@ def evaluate(
 def bench(
     suite: Annotated[str, typer.Argument(help="glyphs8, clip8, a YAML file, or module:function.")] = "glyphs8",
     experiment: Annotated[
-        list[str] | None, typer.Option(help="Which, by name, or all; may be repeated.", show_default="performance")
+        list[str] | None,
+        typer.Option(
+            help=f"{NAMED} or all; may be repeated.",
+            show_default="performance",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to put tables and figures.")] = Path("epimer-bench"),
-    seed: Annotated[int, typer.Option(help="Of the suite and of the choice of samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the suite and of the choice of samples.", min=0)] = 0,
     variant: Annotated[str | None, typer.Option(help="Of clip8: B/32, B/16 or L/14.", show_default="B/32")] = None,
     limit: Annotated[int | None, typer.Option(help="Of clip8: samples of each split.", show_default="all")] = None,
     family: Annotated[

@@ -44,15 +44,10 @@ def dump(value: Any) -> None:
 
 def write(path: Path, value: Any) -> None:
     """Write a value to a JSON file, which appears whole or not at all."""
-    from epimer.checkpoints.writer import as_json, draft_of, explained
+    from epimer.checkpoints.writer import as_json, whole_file
 
-    draft = draft_of(path)
-    with explained(path, "written"):
-        try:
-            draft.write_bytes(as_json(value))
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+    with whole_file(path) as draft:
+        draft.write_bytes(as_json(value))
 
 
 def page(records: Sequence[Mapping[str, Any]], path: Path) -> None:

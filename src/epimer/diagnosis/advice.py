@@ -53,7 +53,8 @@ def _take(found: Diagnosis) -> Iterator[Advice]:
     yield Advice("take", f"{method} at scale {scale:g}: {lowest}" + (f" ({beside})." if beside else "."))
     if found.curvature == "task-gram":
         yield Advice(
-            "take", "measure curvature if you have data, even unlabelled (`epimer curvature`): 64 samples a task do."
+            "take",
+            "measure curvature if you have data, even unlabelled (`epimer curvature`): a few hundred samples a task.",
         )
     elif found.total.eta_fraction < LITTLE:
         share = f"{found.total.eta_fraction:.1%}"

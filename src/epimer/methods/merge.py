@@ -285,8 +285,10 @@ def warn_of(method: str, records: Mapping[str, TensorRecord]) -> None:
     """Say once per kind what did not go exactly as asked."""
     lowered = [name for name, r in records.items() if r.note.startswith("rank") and r.status != "tied"]
     if lowered:
-        first = records[lowered[0]].note
-        warnings.warn(f"{method}: {first} in {listed(lowered)}: floor(min(m, n) / T).", EpimerWarning, stacklevel=3)
+        ranks = sorted({r for name in lowered if (r := records[name].rank) is not None})
+        note = records[lowered[0]].note
+        note = note if len(ranks) < 2 else f"{note.rpartition(' ')[0]} {ranks[0]} to {ranks[-1]}"
+        warnings.warn(f"{method}: {note} in {listed(lowered)}: floor(min(m, n) / T).", EpimerWarning, stacklevel=3)
     for status, meaning in (
         ("clamped", "too small to give every task a direction, averaged"),
         ("damped", "singular curvature, damped"),

@@ -131,7 +131,7 @@ class Bench:
         """Tell what made its results, and when."""
         return (
             f"Made by epimer {epimer.__version__} with torch {torch.__version__} on {date.today()}; seed {self.seed}, "
-            f"curvature of {self.samples} samples per task unless the table says otherwise."
+            f"curvature of {self.samples} samples per task at most, unless the table says otherwise."
         )
 
     @cached_property

@@ -6,6 +6,8 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,13 @@ def call_entry(text: str) -> Suite:
     suite = run_entry(text, load_entry(text))
     if not isinstance(suite, Suite):
         raise ParameterError(f"{text} returned {type(suite).__name__}, expected an epimer.suites.suite.Suite.")
-    return suite
+
+    def own(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        named = getattr(function, "__module__", None) or ""
+        return function if named.startswith("epimer.") else partial(run_entry, f"{text}: {what}", function)
+
+    tasks = [replace(task, score=own("score", task.score), loss=own("loss", task.loss)) for task in suite.tasks]
+    return replace(suite, network=own("network", suite.network), tasks=tasks)
 
 
 def run_entry(text: str, function: Callable[..., Any], *given: Any) -> Any:
@@ -35,7 +43,7 @@ def run_entry(text: str, function: Callable[..., Any], *given: Any) -> Any:
         return function(*given)
     except EpimerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(text, error) from error
 
 
@@ -65,7 +73,7 @@ def load_entry(text: str) -> Callable[..., Any]:
     return found_function
 
 
-def _failed(what: str, error: Exception) -> ParameterError:
+def _failed(what: str, error: BaseException) -> ParameterError:
     """Return an error that says where in the user's code it came from."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if len(frames) > 1 else ""

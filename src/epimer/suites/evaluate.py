@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from epimer.suites.metrics import unit
 from epimer.suites.suite import Data, Suite, SuiteTask
 
 SPLITS = ("test", "val")
+NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,13 @@ class Checked(Mapping[str, Tensor]):
             raise CheckpointError(
                 f"{where} lacks {len(missing)} of the {len(self.names)} tensors that {suite.name} is evaluated with: "
                 f"{listed(missing)}; is it a merge of this suite's models?"
+            )
+        known = {NUMBER.sub("#", name) for name in self.names}
+        more = [name for name in checkpoint.headers if name not in suite.base and NUMBER.sub("#", name) in known]
+        if more:
+            raise CheckpointError(
+                f"{where} has {len(more)} tensors like those of {suite.name}'s base but of other numbers: "
+                f"{listed(more)}; give a model with as many layers."
             )
         headers: Mapping[str, Tensor] = getattr(suite.base, "headers", suite.base)
         for name in self.names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ RANKS = (2, 4, 8, 16, 32)
 FRACTIONS = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 SIZES = (16, 64, 256, 1024)
 SEEDS = (0, 1, 2)
+COARSER = (0.3, 0.5, 0.7, 1.0, 1.3, 1.75, 2.5)  # scales, where many merges are compared
 METRICS = {"diagonal": "epimer", "kronecker": "epimer_kron", "exact": "epimer_exact", "task-gram": "epimer_free"}
 SHOWN = ("average", "tsv", "epimer", "epimer_kron")  # merges marked in a landscape
 GRID, SEEN = 21, 100  # points along a side of a landscape; samples per task that its losses are taken over
@@ -65,7 +67,9 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> R
         data.append(row)
     best = bench.winner.candidate.name if bench.winner else ""
     notes = [
-        "Scale chosen on validation data, everything else reported on test data; 95% intervals by bootstrap.",
+        "Scale chosen on validation data, climbing from 1 both ways until two in a row are worse; everything else "
+        "reported on test data; 95% intervals by bootstrap.",
+        *_stopped(candidates),
         f"Differences against {against.candidate.name} in points, with p of a paired sign-flip test over test samples; "
         f"epimer's methods against it at their own rank, {min(RANK, _most(bench))}.",
         f"Best on validation data: {best}.",
@@ -85,6 +89,13 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> R
     return Result("performance", title, columns, data, notes + bench.notes, dots(data, "accuracy"))
 
 
+def _stopped(candidates: Sequence[Candidate]) -> list[str]:
+    """Tell which solves are not run to their end."""
+    steps = {c.name: c.parameters["iterations"] for c in candidates if "iterations" in c.parameters}
+    said = ", ".join(f"{count} steps in {name}" for name, count in steps.items())
+    return [f"Conjugate gradients stop after {said}."] if said else []
+
+
 def worst_task(bench: Bench) -> Result:
     """Return which task each method serves worst, and by how much it falls short of fine-tuning."""
     own = references(bench)["fine-tuned"].accuracies
@@ -93,7 +104,7 @@ def worst_task(bench: Bench) -> Result:
     for candidate in bench.each(CANDIDATES, attrgetter("name")):
         scores = bench.best(candidate).test
         t = min(range(len(names)), key=lambda i: scores.accuracies[i])
-        kept = min(a / b for a, b in zip(scores.accuracies, own, strict=True))
+        kept = min((a / b for a, b in zip(scores.accuracies, own, strict=True) if b), default=math.nan)
         data.append({"method": candidate.name, **summary(scores, names), "worst task": names[t], "kept": kept})
     columns = {
         "method": text("method"),
@@ -172,7 +183,13 @@ def fisher_fraction(bench: Bench) -> Result:
 
 def samples(bench: Bench) -> Result:
     """Return accuracy against the number of samples per task."""
-    return _by_samples(bench, "samples", "Samples per task", [(f"{count}", count) for count in SIZES], SEEDS)
+    return _by_samples(bench, "samples", "Samples per task", [(f"{count}", count) for count in _sizes(bench)], SEEDS)
+
+
+def _sizes(bench: Bench) -> list[int]:
+    """Return the grid of sample counts, cut at what every task has."""
+    most = min(len(task.splits["train"]) for task in bench.suite.tasks)
+    return sorted({min(size, most) for size in SIZES})
 
 
 def _shares(bench: Bench) -> Iterator[tuple[str, int]]:
@@ -279,10 +296,11 @@ def tasks(bench: Bench) -> Result:
             state = bench.scaled(merged, scale)
             return Scores([bench.suite.scores_on(state, task, split) for task in some])
 
-        scale = max((0.3, 0.5, 0.7, 1.0, 1.3, 1.75, 2.5), key=lambda s: at(s, "val").average)
+        scale = max(COARSER, key=lambda s: at(s, "val").average)
         found = summary(at(scale, "test"), [task.name for task in some])
         data.append({"method": method, "T": count, "scale": scale, **found})
         lines.add(method, count, found["average"], found["low"], found["high"])
+    notes = [f"Scale: the best of {', '.join(f'{scale:g}' for scale in COARSER)} on validation data."]
     columns = {
         "method": text("method"),
         "T": text("T"),
@@ -290,7 +308,7 @@ def tasks(bench: Bench) -> Result:
         "worst": accuracy("worst"),
         "scale": number("scale"),
     }
-    return Result("tasks", "Number of tasks", columns, data, [], lines.figure())
+    return Result("tasks", "Number of tasks", columns, data, notes, lines.figure())
 
 
 def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
@@ -318,7 +336,7 @@ def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
     notes = [
         f"The plane holds {100 * found.explained:.0f}% of the fine-tuned models' variance; a model's loss is its own, "
         "which lies off the plane by the share shown.",
-        f"Losses over the first {seen} test samples of each task.",
+        f"Losses over the first {seen} test samples of each task, where it has as many.",
     ]
     return Result("landscape", "Loss landscape", columns, data, notes, found.to_dict())
 

@@ -7,25 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.writer import as_json, explained
+from epimer.checkpoints.writer import as_json, explained, whole_file
 from epimer.suites.results import Result
 
 
 def write(result: Result, folder: Path) -> list[Path]:
     """Write one experiment's files into a folder; return what was written."""
-    files = [folder / f"{result.name}.json", folder / f"{result.name}.md"]
     with explained(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
-        files[0].write_bytes(as_json(result.to_dict()))
-        files[1].write_text(result.markdown(), encoding="utf-8")
-        if result.figure is not None:
-            files.append(folder / f"{result.name}.svg")
-            draw(result.figure, result.title, files[-1])
+    files = [folder / f"{result.name}.{kind}" for kind in ("json", "md", "svg")]
+    with whole_file(files[0]) as draft:
+        draft.write_bytes(as_json(result.to_dict()))
+    with whole_file(files[1]) as draft:
+        draft.write_text(result.markdown(), encoding="utf-8")
+    if result.figure is None:
+        return files[:2]
+    with whole_file(files[2]) as draft:
+        draw(result.figure, result.title, draft)
     return files
 
 
 def draw(figure: Mapping[str, Any], title: str, path: Path) -> None:
-    """Draw a figure: lines or dots with their intervals, or maps of a landscape."""
+    """Draw a figure as SVG: lines or dots with their intervals, or maps of a landscape."""
     from matplotlib.figure import Figure
 
     page = Figure(figsize=(7, 4.5), layout="constrained")
@@ -37,7 +40,7 @@ def draw(figure: Mapping[str, Any], title: str, path: Path) -> None:
         _draw_dots(figure, title, page.subplots())
     else:
         _draw_lines(figure, title, page.subplots())
-    page.savefig(path, metadata={"Date": None})
+    page.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _draw_lines(figure: Mapping[str, Any], title: str, axes: Any) -> None:

@@ -113,7 +113,7 @@ def starred(row: Row) -> str:
 
 def edges(data: Sequence[Row]) -> list[str]:
     """Return what the stars mean, where there are any."""
-    star = "* the best scale is the last of the grid; a better one may lie beyond it."
+    star = "* the best scale is the first or last of the grid; a better one may lie beyond it."
     return [star] if any(row.get("edge") for row in data) else []
 
 
@@ -124,7 +124,12 @@ def interval(row: Row) -> str:
 
 def difference(row: Row) -> str:
     """Show a difference in points with its p."""
-    return "" if row.get("difference") is None else f"{100 * row['difference']:+.1f}, p {row['p']:.3f}"
+    return "" if row.get("difference") is None else f"{100 * row['difference']:+.1f}, p {_chance(row['p'])}"
+
+
+def _chance(p: float) -> str:
+    """Show a probability; none that was drawn for is zero."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def on_task(name: str) -> Callable[[Row], str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from epimer.checkpoints.writer import check_folder
 from epimer.errors import DataError, ParameterError, nearest
 from epimer.progress import Progress
 from epimer.suites.bench import Bench
@@ -62,40 +63,54 @@ def run_experiments(
     suite: str, names: Sequence[str], folder: Path, *, seed: int = 0, progress: bool = True, **options: Any
 ) -> Iterator[tuple[Result, list[Path]]]:
     """Run experiments one by one; each is written when it is done. Options are those of `open_suite`."""
-    wanted = list(EXPERIMENTS) if "all" in names else list(dict.fromkeys(names))
+    folder, everything = folder.expanduser(), "all" in names
+    check_folder(folder)
+    wanted = list(EXPERIMENTS) if everything else list(dict.fromkeys(names))
     for name in wanted:
         if name not in EXPERIMENTS:
             hint, known = nearest(name, EXPERIMENTS), ", ".join(EXPERIMENTS)
             raise ParameterError(f"There is no experiment {name!r}.{hint} Experiments: {known}, all.")
     bench = Bench(open_suite(suite, seed=seed, progress=progress, **options), seed=seed)
-    measured = _check_fit(bench.suite, wanted)
-    for name in wanted:
+    measured = one_unit(bench.suite)
+    unfit = {name: why for name in wanted if (why := _unfit(bench.suite, name, measured))}
+    if unfit and not (everything and len(unfit) < len(wanted)):
+        raise DataError(f"{bench.suite.name}: {next(iter(unfit.values()))}.")
+    left_out = [f"Left out: {why}." for why in unfit.values()]
+    for name in (name for name in wanted if name not in unfit):
         with Progress(progress, unit="steps") as bar:
             bench.watch = bar.begin(name, None).reach
             result = beside(EXPERIMENTS[name](bench), bench.suite)
-        result.notes.append(bench.made())
-        result = replace(result, title=result.title.replace("accuracy", measured))
+        result.notes.extend([*left_out, bench.made()])
+        left_out = []  # said once
+        result = replace(result, title=_titled(result.title, bench.suite.name, measured))
         if measured in ("loss", "perplexity"):
             more = " (perplexity is its exp)" if measured == "perplexity" else ""
             result.notes.append(f"Scores are minus the loss{more} in hundredths: -51.2 is a loss of 0.512.")
-        yield result, write(result, folder.expanduser())
+        yield result, write(result, folder)
 
 
-def _check_fit(suite: Suite, experiments: Sequence[str]) -> str:
-    """Refuse experiments that a suite lacks data for; return what its tasks are measured in."""
-    for name in experiments:
-        for task in suite.tasks:
-            lacking = [split for split in NEEDS.get(name, ("train", "val", "test")) if split not in task.splits]
-            if lacking:
-                use = {"train": "measures curvature", "val": "chooses", "test": "reports"}[lacking[0]]
-                raise DataError(
-                    f"{suite.name}: task {task.name!r} has no {lacking[0]} data, on which {name!r} {use}; add it "
-                    "(`epimer eval` needs only test)."
-                )
-    measured = one_unit(suite)
-    if "worst-task" in experiments and measured in ("loss", "perplexity"):
-        raise ParameterError(
-            f"{suite.name}: 'worst-task' tells what share of fine-tuning's score is kept, and a {measured} has none; "
-            "leave it out, or take another metric."
+def _titled(title: str, suite: str, measured: str) -> str:
+    """Return a title that names the suite, and what its tasks are measured in."""
+    what = title.removeprefix(f"{suite}: ").replace("accuracy", measured)
+    return f"{suite}: {what}"
+
+
+def _unfit(suite: Suite, experiment: str, measured: str) -> str:
+    """Return why an experiment cannot be run on a suite, or nothing."""
+    for task in suite.tasks:
+        lacking = [split for split in NEEDS.get(experiment, ("train", "val", "test")) if split not in task.splits]
+        if lacking:
+            use = {"train": "measures curvature", "val": "chooses", "test": "reports"}[lacking[0]]
+            return (
+                f"task {task.name!r} has no {lacking[0]} data, on which {experiment!r} {use}; add it "
+                "(`epimer eval` needs only test)"
+            )
+    least = 3 if experiment == "landscape" else 2
+    if len(suite.tasks) < least:
+        return f"{experiment!r} needs {least} tasks at least, each with its model, and there are {len(suite.tasks)}"
+    if experiment == "worst-task" and measured in ("loss", "perplexity"):
+        return (
+            f"'worst-task' tells what share of fine-tuning's score is kept, and a {measured} has none; "
+            "leave it out, or take another metric"
         )
-    return measured
+    return ""

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from epimer.curvature.batches import Batch
 from epimer.curvature.labels import logits_of
+from epimer.errors import DataError
 
 BATCH = 500  # samples evaluated at a time
 
@@ -119,6 +120,16 @@ class Suite:
     remarks: Sequence[str] = ()
     """what to know when reading the suite's tables"""
 
+    def __post_init__(self) -> None:
+        """Refuse a suite whose parts do not fit together."""
+        names = [task.name for task in self.tasks]
+        if len(self.models) != len(names):
+            raise DataError(
+                f"{self.name}: there are {len(self.models)} models and {len(names)} tasks; give every task its model."
+            )
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise DataError(f"{self.name}: two tasks are named {twice!r}; give every task a name of its own.")
+
     def some(self, **counts: int) -> Suite:
         """Return the suite with only the first samples of the splits that are named."""
 
@@ -147,4 +158,9 @@ class Suite:
         network, found = self.network(state, task), []
         for inputs, targets in task.splits[split].batches(self.batch):
             found.append(judge(Batch(inputs, targets, 0).run(network), targets).double().cpu())
+        if any(one.ndim != 1 for one in found) or sum(map(len, found)) != len(task.splits[split]):
+            raise DataError(
+                f"{self.name}: task {task.name!r} judges {len(task.splits[split])} samples of {split} by values of "
+                f"shapes {', '.join(str(tuple(one.shape)) for one in found[:3])}; expected one number per sample."
+            )
         return torch.cat(found)

@@ -106,7 +106,7 @@ def test_with_curvature_epimer_free_is_one_of_the_others(plain):
 
 
 def test_measuring_is_advised_only_where_nothing_was_measured(plain):
-    text = "measure curvature if you have data, even unlabelled (`epimer curvature`): 64 samples a task do."
+    text = "measure curvature if you have data, even unlabelled (`epimer curvature`): a few hundred samples a task."
     assert said(plain, "take")[1:] == [text]
     measured = diagnosis(moved(draw(1), draw(2), draw(3)), curvature=kronecker(3))
     assert not any("measure" in text for text in said(measured, "take"))
