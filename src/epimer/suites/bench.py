@@ -247,7 +247,7 @@ class Bench:
 
 
 def references(bench: Bench) -> dict[str, Scores]:
-    """Return the few-shot probe (the base with each task's head) and each model on its own task."""
+    """Return the base with each task's head and each model on its own task."""
     suite = bench.suite
     own = [suite.scores_on(state, task, "test") for state, task in zip(bench.states, suite.tasks, strict=True)]
     return {suite.untrained: bench.score(suite.base, "test"), "fine-tuned": Scores(own)}

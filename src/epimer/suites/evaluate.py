@@ -144,7 +144,7 @@ def evaluate(
         raise ParameterError(f"--limit must be at least 1, got {limit}.")
     for task in suite.tasks:
         if split not in task.splits:
-            known = ", ".join(task.splits)
+            known = ", ".join(one for one in task.splits if one in SPLITS) or "it has none"
             raise DataError(f"{suite.name}: task {task.name!r} has no {split} data; add it, or take --split ({known}).")
     state = Checked(open_checkpoint(model, progress=progress), suite)
     found = []

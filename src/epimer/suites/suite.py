@@ -113,8 +113,8 @@ class Suite:
     """samples evaluated at a time"""
     names: Callable[[SuiteTask], Mapping[str, str]] | None = None
     """parameter of a task's network -> its name in the state dicts; None where the two are the same"""
-    untrained: str = "few-shot probe"
-    """what the base is called, with each task's head on it"""
+    untrained: str = "base"
+    """what the base is called in tables, with each task's head on it"""
     published: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """who -> method -> the average in percent that they report, to be shown beside ours"""
     remarks: Sequence[str] = ()

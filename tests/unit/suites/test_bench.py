@@ -116,7 +116,7 @@ def test_curvature_is_measured_once_and_kept(suite):
 
 def test_performance_has_every_method_and_the_references(bench):
     result = experiments.performance(bench)
-    assert [row[0] for row in result.rows] == ["few-shot probe", "fine-tuned", *(c.name for c in CANDIDATES)]
+    assert [row[0] for row in result.rows] == ["base", "fine-tuned", *(c.name for c in CANDIDATES)]
     assert all(len(row) == len(result.headings) for row in result.rows)
     assert "| tsv |" in result.markdown()
 

@@ -228,6 +228,7 @@ def _open(settings: Settings, folder: Path) -> Suite:
         tasks=[task(given) for given in TASKS],
         network=network,
         folder=folder,
+        untrained="few-shot probe",
     )
 
 
