@@ -67,8 +67,8 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> R
         data.append(row)
     best = bench.winner.candidate.name if bench.winner else ""
     notes = [
-        "Scale chosen on validation data, climbing from 1 both ways until two in a row are worse; everything else "
-        "reported on test data; 95% intervals by bootstrap.",
+        "Scale chosen on validation data, climbing from 1 both ways while it gains; everything else reported on test "
+        "data; 95% intervals by bootstrap.",
         *_stopped(candidates),
         f"Differences against {against.candidate.name} in points, with p of a paired sign-flip test over test samples; "
         f"epimer's methods against it at their own rank, {min(RANK, _most(bench))}.",
