@@ -436,6 +436,26 @@ def test_curvature_of_the_recipe_is_used(here):
             assert score == pytest.approx(tiny.judge(model, rows_of(here, task, "test"))[0], abs=1 / 39)
 
 
+OTHER = """
+import torch
+from torch import nn
+from epimer.suites.suite import Split, Suite, SuiteTask
+
+def make():
+    data = Split(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long))
+    tasks = [SuiteTask(name, ["a", "b"], {"train": data, "val": data, "test": data}) for name in "xy"]
+    states = [dict(nn.Linear(2, 2).state_dict()) for _ in range(3)]
+    return Suite("linear", states[0], states[1:], tasks, lambda state, task: nn.Linear(2, 2))
+"""
+
+
+def test_a_suite_of_other_models_is_refused(here, monkeypatch):
+    (here / "my_linear.py").write_text(OTHER)
+    monkeypatch.syspath_prepend(here)
+    words = ("my_linear:make is of other models", "lacks 2 of its 2 tensors", "'weight'", "the same base")
+    assert_refused(run("sweep", write(here), "--eval", "my_linear:make", "--methods", "average", "-q"), *words)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

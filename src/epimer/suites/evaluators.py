@@ -15,7 +15,7 @@ from torch.nn.functional import kl_div, log_softmax
 from epimer.curvature.batches import Batch
 from epimer.curvature.labels import IGNORED, logits_of
 from epimer.diagnosis.sweep import Evaluate, Judged, State
-from epimer.errors import ParameterError
+from epimer.errors import ParameterError, listed
 from epimer.suites.entry import is_entry, load_entry, run_entry
 from epimer.suites.metrics import one_unit
 from epimer.suites.run import open_suite
@@ -50,7 +50,17 @@ def evaluator(text: str, folder: Path | None = None, *, count: int | None = None
             f"{named} has {len(suite.tasks)} tasks, and {count} models are merged; give a suite with a task for each, "
             "in their order."
         )
-    return by_agreement(suite) if kind == AGREEMENT else by_suite(suite)
+    judge = by_agreement(suite) if kind == AGREEMENT else by_suite(suite)
+
+    def evaluate(state: State, split: str) -> Judged:
+        if missing := [name for name in suite.base if name not in state]:
+            raise ParameterError(
+                f"{named} is of other models: what is merged lacks {len(missing)} of its {len(suite.base)} tensors, "
+                f"{listed(missing)}; give a suite with the same base."
+            )
+        return judge(state, split)
+
+    return evaluate
 
 
 def by_suite(suite: Suite) -> Evaluate:
