@@ -232,18 +232,12 @@ class Draft:
 def save_tensors(target: Path, tensors: Mapping[str, Tensor], ties: Mapping[str, str] | None = None) -> None:
     """Write tensors in memory to one safetensors file, which appears whole or not at all."""
     (shard,) = lay_out(tensors, ties or {}, 1 << 62)
-    draft = draft_of(target)
-    with explained(target, "written"):
-        try:
-            with draft.open("wb") as file:
-                file.write(shard.header)
-                for name in shard.starts:
-                    file.write(as_bytes(tensors[name].contiguous()))
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
+    with whole_file(target) as draft, draft.open("wb") as file:
+        file.write(shard.header)
+        for name in shard.starts:
+            file.write(as_bytes(tensors[name].contiguous()))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def check_file(path: Path | None) -> None:

@@ -176,10 +176,7 @@ def bench(
     suite: Annotated[str, typer.Argument(help="glyphs8, clip8, a YAML file, or module:function.")] = "glyphs8",
     experiment: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"{NAMED} or all; may be repeated.",
-            show_default="performance",
-        ),
+        typer.Option(help=f"{NAMED} or all; may be repeated.", show_default="performance"),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to put tables and figures.")] = Path("epimer-bench"),
     seed: Annotated[int, typer.Option(help="Of the suite and of the choice of samples.", min=0)] = 0,

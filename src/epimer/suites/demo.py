@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
+from epimer.checkpoints.writer import as_json, save_tensors, whole_file, whole_folder
 from epimer.diagnosis.diagnose import diagnose_state_dicts
 from epimer.progress import Progress
 from epimer.records import Diagnosis
@@ -53,7 +53,8 @@ def run(folder: Path, *, progress: bool = True, settings: Settings | None = None
     result.notes.append(bench.made())
     assert bench.winner is not None
     files = [*write(result, folder), folder / "diagnosis.json"]
-    files[-1].write_bytes(as_json(found.to_dict()))
+    with whole_file(files[-1]) as draft:
+        draft.write_bytes(as_json(found.to_dict()))
     model = save_model(suite, bench.winner, bench.model, folder / "merged")
     return Demo(result, bench.winner, found, files, model, time.perf_counter() - started)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from epimer.report.blocks import (
     Block,
@@ -37,7 +37,7 @@ NORMALISED = {"eta_fraction": "η / F(x̄)", "eta": "η, mean diagonal 1", "eta_
 def alpha(found: Experiment) -> Section:
     """Return accuracy over α: a chart per method, colours for ranks, dashes for aggregators."""
     assert isinstance(found.figure, Lines)
-    unit = _unit(found.figure)
+    unit = _unit(_heights(found.figure), found.figure.y)
     span = widened([v for points in found.figure.lines.values() for _, *ys in points for v in finite(ys)] or [0.0, 1.0])
     count = max((len(row.get("tasks") or ()) for row in found.data), default=0)
     by_method: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
@@ -143,7 +143,7 @@ def has_own(one: Experiment) -> bool:
 
 def line_chart(name: str, figure: Lines) -> Figure:
     """Return a figure of lines as the record has them."""
-    unit = _unit(figure)
+    unit = _unit(_heights(figure), figure.y)
     chart = lines(
         _series(figure.lines), _labels(figure, unit), f"{figure.y} against {figure.x}: {', '.join(figure.lines)}."
     )
@@ -153,8 +153,7 @@ def line_chart(name: str, figure: Lines) -> Figure:
 
 def dot_chart(name: str, figure: Dots) -> Figure:
     """Return a figure of dots as the record has them; what is not finite is left out."""
-    known = Unit.of(value for values in figure.dots.values() for value in values)
-    unit = Unit(known.share and "accuracy" in figure.x)
+    unit = _unit((value for values in figure.dots.values() for value in values), figure.x)
     first, second = figure.names
     rows = []
     for row, (value, low, high, other) in figure.dots.items():
@@ -163,10 +162,8 @@ def dot_chart(name: str, figure: Dots) -> Figure:
             beside = other if math.isfinite(other) else None
             tips = f"{row}\n{first} {unit.exact(value)}", f"{row}\n{second} {unit.exact(other)}"
             rows.append(Range(row, value, low, high, beside, *tips))
-    label = figure.x + (", %" if unit.share else "")
-    chart = ranges(
-        rows, unit.tick, figure.names, f"{figure.x}: {first} and {second} of {len(rows)} rows.", label, log=figure.log
-    )
+    said = f"{figure.x}: {first} and {second} of {len(rows)} rows."
+    chart = ranges(rows, unit.tick, figure.names, said, _axis(figure.x, unit), log=figure.log)
     cells: Rows = [[row, *(Cell(unit.exact(v), v) for v in values)] for row, values in figure.dots.items()]
     table = Table(["row", first, "low", "high", second], cells, f"{figure.x}: {first} and {second}")
     return Figure(name, f"{first[:1].upper()}{first[1:]} and {second}", chart, table)
@@ -185,14 +182,21 @@ def _series(named: dict[str, list[tuple[float, float, float, float]]]) -> list[S
     return [Series(name, points, colour(i), DASHES[i // 8 % 4]) for i, (name, points) in enumerate(named.items())]
 
 
-def _unit(figure: Lines) -> Unit:
+def _unit(values: Iterable[float], axis: str) -> Unit:
     """Take scores for shares where the axis says so and they can be."""
-    values = Unit.of(y for points in figure.lines.values() for _, y, _, _ in points)
-    return Unit(values.share and "accuracy" in figure.y)
+    return Unit("accuracy" in axis and Unit.of(values).share)
+
+
+def _heights(figure: Lines) -> Iterator[float]:
+    return (y for points in figure.lines.values() for _, y, _, _ in points)
+
+
+def _axis(name: str, unit: Unit) -> str:
+    return name + (", %" if unit.share else "")
 
 
 def _labels(figure: Lines, unit: Unit) -> Labels:
-    return Labels(figure.x, figure.y + (", %" if unit.share else ""), unit.tick, unit.exact)
+    return Labels(figure.x, _axis(figure.y, unit), unit.tick, unit.exact)
 
 
 def _points(named: dict[str, list[tuple[float, float, float, float]]], figure: Lines, unit: Unit | None) -> Table:
