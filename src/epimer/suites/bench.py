@@ -139,6 +139,11 @@ class Bench:
         """The fine-tuned models."""
         return [dict(model) for model in self.suite.models]
 
+    @cached_property
+    def unmerged(self) -> float:
+        """The base's average on validation data."""
+        return self.score(self.suite.base, "val").average
+
     @cache  # noqa: B019  (a bench lives as long as its program)
     def basis(self, rank: int | None) -> dict[str, Any]:
         """Return the models' tagged basis."""
@@ -238,6 +243,8 @@ class Bench:
             return validation[scale]
 
         scale = climb(at, self.scales, self.ahead)
+        if validation[scale] < self.unmerged:  # far too long at 1, where a step tells nothing: look everywhere
+            scale = max(self.scales, key=at)
         state = made(scale)
         edge = scale in (self.scales[0], self.scales[-1])
         outcome = Outcome(candidate, scale, validation[scale], self.score(state, "test"), seconds, edge)

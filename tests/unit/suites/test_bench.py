@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,6 +52,14 @@ def test_the_scale_is_chosen_on_validation_and_reported_on_test(suite):
     assert bench.best(Candidate("tsv")) is bench.winner is outcome
     bench.best(Candidate("task_arithmetic"))
     assert bench.winner.validation == max(o.validation for o in bench._outcomes.values())
+
+
+def test_a_merge_that_is_far_too_long_at_scale_1_is_looked_for_everywhere(suite):
+    able = Bench(suite).merge(Candidate("average"), models=[0, 1])  # a base that already knows something
+    bench = Bench(replace(suite, base=dict(able)), scales=(5e-7, 1e-6, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3))
+    long = bench.best(Candidate("average", {"scale": 1e6}))  # the average itself is at 1e-6
+    assert long.scale in (5e-7, 1e-6)
+    assert long.validation >= bench.score(bench.merge(Candidate("average")), "val").average
 
 
 def test_some_is_the_first_samples(suite):
