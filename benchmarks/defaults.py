@@ -15,7 +15,7 @@ from typing import Any
 from epimer.diagnosis.stats import Scores
 from epimer.suites.bench import Bench, Candidate
 from epimer.suites.output import write
-from epimer.suites.results import Result, accuracy, number, text
+from epimer.suites.results import Result, number, share, text
 
 METHODS = ("epimer_kron", "epimer_free")
 ANCHORS = ("tsv", "iso_c", "sum", "average")
@@ -44,12 +44,12 @@ def defaults(bench: Bench) -> Result:
         "anchor": text("anchor"),
         "damping": number("damping"),
         "scale": number("scale"),
-        "validation": accuracy("average"),
-        "worst": accuracy("worst"),
-        "gain": accuracy("gain"),
+        "validation": share("average"),
+        "worst": share("worst"),
+        "gain": share("gain"),
     }
     notes = [f"Probe {100 * probe:.1f}, fine-tuned {100 * tuned:.1f}, both on validation data."]
-    return Result("defaults", f"{suite.name}: settings on validation data", columns, data, notes)
+    return Result("defaults", "settings on validation data", columns, data, notes)
 
 
 def main() -> None:
@@ -61,7 +61,8 @@ def main() -> None:
     if not given.join:
         from epimer.suites.glyphs.build import load
 
-        result = defaults(Bench(load()))
+        bench = Bench(load())
+        result = bench.signed(defaults(bench))
         write(result, given.out)
         print(result.markdown())
         return

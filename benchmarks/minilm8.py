@@ -192,8 +192,7 @@ def main() -> None:
     for name in given.experiments:
         started = time.perf_counter()
         result = defaults(bench) if name == "defaults" else EXPERIMENTS[name](bench)
-        result.notes.append(bench.made())
-        result = replace(result, name=f"{result.name}-{given.samples}")
+        result = replace(bench.signed(result), name=f"{result.name}-{given.samples}")
         write(result, given.out)
         print(result.markdown(), f"{time.perf_counter() - started:.0f} s", flush=True)
 

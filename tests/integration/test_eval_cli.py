@@ -138,14 +138,24 @@ def test_tasks_of_different_metrics_have_no_average(here):
     assert_refused(ran, "words", "accuracy, loss", "give all tasks one metric")
 
 
-def test_benches_of_losses_say_so(here):
+def test_benches_of_losses_show_losses(here):
     suite = write(here / "loss.yaml", tiny.suite_of(metric="loss"))
     assert run("bench", suite, "--experiment", "performance", "-o", "out", "-q").code == 0
     page = (here / "out" / "performance.md").read_text()
     assert "words: loss of merged models" in page
-    assert "Scores are minus the loss in hundredths" in page
+    assert "in loss, so that less is better" in page
     loss = tiny.judge(tiny.loaded(here, "pace", here / "base"), rows_of(here, "pace"))[1]
-    assert f"| {-100 * loss:.1f} |" in next(line for line in page.splitlines() if line.startswith("| base |"))
+    assert f"| {loss:.3f} |" in next(line for line in page.splitlines() if line.startswith("| base |"))
+    record = json.loads((here / "out" / "performance.json").read_text())
+    assert (record["suite"], record["metric"], record["made"]["seed"]) == ("words", "loss", 0)
+    tasks = {row["method"]: row for row in record["data"]}["base"]["tasks"]
+    assert tasks["pace"] == pytest.approx(-loss, rel=1e-5), "in data higher is better"
+    rows = {row[0]: row for row in record["rows"]}
+    better = [row for row in record["data"] if row.get("difference", 0) > 0]
+    assert all(rows[row["method"]][-1].startswith("-") for row in better)
+    figure = (here / "out" / "performance.svg").read_text()
+    assert "<!-- loss -->" in figure, "what the axis is called"
+    assert "<!-- −" not in figure, "a loss has no sign"
     assert_refused(run("bench", suite, "--experiment", "worst-task", "-o", "other"), "'worst-task'", "a loss has none")
 
 

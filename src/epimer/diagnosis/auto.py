@@ -15,7 +15,6 @@ from torch import Tensor
 
 from epimer.diagnosis.advice import choice
 from epimer.diagnosis.diagnose import diagnose
-from epimer.diagnosis.stats import shown
 from epimer.diagnosis.sweep import Evaluate, State, Sweep, Way, at_scales, check_methods, compare, shared_basis
 from epimer.engine.local import Runner
 from epimer.engine.merge import check_plan
@@ -26,6 +25,7 @@ from epimer.methods.rules import matching
 from epimer.plan import Job, Plan, make_plan
 from epimer.progress import Progress
 from epimer.recipe import Recipe, open_recipe
+from epimer.units import shown
 
 Choice = tuple[Recipe, str]
 """a recipe with nothing left open, and why it is so"""

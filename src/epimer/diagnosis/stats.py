@@ -1,8 +1,7 @@
-"""How sure a score is, by bootstrap and by a paired test for two merges of the same models, and how it reads."""
+"""How sure a score is, by bootstrap and by a paired test for two merges of the same models."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 DRAWS = 2000
-SHARES = ("accuracy", "token-accuracy")
 
 
 @dataclass(frozen=True)
@@ -71,20 +69,3 @@ def _resampled(tasks: Sequence[Tensor], seed: int) -> Tensor:
         else:
             total += torch.stack([scores[torch.randint(0, n, (n,), generator=generator)].mean() for _ in range(DRAWS)])
     return total / len(tasks)
-
-
-def natural(metric: str, score: float) -> float:
-    """Return a mean score as the metric is known: a loss is minus the score, perplexity is exp(loss)."""
-    if metric == "loss":
-        return -score
-    if metric == "perplexity":
-        return math.exp(min(-score, 700.0))  # past which a float holds no more
-    return score
-
-
-def shown(metric: str, score: float) -> str:
-    """Return a mean score as tables show it: shares in percent, anything else as a number."""
-    if metric in SHARES:
-        return f"{100 * score:.1f}"
-    value = natural(metric, score)
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"

@@ -37,6 +37,8 @@ class Score:
     seconds: float | None = None
     difference: float | None = None
     p: float | None = None
+    unit: str | None = None
+    """what a sweep's scores are of"""
     reference: bool = False
     """no merge: the base, or the fine-tuned models"""
 
@@ -54,6 +56,8 @@ class Lines:
     x: str
     y: str
     lines: dict[str, list[tuple[float, float, float, float]]]
+    metric: str | None = None
+    """what y is a score of, if it is one"""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class Dots:
     x: str
     names: tuple[str, str]
     dots: dict[str, tuple[float, float, float, float]]
+    metric: str | None = None
+    """what the values are scores of, if they are"""
     log: bool = False
 
 
@@ -114,6 +120,9 @@ class Experiment:
     data: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
     figure: Annotated[Lines | Dots | Maps, Field(discriminator="kind")] | None = None
+    suite: str = ""
+    metric: str = "accuracy"
+    """what scores are of; in `data` higher is better, so a loss is minus itself"""
 
     def __post_init__(self) -> None:
         """Refuse a table with holes."""
@@ -130,6 +139,7 @@ class Performance:
     against: str
     """what differences are taken from"""
     notes: list[str]
+    metric: str = "accuracy"
 
     @property
     def merges(self) -> list[Score]:
@@ -149,7 +159,7 @@ class Performance:
     @property
     def unit(self) -> Unit:
         """How the scores read."""
-        return unit_of(self.scores)
+        return unit_of(self.scores, self.metric)
 
     @property
     def winner(self) -> Score | None:
@@ -200,10 +210,13 @@ class Records:
         return bool(self.experiments or self.diagnoses or self.sweeps or self.merges)
 
 
-def unit_of(scores: Sequence[Score]) -> Unit:
-    """Return how scores read."""
+def unit_of(scores: Sequence[Score], metric: str | None = None) -> Unit:
+    """Return how scores read: as those of a metric, or of the one that they name."""
     return Unit.of(
-        value
-        for score in scores
-        for value in (score.average, score.low, score.high, score.validation, *score.tasks.values())
+        (
+            value
+            for score in scores
+            for value in (score.average, score.low, score.high, score.validation, *score.tasks.values())
+        ),
+        metric or next((score.unit for score in scores if score.unit), None),
     )

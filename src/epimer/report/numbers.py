@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from epimer.units import LOSSES, SHARES, natural
+
 SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 MINUS = "−"
 NOTHING = "–"
@@ -57,30 +59,50 @@ def signed(value: float | None, show: Callable[[float], str]) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """How scores read: shares in percent, anything else as it is."""
+    """How scores read: shares in percent, losses as losses, anything else as it is; higher is better in all of them."""
 
     share: bool
+    metric: str = ""
 
     @classmethod
-    def of(cls, values: Iterable[float | None]) -> Unit:
-        """Take scores for shares where all of them lie between 0 and 1."""
-        return cls(all(0 <= value <= 1 for value in finite(values)))
+    def of(cls, values: Iterable[float | None], metric: str | None = None) -> Unit:
+        """Take scores for shares where all of them lie between 0 and 1 and nothing else is said."""
+        share = metric in (None, *SHARES) and all(0 <= value <= 1 for value in finite(values))
+        return cls(share, metric or "")
+
+    def plain(self, value: float | None) -> float | None:
+        """Return a score as its metric is known: a loss is minus the score."""
+        return value if value is None or math.isnan(value) else natural(self.metric, value)
 
     def show(self, value: float | None) -> str:
         """Return a score as tables have it."""
-        return percent(value) if self.share else number(value)
+        return percent(value) if self.share else number(self.plain(value))
+
+    def ends(self, low: float | None, high: float | None) -> tuple[float | None, float | None]:
+        """Return the ends of an interval in the order in which they read."""
+        return (high, low) if self.metric in LOSSES else (low, high)
+
+    def between(
+        self, low: float | None, high: float | None, to: str = ", ", show: Callable[[float | None], str] | None = None
+    ) -> str:
+        """Return the ends of an interval as tables have them."""
+        return to.join(map(show or self.show, self.ends(low, high)))
 
     def tick(self, value: float) -> str:
         """Return a score as axes have it."""
-        return number(100 * value) if self.share else number(value)
+        return number(100 * value) if self.share else number(self.plain(value))
 
     def exact(self, value: float | None) -> str:
         """Return a score with its unit, to one digit more."""
-        return f"{percent(value, 2)}%" if self.share and value is not None else number(value, 5)
+        return f"{percent(value, 2)}%" if self.share and value is not None else number(self.plain(value), 5)
 
     def difference(self, value: float | None) -> str:
-        """Return a difference of two scores: points of a percentage."""
-        return signed(value, self.show)
+        """Return a difference of two scores: points of a percentage, or how much higher a loss is."""
+        return signed(self.apart(value), percent if self.share else number)
+
+    def apart(self, value: float | None) -> float | None:
+        """Return a difference of two scores as one of what they read as."""
+        return -value if value is not None and self.metric in LOSSES else value
 
     @property
     def suffix(self) -> str:

@@ -111,9 +111,9 @@ def _performance(experiment: Experiment, where: str) -> Performance:
     scores = [_read(Score, row, where, "data", i) for i, row in enumerate(experiment.data)]
     if not scores:
         raise DataError(f"{where}: data is empty; expected a row per method.")
-    suite = experiment.title.partition(": accuracy of merged models")[0]
+    suite = experiment.suite or experiment.title.partition(": accuracy of merged models")[0]
     against = next((h.removeprefix("against ") for h in experiment.headings if h.startswith("against ")), "")
-    return Performance(suite, scores, against, experiment.notes)
+    return Performance(suite, scores, against, experiment.notes, experiment.metric)
 
 
 def _checked(found: Diagnosis, where: str) -> Diagnosis:

@@ -79,7 +79,7 @@ def _won(found: Performance) -> Markup:
     own = references.pop("fine-tuned", None)
     base = next(iter(references.values()), None)
     between = (
-        "" if best.low is None or best.high is None else f"95% interval {unit.show(best.low)} to {unit.show(best.high)}"
+        "" if best.low is None or best.high is None else f"95% interval {unit.between(best.low, best.high, ' to ')}"
     )
     cards = [
         _card("Best merge", best.method, f"of {len(found.merges)} methods; {_chosen(found)}", name=True),
@@ -141,7 +141,7 @@ def _swept(found: Sweep) -> Markup:
         _card("Score", unit.show(best.validation) + unit.suffix, f"by {found.eval}"),
     ]
     if best.average is not None:
-        between = "" if best.low is None else f"95% interval {unit.show(best.low)} to {unit.show(best.high)}"
+        between = "" if best.low is None else f"95% interval {unit.between(best.low, best.high, ' to ')}"
         cards.append(_card("Average", unit.show(best.average) + unit.suffix, between))
     if best.worst is not None:
         cards.append(_card("Worst task", unit.show(best.worst) + unit.suffix, best.worst_task))

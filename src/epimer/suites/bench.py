@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache, cached_property
 from typing import Any, TypeVar
@@ -22,6 +23,8 @@ from epimer.errors import EpimerWarning
 from epimer.geometry.metric import Metric
 from epimer.methods.merge import MergedState, build_basis, merge_state_dicts
 from epimer.methods.registry import describe_method
+from epimer.suites.metrics import one_unit
+from epimer.suites.results import Result
 from epimer.suites.suite import Suite
 
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
@@ -127,11 +130,25 @@ class Bench:
             yield item
         self.watch(len(steps), len(steps), "")
 
-    def made(self) -> str:
-        """Tell what made its results, and when."""
-        return (
-            f"Made by epimer {epimer.__version__} with torch {torch.__version__} on {date.today()}; seed {self.seed}, "
+    @cached_property
+    def metric(self) -> str:
+        """What all its tasks are measured in."""
+        return one_unit(self.suite)
+
+    def signed(self, result: Result, *notes: str) -> Result:
+        """Return a result under the suite's name, with what made it and when."""
+        made = {"epimer": epimer.__version__, "torch": torch.__version__, "date": str(date.today())}
+        told = (
+            f"Made by epimer {made['epimer']} with torch {made['torch']} on {made['date']}; seed {self.seed}, "
             f"curvature of {self.samples} samples per task at most, unless the table says otherwise."
+        )
+        return replace(
+            result,
+            title=f"{self.suite.name}: {result.title}",
+            suite=self.suite.name,
+            metric=self.metric,
+            made={**made, "seed": self.seed, "samples": self.samples},
+            notes=[*result.notes, *notes, told],
         )
 
     @cached_property
@@ -212,7 +229,7 @@ class Bench:
 
     def score(self, state: State, split: str) -> Scores:
         """Return how a model does on every task."""
-        return Scores(self.suite.scores(state, split))
+        return Scores([self.suite.sure_scores(state, task, split) for task in self.suite.tasks])
 
     def best(self, candidate: Candidate) -> Outcome:
         """Merge once, take the scale that is best on validation data, and report on test data; asked again, remember.
@@ -239,7 +256,8 @@ class Bench:
 
         def at(scale: float) -> float:
             if scale not in validation:
-                validation[scale] = self.score(made(scale), "val").average
+                average = Scores(self.suite.scores(made(scale), "val")).average
+                validation[scale] = average if math.isfinite(average) else -math.inf  # out of range, so no choice
             return validation[scale]
 
         scale = climb(at, self.scales, self.ahead)
@@ -256,5 +274,5 @@ class Bench:
 def references(bench: Bench) -> dict[str, Scores]:
     """Return the base with each task's head and each model on its own task."""
     suite = bench.suite
-    own = [suite.scores_on(state, task, "test") for state, task in zip(bench.states, suite.tasks, strict=True)]
+    own = [suite.sure_scores(state, task, "test") for state, task in zip(bench.states, suite.tasks, strict=True)]
     return {suite.untrained: bench.score(suite.base, "test"), "fine-tuned": Scores(own)}

@@ -49,8 +49,8 @@ def run(folder: Path, *, progress: bool = True, settings: Settings | None = None
         found = diagnose_state_dicts(
             dict(suite.base), bench.states, curvature=bench.curvature("kronecker"), names=names
         )
-    result.notes.append(f"The first {VAL} validation and {TEST} test images per task; `epimer bench` takes all.")
-    result.notes.append(bench.made())
+    some = f"The first {VAL} validation and {TEST} test images per task; `epimer bench` takes all."
+    result = bench.signed(result, some)
     assert bench.winner is not None
     files = [*write(result, folder), folder / "diagnosis.json"]
     with whole_file(files[-1]) as draft:

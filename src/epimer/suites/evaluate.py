@@ -13,12 +13,13 @@ from torch import Tensor
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.curvature.data import choose
-from epimer.diagnosis.stats import Scores, natural, shown
+from epimer.diagnosis.stats import Scores
 from epimer.errors import CheckpointError, DataError, ParameterError, listed
 from epimer.geometry.linalg import nonfinite
 from epimer.progress import Progress
 from epimer.suites.metrics import unit
-from epimer.suites.suite import Data, Suite, SuiteTask
+from epimer.suites.suite import Data, Suite
+from epimer.units import between, natural, shown
 
 SPLITS = ("test", "val")
 NUMBER = re.compile(r"\d+")
@@ -110,8 +111,7 @@ def _cell(metric: str, scores: Scores, *, bounds: bool) -> str:
     text = shown(metric, scores.average)
     if not bounds:
         return text
-    low, high = sorted(scores.interval(), key=lambda score: natural(metric, score))
-    return f"{text} [{shown(metric, low)}, {shown(metric, high)}]"
+    return f"{text} {between(metric, *scores.interval())}"
 
 
 def _numbers(metric: str, scores: Scores) -> dict[str, float]:
@@ -153,20 +153,10 @@ def evaluate(
         for t, given in enumerate(suite.tasks):
             task = given if limit is None else replace(given, splits={split: _drawn(given.splits[split], limit)})
             others = [suite.base, suite.models[t]] if references else []
-            scores = [_scores(suite, who, task, split) for who in (state, *others)]
+            scores = [suite.sure_scores(who, task, split) for who in (state, *others)]
             found.append(TaskScores(task.name, task.metric, *scores))
             stage.advance(1, task.name)
     return Evaluation(suite.name, model, split, found, references)
-
-
-def _scores(suite: Suite, state: Mapping[str, Tensor], task: SuiteTask, split: str) -> Tensor:
-    scores = suite.scores_on(state, task, split)
-    if bad := nonfinite(scores):
-        raise DataError(
-            f"{suite.name}: {bad} of {len(scores)} samples of task {task.name!r} got a {task.metric} that is NaN or "
-            "Inf; try a wider dtype."
-        )
-    return scores
 
 
 class Checked(Mapping[str, Tensor]):

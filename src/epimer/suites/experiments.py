@@ -17,21 +17,7 @@ from epimer.geometry.subspace import clamp_rank
 from epimer.methods.inputs import matrix_shape
 from epimer.methods.rules import is_matrix
 from epimer.suites.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, Outcome, references
-from epimer.suites.results import (
-    Lines,
-    Result,
-    Row,
-    accuracy,
-    difference,
-    dots,
-    edges,
-    interval,
-    number,
-    on_task,
-    starred,
-    summary,
-    text,
-)
+from epimer.suites.results import Cells, Lines, Result, Row, dots, edges, number, share, starred, summary, text
 
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 RANKS = (2, 4, 8, 16, 32)
@@ -48,7 +34,7 @@ MATCHED = Candidate("tsv", {"rank": RANK}, f"tsv, k = {RANK}")
 
 def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> Result:
     """Return every method's average and per-task accuracy, at the scale that validation data chose."""
-    suite = bench.suite
+    suite, cells = bench.suite, Cells(bench.metric)
     names = [task.name for task in suite.tasks]
     data: list[Row] = []
     for name, scores in references(bench).items():
@@ -70,23 +56,23 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> R
         "Scale chosen on validation data, climbing from 1 both ways while it gains; everything else reported on test "
         "data; 95% intervals by bootstrap.",
         *_stopped(candidates),
-        f"Differences against {against.candidate.name} in points, with p of a paired sign-flip test over test samples; "
-        f"epimer's methods against it at their own rank, {min(RANK, _most(bench))}.",
+        f"Differences against {against.candidate.name} {cells.differences}, with p of a paired sign-flip test over "
+        f"test samples; epimer's methods against it at their own rank, {min(RANK, _most(bench))}.",
         f"Best on validation data: {best}.",
     ]
     notes += edges(data)
     notes += [f"Measuring {kind} curvature took {s:.1f} s." for kind, s in bench.seconds.items() if s >= 0.1]
     columns = {
         "method": text("method"),
-        "average [95%]": interval,
-        "worst": accuracy("worst"),
-        **{name: on_task(name) for name in names},
+        "average [95%]": cells.interval,
+        "worst": cells.score("worst"),
+        **{name: cells.on_task(name) for name in names},
         "scale": starred,
         "merge s": lambda row: "" if row.get("seconds") is None else f"{row['seconds']:.2f}",
-        f"against {against.candidate.name}": difference,
+        f"against {against.candidate.name}": cells.difference,
     }
-    title = f"{suite.name}: accuracy of merged models"
-    return Result("performance", title, columns, data, notes + bench.notes, dots(data, "accuracy"))
+    title, figure = f"{bench.metric} of merged models", dots(data, bench.metric, metric=bench.metric)
+    return Result("performance", title, columns, data, notes + bench.notes, figure)
 
 
 def _stopped(candidates: Sequence[Candidate]) -> list[str]:
@@ -98,7 +84,7 @@ def _stopped(candidates: Sequence[Candidate]) -> list[str]:
 
 def worst_task(bench: Bench) -> Result:
     """Return which task each method serves worst, and by how much it falls short of fine-tuning."""
-    own = references(bench)["fine-tuned"].accuracies
+    own, cells = references(bench)["fine-tuned"].accuracies, Cells(bench.metric)
     names = [task.name for task in bench.suite.tasks]
     data = []
     for candidate in bench.each(CANDIDATES, attrgetter("name")):
@@ -108,12 +94,12 @@ def worst_task(bench: Bench) -> Result:
         data.append({"method": candidate.name, **summary(scores, names), "worst task": names[t], "kept": kept})
     columns = {
         "method": text("method"),
-        "average [95%]": interval,
-        "worst": accuracy("worst"),
+        "average [95%]": cells.interval,
+        "worst": cells.score("worst"),
         "worst task": text("worst task"),
-        "least share of fine-tuned kept": accuracy("kept"),
+        "least share of fine-tuned kept": share("kept"),
     }
-    return Result("worst-task", "Worst task", columns, data, [], dots(data, "accuracy"))
+    return Result("worst-task", "Worst task", columns, data, [], dots(data, bench.metric, metric=bench.metric))
 
 
 def ranks_of(bench: Bench, wanted: Sequence[int] = RANKS) -> list[int]:
@@ -130,7 +116,8 @@ def _most(bench: Bench) -> int:
 def alpha(bench: Bench) -> Result:
     """Return accuracy over α, rank and aggregator: the paper's sensitivity."""
     names = [task.name for task in bench.suite.tasks]
-    data, lines = [], Lines("α", "average accuracy")
+    cells = Cells(bench.metric)
+    data, lines = [], Lines("α", f"average {bench.metric}", bench.metric)
     merges = itertools.product(("epimer", "epimer_kron"), ranks_of(bench, (4, 16, 32)), ("sum", "mean"))
     for method, k, aggregator in bench.each(merges, "{0[0]}, k = {0[1]}, {0[2]}".format):
         merged = bench.merge(Candidate(method), rank=k, aggregator=aggregator)
@@ -143,8 +130,8 @@ def alpha(bench: Bench) -> Result:
         "k": text("k"),
         "aggregator": text("aggregator"),
         "α": number("alpha"),
-        "average [95%]": interval,
-        "worst": accuracy("worst"),
+        "average [95%]": cells.interval,
+        "worst": cells.score("worst"),
     }
     notes = ["α is fixed here, not chosen; 1/√T is the last of each group.", "k is cut at floor(d/T)."]
     return Result("alpha", "Sensitivity to α", columns, data, notes, lines.figure())
@@ -152,7 +139,8 @@ def alpha(bench: Bench) -> Result:
 
 def eta(bench: Bench) -> Result:
     """Return η under three normalisations, and the accuracy margin of curvature over the flat merge, by rank."""
-    data, lines = [], Lines("k", "accuracy margin")
+    cells = Cells(bench.metric)
+    data, lines = [], Lines("k", cells.margin)
     curvature = bench.curvature("diagonal")
     for k in bench.each(ranks_of(bench), "k = {}".format):
         found = diagnose_state_dicts(
@@ -169,10 +157,13 @@ def eta(bench: Bench) -> Result:
         "η (mean diagonal 1)": number("eta"),
         "η (trace 1)": number("eta_unit_trace"),
         "η / F(x̄)": number("eta_fraction"),
-        "epimer": accuracy("accuracy"),
-        "margin over the flat merge": difference,
+        "epimer": cells.score("accuracy"),
+        "margin over the flat merge": cells.difference,
     }
-    notes = ["Margin: epimer minus tsv with coefficients projected, its limit for flat curvature, at the same rank."]
+    notes = [
+        "Margin: epimer minus tsv with coefficients projected, its limit for flat curvature, at the same rank; "
+        f"{cells.differences}."
+    ]
     return Result("eta", "η against rank", columns, data, notes, lines.figure())
 
 
@@ -194,12 +185,13 @@ def _sizes(bench: Bench) -> list[int]:
 
 def _shares(bench: Bench) -> Iterator[tuple[str, int]]:
     size = min(len(task.splits["train"]) for task in bench.suite.tasks)
-    for share in FRACTIONS:
-        yield f"{100 * share:g}%", max(1, round(share * size))
+    for part in FRACTIONS:
+        yield f"{100 * part:g}%", max(1, round(part * size))
 
 
 def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]], seeds: Sequence[int]) -> Result:
-    data, lines = [], Lines("samples per task", "average accuracy")
+    cells = Cells(bench.metric)
+    data, lines = [], Lines("samples per task", f"average {bench.metric}", bench.metric)
     steps = itertools.product(("fisher", "epimer", "epimer_kron"), counts)
     for method, (label, count) in bench.each(steps, lambda step: f"{step[0]}, {step[1][1]} samples"):
         averages, spreads = [], []
@@ -216,11 +208,12 @@ def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]
         "method": text("method"),
         what: text("part"),
         "samples": text("samples"),
-        "average": accuracy("average"),
-        "s.e. over tasks": accuracy("error over tasks"),
-        "s.e. over seeds": accuracy("error over seeds"),
+        "average": cells.score("average"),
+        "s.e. over tasks": cells.spread("error over tasks"),
+        "s.e. over seeds": cells.spread("error over seeds"),
     }
-    return Result(name, what, columns, data, [], lines.figure())
+    notes = ["Standard errors are of the loss."] if bench.metric == "perplexity" else []
+    return Result(name, what, columns, data, notes, lines.figure())
 
 
 def cost(bench: Bench, runs: int = 4) -> Result:
@@ -251,7 +244,7 @@ def cost(bench: Bench, runs: int = 4) -> Result:
 
 def metrics(bench: Bench) -> Result:
     """Return accuracy over metric, subspace, aggregator and damping."""
-    names = [task.name for task in bench.suite.tasks]
+    names, cells = [task.name for task in bench.suite.tasks], Cells(bench.metric)
     data = []
     grid = itertools.product(METRICS, ("tagged", "tensor", "full"), ("mean", "sum", "anchored"), (0.01, 0.3, 1.0))
     steps = [step for step in grid if step[:2] not in (("exact", "tensor"), ("exact", "full"))]
@@ -266,8 +259,8 @@ def metrics(bench: Bench) -> Result:
         "subspace": text("basis"),
         "aggregator": text("aggregator"),
         "damping": number("damping"),
-        "average [95%]": interval,
-        "worst": accuracy("worst"),
+        "average [95%]": cells.interval,
+        "worst": cells.score("worst"),
         "scale": starred,
     }
     best: dict[str, Row] = {}
@@ -280,13 +273,14 @@ def metrics(bench: Bench) -> Result:
         "The figure has of every metric, subspace and aggregator the damping that is best on validation data.",
         *edges(data),
     ]
-    figure = dots(list(best.values()), "accuracy")
+    figure = dots(list(best.values()), bench.metric, metric=bench.metric)
     return Result("metrics", "Metric x subspace x aggregator", columns, data, notes, figure)
 
 
 def tasks(bench: Bench) -> Result:
     """Return accuracy against the number of merged models: the first 2, 3, … of the suite."""
-    data, lines = [], Lines("merged models", "average accuracy on their tasks")
+    cells = Cells(bench.metric)
+    data, lines = [], Lines("merged models", f"average {bench.metric} on their tasks", bench.metric)
     steps = itertools.product(("average", "tsv", "epimer_free", "epimer_kron"), range(2, len(bench.states) + 1))
     for method, count in bench.each(steps, "{0[0]}, {0[1]} models".format):
         merged = bench.merge(Candidate(method), models=range(count))
@@ -304,8 +298,8 @@ def tasks(bench: Bench) -> Result:
     columns = {
         "method": text("method"),
         "T": text("T"),
-        "average [95%]": interval,
-        "worst": accuracy("worst"),
+        "average [95%]": cells.interval,
+        "worst": cells.score("worst"),
         "scale": number("scale"),
     }
     return Result("tasks", "Number of tasks", columns, data, notes, lines.figure())

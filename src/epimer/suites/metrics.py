@@ -9,9 +9,9 @@ from torch import Tensor
 
 from epimer.curvature.labels import IGNORED, logits_of
 from epimer.curvature.tasks import sample_losses
-from epimer.diagnosis.stats import SHARES
 from epimer.errors import ParameterError
 from epimer.suites.suite import Suite, classification_loss, right
+from epimer.units import SHARES
 
 Judge = Callable[[Any, Any], Tensor]
 

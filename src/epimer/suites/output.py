@@ -9,6 +9,7 @@ from typing import Any
 
 from epimer.checkpoints.writer import as_json, explained, whole_file
 from epimer.suites.results import Result
+from epimer.units import LOSSES, natural
 
 
 def write(result: Result, folder: Path) -> list[Path]:
@@ -50,6 +51,7 @@ def _draw_lines(figure: Mapping[str, Any], title: str, axes: Any) -> None:
         axes.fill_between(x, low, high, alpha=0.15, color=line.get_color(), linewidth=0)
     axes.set_xlabel(figure["x"])
     axes.set_ylabel(figure["y"])
+    _read_as(axes.yaxis, figure["metric"])
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -65,9 +67,16 @@ def _draw_dots(figure: Mapping[str, Any], title: str, axes: Any) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log" if figure["log"] else "linear")
     axes.set_xlabel(figure["x"])
+    _read_as(axes.xaxis, figure["metric"])
     axes.set_title(title)
     axes.grid(alpha=0.3, axis="x")
     axes.legend(fontsize="small")
+
+
+def _read_as(axis: Any, metric: str | None) -> None:
+    """Label scores as their metric is known; the better end stays where it is."""
+    if metric in LOSSES:
+        axis.set_major_formatter(lambda value, _: f"{natural(metric, value):.4g}")
 
 
 MARKS = {"base": "s", "task": "o", "merged": "*"}

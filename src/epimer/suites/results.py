@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epimer.diagnosis.stats import Scores
+from epimer.units import LOSSES, SHARES, between, shown
 
 FORMAT = 1  # of the JSON file
 Row = dict[str, Any]
@@ -24,6 +25,11 @@ class Result:
     notes: list[str] = field(default_factory=list)
     figure: Mapping[str, Any] | None = None
     """of kind `lines` (x label, y label, per line its points (x, y, low, high)), `dots` or `maps` (a loss landscape)"""
+    suite: str = ""
+    metric: str = "accuracy"
+    """what scores are of; in `data` and figures higher is better, so a loss is minus itself"""
+    made: Mapping[str, Any] = field(default_factory=dict)
+    """by which versions, when, and from what seed"""
 
     @property
     def headings(self) -> list[str]:
@@ -46,7 +52,8 @@ class Result:
         return {
             "kind": "experiment",
             "format": FORMAT,
-            **{key: getattr(self, key) for key in ("name", "title", "headings", "rows", "data", "notes", "figure")},
+            **{key: getattr(self, key) for key in ("name", "title", "suite", "metric", "made", "headings", "rows")},
+            **{key: getattr(self, key) for key in ("data", "notes", "figure")},
         }
 
 
@@ -56,6 +63,8 @@ class Lines:
 
     x: str
     y: str
+    metric: str | None = None
+    """what y is a score of, if it is one"""
     lines: dict[str, list[tuple[float, float, float, float]]] = field(default_factory=dict)
 
     def add(self, line: str, x: float, y: float, low: float | None = None, high: float | None = None) -> None:
@@ -64,11 +73,17 @@ class Lines:
 
     def figure(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"kind": "lines", "x": self.x, "y": self.y, "lines": {k: sorted(v) for k, v in self.lines.items()}}
+        lines = {k: sorted(v) for k, v in self.lines.items()}
+        return {"kind": "lines", "x": self.x, "y": self.y, "metric": self.metric, "lines": lines}
 
 
 def dots(
-    rows: Sequence[Row], x: str, names: tuple[str, str] = ("average", "worst"), *, log: bool = False
+    rows: Sequence[Row],
+    x: str,
+    names: tuple[str, str] = ("average", "worst"),
+    *,
+    metric: str | None = None,
+    log: bool = False,
 ) -> dict[str, Any]:
     """Return a figure of one value per row, with its interval where there is one, and a second value beside it."""
     first, second = names
@@ -76,7 +91,7 @@ def dots(
         row["method"]: [row[first], row.get("low", row[first]), row.get("high", row[first]), row[second]]
         for row in rows
     }
-    return {"kind": "dots", "x": x, "names": names, "log": log, "dots": shown}
+    return {"kind": "dots", "x": x, "names": names, "metric": metric, "log": log, "dots": shown}
 
 
 def summary(scores: Scores, names: Sequence[str]) -> Row:
@@ -84,11 +99,6 @@ def summary(scores: Scores, names: Sequence[str]) -> Row:
     low, high = scores.interval()
     tasks = dict(zip(names, scores.accuracies, strict=True))
     return {"average": scores.average, "low": low, "high": high, "worst": scores.worst, "tasks": tasks}
-
-
-def percent(value: float) -> str:
-    """Return an accuracy as tables show it."""
-    return f"{100 * value:.1f}"
 
 
 def number(key: str) -> Callable[[Row], str]:
@@ -101,9 +111,9 @@ def text(key: str) -> Callable[[Row], str]:
     return lambda row: "" if row.get(key) is None else str(row[key])
 
 
-def accuracy(key: str) -> Callable[[Row], str]:
-    """Show an accuracy in percent."""
-    return lambda row: "" if row.get(key) is None else percent(row[key])
+def share(key: str) -> Callable[[Row], str]:
+    """Show a share in percent."""
+    return lambda row: "" if row.get(key) is None else shown("accuracy", row[key])
 
 
 def starred(row: Row) -> str:
@@ -117,21 +127,48 @@ def edges(data: Sequence[Row]) -> list[str]:
     return [star] if any(row.get("edge") for row in data) else []
 
 
-def interval(row: Row) -> str:
-    """Show an average with its interval."""
-    return f"{percent(row['average'])} [{percent(row['low'])}, {percent(row['high'])}]"
+@dataclass(frozen=True)
+class Cells:
+    """How scores of a metric are shown in a table."""
 
+    metric: str
 
-def difference(row: Row) -> str:
-    """Show a difference in points with its p."""
-    return "" if row.get("difference") is None else f"{100 * row['difference']:+.1f}, p {_chance(row['p'])}"
+    def score(self, key: str) -> Callable[[Row], str]:
+        """Show a score, or nothing where a row has none."""
+        return lambda row: "" if row.get(key) is None else shown(self.metric, row[key])
+
+    def on_task(self, name: str) -> Callable[[Row], str]:
+        """Show the score on one task."""
+        return lambda row: shown(self.metric, row["tasks"][name])
+
+    def spread(self, key: str) -> Callable[[Row], str]:
+        """Show how far scores lie apart."""
+        return share(key) if self.metric in SHARES else lambda row: "" if row.get(key) is None else f"{row[key]:.3f}"
+
+    def interval(self, row: Row) -> str:
+        """Show an average with its interval."""
+        return f"{shown(self.metric, row['average'])} {between(self.metric, row['low'], row['high'])}"
+
+    def difference(self, row: Row) -> str:
+        """Show the difference from another merge, with its p."""
+        if row.get("difference") is None:
+            return ""
+        by = -row["difference"] if self.metric in LOSSES else row["difference"]
+        return (f"{100 * by:+.1f}" if self.metric in SHARES else f"{by:+.3f}") + f", p {_chance(row['p'])}"
+
+    @property
+    def margin(self) -> str:
+        """What it is called when a merge is better than another."""
+        return "fall in loss" if self.metric in LOSSES else f"{self.metric} margin"
+
+    @property
+    def differences(self) -> str:
+        """What differences are in."""
+        if self.metric in SHARES:
+            return "in points"
+        return "in loss, so that less is better" if self.metric in LOSSES else f"in {self.metric}"
 
 
 def _chance(p: float) -> str:
     """Show a probability; none that was drawn for is zero."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def on_task(name: str) -> Callable[[Row], str]:
-    """Show one task's accuracy."""
-    return lambda row: percent(row["tasks"][name])

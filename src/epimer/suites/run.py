@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from epimer.suites.bench import Bench
 from epimer.suites.beside import beside
 from epimer.suites.entry import call_entry, is_entry
 from epimer.suites.experiments import EXPERIMENTS
-from epimer.suites.metrics import one_unit
 from epimer.suites.output import write
 from epimer.suites.results import Result
 from epimer.suites.suite import Suite
+from epimer.units import LOSSES
 
 SUITES = ("glyphs8", "clip8")
 NEEDS = {"alpha": ("train", "test"), "cost": ("train",)}
@@ -71,8 +70,7 @@ def run_experiments(
             hint, known = nearest(name, EXPERIMENTS), ", ".join(EXPERIMENTS)
             raise ParameterError(f"There is no experiment {name!r}.{hint} Experiments: {known}, all.")
     bench = Bench(open_suite(suite, seed=seed, progress=progress, **options), seed=seed)
-    measured = one_unit(bench.suite)
-    unfit = {name: why for name in wanted if (why := _unfit(bench.suite, name, measured))}
+    unfit = {name: why for name in wanted if (why := _unfit(bench, name))}
     if unfit and not (everything and len(unfit) < len(wanted)):
         raise DataError(f"{bench.suite.name}: {next(iter(unfit.values()))}.")
     left_out = [f"Left out: {why}." for why in unfit.values()]
@@ -80,23 +78,13 @@ def run_experiments(
         with Progress(progress, unit="steps") as bar:
             bench.watch = bar.begin(name, None).reach
             result = beside(EXPERIMENTS[name](bench), bench.suite)
-        result.notes.extend([*left_out, bench.made()])
-        left_out = []  # said once
-        result = replace(result, title=_titled(result.title, bench.suite.name, measured))
-        if measured in ("loss", "perplexity"):
-            more = " (perplexity is its exp)" if measured == "perplexity" else ""
-            result.notes.append(f"Scores are minus the loss{more} in hundredths: -51.2 is a loss of 0.512.")
+        result, left_out = bench.signed(result, *left_out), []  # said once
         yield result, write(result, folder)
 
 
-def _titled(title: str, suite: str, measured: str) -> str:
-    """Return a title that names the suite, and what its tasks are measured in."""
-    what = title.removeprefix(f"{suite}: ").replace("accuracy", measured)
-    return f"{suite}: {what}"
-
-
-def _unfit(suite: Suite, experiment: str, measured: str) -> str:
+def _unfit(bench: Bench, experiment: str) -> str:
     """Return why an experiment cannot be run on a suite, or nothing."""
+    suite, measured = bench.suite, bench.metric
     for task in suite.tasks:
         lacking = [split for split in NEEDS.get(experiment, ("train", "val", "test")) if split not in task.splits]
         if lacking:
@@ -108,7 +96,7 @@ def _unfit(suite: Suite, experiment: str, measured: str) -> str:
     least = 3 if experiment == "landscape" else 2
     if len(suite.tasks) < least:
         return f"{experiment!r} needs {least} tasks at least, each with its model, and there are {len(suite.tasks)}"
-    if experiment == "worst-task" and measured in ("loss", "perplexity"):
+    if experiment == "worst-task" and measured in LOSSES:
         return (
             f"'worst-task' tells what share of fine-tuning's score is kept, and a {measured} has none; "
             "leave it out, or take another metric"

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from epimer.curvature.batches import Batch
 from epimer.curvature.labels import logits_of
 from epimer.errors import DataError
+from epimer.geometry.linalg import nonfinite
 
 BATCH = 500  # samples evaluated at a time
 
@@ -146,6 +147,16 @@ class Suite:
     def scores_on(self, state: Mapping[str, Tensor], task: SuiteTask, split: str) -> Tensor:
         """Return every sample's score on one task."""
         return self._judged(state, task, split, task.score)
+
+    def sure_scores(self, state: Mapping[str, Tensor], task: SuiteTask, split: str) -> Tensor:
+        """Return every sample's score on one task; refuse any that is no number."""
+        scores = self.scores_on(state, task, split)
+        if bad := nonfinite(scores):
+            raise DataError(
+                f"{self.name}: {bad} of {len(scores)} {split} samples of task {task.name!r} got a {task.metric} that "
+                "is NaN or Inf; try a wider dtype, or mend the task's score."
+            )
+        return scores
 
     def losses(self, state: Mapping[str, Tensor], split: str) -> list[float]:
         """Return the mean loss per task."""

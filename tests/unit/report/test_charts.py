@@ -53,6 +53,10 @@ def test_percentages_and_signs():
     assert [fixed(v) for v in (0.4, -0.001, -0.5, 4321.0, math.nan)] == ["0.40", "0.00", "−0.50", "4320", "–"]
     assert Unit.of([0.2, None, 1.0]) == Unit(True)
     assert Unit.of([0.2, -3.0]) == Unit(False)
+    assert Unit.of([0.2, 0.4], "f1") == Unit(False, "f1")
+    loss, perplexity = Unit.of([-0.5], "loss"), Unit.of([-0.5], "perplexity")
+    assert (loss.show(-0.5), loss.between(-0.6, -0.4), loss.difference(0.1)) == ("0.5", "0.4, 0.6", "−0.1")
+    assert (perplexity.show(-0.5), perplexity.plain(None), perplexity.tick(0.0)) == ("1.65", None, "1")
     assert (Unit(True).exact(0.8294), Unit(False).exact(-1.23456)) == ("82.94%", "−1.2346")
 
 

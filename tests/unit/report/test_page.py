@@ -74,6 +74,48 @@ def test_the_first_screen_says_who_won(page):
         assert advice["text"] in first
 
 
+def lossy(record):
+    """Return a record of the same experiment with losses for scores."""
+
+    def turned(row):
+        shares = {key: row[key] - 1 for key in ("average", "low", "high", "worst", "validation") if key in row}
+        return {**row, **shares, "tasks": {task: value - 1 for task, value in row["tasks"].items()}}
+
+    data = [turned(row) for row in record["data"]]
+    return {**record, "title": "texts: loss of merged models", "suite": "texts", "metric": "loss", "data": data}
+
+
+def test_losses_are_shown_as_losses():
+    record = lossy(found.performance())
+    page = Page(build(gather([record])))
+    assert page.text("h1") == "texts: four models merged into one"
+    best = record["data"][4]
+    first = page.text().partition("Methods compared")[0]
+    for key in ("average", "worst"):
+        assert f"{-best[key]:.3g}" in first
+    low, high = (f"{-best[key]:.3g}" for key in ("high", "low"))
+    assert f"95% interval {low} to {high}" in first
+    assert f"[{low}, {high}]" in page.text("td")
+    by = best["difference"]
+    assert by > 0
+    assert f"Against tsv: −{by:.3g}" in first
+    assert "loss on test data" in page.text("text")
+    assert "−0." not in first.replace(f"−{by:.3g}", "")
+
+
+def test_a_sweep_by_losses_shows_losses():
+    record = found.sweep()
+
+    def turned(row):
+        return {**row, **{k: row[k] - 1 for k in ("average", "low", "high", "worst", "validation") if row.get(k)},
+                "tasks": {t: v - 1 for t, v in (row["tasks"] or {}).items()}, "unit": "loss"}  # fmt: skip
+
+    record = {**record, "data": [turned(row) for row in record["data"]], "best": turned(record["best"])}
+    cells = Page(build(gather([record]))).text("td", "dd")
+    assert f"{-record['best']['validation']:.3g}" in cells
+    assert "−" not in cells
+
+
 def test_every_kind_of_chart_is_there(page):
     keys = {attributes["id"] for attributes in page.named("figure")}
     wanted = {

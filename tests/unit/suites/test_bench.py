@@ -10,8 +10,10 @@ import torch
 import epimer
 from epimer.diagnosis.stats import Scores, compare
 from epimer.diagnosis.sweep import climb
+from epimer.errors import DataError
 from epimer.suites import experiments
 from epimer.suites.bench import CANDIDATES, Bench, Candidate, references
+from epimer.suites.metrics import CLASSES
 from epimer.suites.output import write
 from trained import make_suite, network
 
@@ -60,6 +62,22 @@ def test_a_merge_that_is_far_too_long_at_scale_1_is_looked_for_everywhere(suite)
     long = bench.best(Candidate("average", {"scale": 1e6}))  # the average itself is at 1e-6
     assert long.scale in (5e-7, 1e-6)
     assert long.validation >= bench.score(bench.merge(Candidate("average")), "val").average
+
+
+def test_scores_that_are_no_numbers_are_refused_and_never_chosen(suite):
+    def broken(state, task):
+        made = network(state, task)
+        far = (state["one.weight"] - suite.base["one.weight"]).norm() > limit
+        return made.requires_grad_(False).apply(lambda m: m.bias.fill_(torch.nan) if far and m is made.head else None)
+
+    tasks = [replace(task, score=CLASSES["loss"], metric="loss") for task in suite.tasks]
+    merged = Bench(suite).merge(Candidate("average"))
+    limit = 1.2 * (merged["one.weight"] - suite.base["one.weight"]).norm()  # where a loss runs out of range
+    bench = Bench(replace(suite, tasks=tasks, network=broken))
+    assert bench.best(Candidate("average")).scale <= 1.15
+    limit = -1.0
+    with pytest.raises(DataError, match=r"task0.*a loss that is NaN or Inf"):
+        Bench(replace(suite, tasks=tasks, network=broken)).best(Candidate("average"))
 
 
 def test_some_is_the_first_samples(suite):

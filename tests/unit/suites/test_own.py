@@ -13,11 +13,11 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 import epimer
 from epimer.curvature.tasks import sample_losses
-from epimer.diagnosis.stats import natural, shown
 from epimer.suites.bench import Bench, Candidate
 from epimer.suites.entry import is_entry
 from epimer.suites.evaluate import evaluate
 from epimer.suites.metrics import CLASSES, TOKENS, unit
+from epimer.units import natural, shown
 
 transformers = pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")

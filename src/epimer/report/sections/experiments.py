@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from epimer.report.blocks import (
     Block,
@@ -27,17 +27,19 @@ from epimer.report.kinds import Dots, Experiment, Lines, Maps, Records
 from epimer.report.markup import Markup
 from epimer.report.numbers import Unit, finite, number, percent, signed, widened
 from epimer.report.palette import colour
+from epimer.units import LOSSES, SHARES
 
 DASHES = ("", "6 4", "2 3", "9 3 2 3")
 FIRST = re.compile(r"^[-+−]?\d+(\.\d+)?(e[-+]?\d+)?")
 OTHERS = ("tasks", "samples", "fisher-fraction", "worst-task", "metrics", "cost")
+MARGINS = {"accuracy": "Accuracy margin", **dict.fromkeys(LOSSES, "Fall in loss")}
 NORMALISED = {"eta_fraction": "η / F(x̄)", "eta": "η, mean diagonal 1", "eta_unit_trace": "η, trace 1"}
 
 
 def alpha(found: Experiment) -> Section:
     """Return accuracy over α: a chart per method, colours for ranks, dashes for aggregators."""
     assert isinstance(found.figure, Lines)
-    unit = _unit(_heights(found.figure), found.figure.y)
+    unit = _unit(_heights(found.figure), found.figure.y, found.figure.metric)
     span = widened([v for points in found.figure.lines.values() for _, *ys in points for v in finite(ys)] or [0.0, 1.0])
     count = max((len(row.get("tasks") or ()) for row in found.data), default=0)
     by_method: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
@@ -55,31 +57,36 @@ def alpha(found: Experiment) -> Section:
 
 
 def eta(found: Experiment) -> Section:
-    """Return η against rank beside the accuracy margin."""
+    """Return η against rank beside the margin that curvature gains."""
     by_rank = [row for row in found.data if isinstance(row.get("k"), int | float)]
-    what = {}
+    what, plain = {}, Unit(False)
     for key, name in NORMALISED.items():
         points = {name: [(row["k"], row[key], row[key], row[key]) for row in by_rank if _is_number(row.get(key))]}
         figure = Lines("lines", "rank k", name, points)
-        chart = lines(_series(points), Labels("rank k", name, number, _exact), f"{name} against rank.", zero=True)
-        what[name] = Figure(f"eta {key}", "η against rank", chart, _points(points, figure, None))
+        chart = lines(
+            _series(points), Labels("rank k", name, plain.tick, plain.exact), f"{name} against rank.", zero=True
+        )
+        what[name] = Figure(f"eta {key}", "η against rank", chart, _points(points, figure, plain))
     margin: list[tuple[float, float, float, float]] = [
         (row["k"], row["difference"], row["difference"], row["difference"])
         for row in by_rank
         if _is_number(row.get("difference"))
     ]
     named = {"margin": margin}
+    share = found.metric in SHARES
+    gained, what_in = MARGINS.get(found.metric, f"Margin in {found.metric}"), ", points" if share else ""
     labels = Labels(
-        "rank k", "accuracy margin, points", lambda v: signed(v, Unit(True).tick), lambda v: signed(v, _points_exact)
-    )
-    chart = lines(_series(named), labels, "Accuracy margin of curvature over the flat merge against rank.", zero=True)
+        "rank k", f"{gained[:1].lower()}{gained[1:]}{what_in}", lambda v: signed(v, Unit(share).tick),
+        lambda v: signed(v, lambda size: percent(size, 2) if share else number(size, 5)),
+    )  # fmt: skip
+    chart = lines(_series(named), labels, f"{gained} of curvature over the flat merge against rank.", zero=True)
     ps = {row["k"]: row.get("p") for row in by_rank}
     table = Table(
-        ["k", "margin, points", "p"],
+        ["k", f"margin{what_in}", "p"],
         [[Cell(number(k), k), Cell(labels.exact(y), y), Cell(number(ps[k]), ps[k])] for k, y, *_ in margin],
-        "Accuracy margin by rank",
+        f"{gained} by rank",
     )
-    beside = Figure("eta margin", "Accuracy margin over the flat merge", chart, table)
+    beside = Figure("eta margin", f"{gained} over the flat merge", chart, table)
     return Section("η against rank", [Side([Choice("η", what), beside]), notes(found.notes), _table(found)], short="η")
 
 
@@ -143,7 +150,7 @@ def has_own(one: Experiment) -> bool:
 
 def line_chart(name: str, figure: Lines) -> Figure:
     """Return a figure of lines as the record has them."""
-    unit = _unit(_heights(figure), figure.y)
+    unit = _unit(_heights(figure), figure.y, figure.metric)
     chart = lines(
         _series(figure.lines), _labels(figure, unit), f"{figure.y} against {figure.x}: {', '.join(figure.lines)}."
     )
@@ -153,7 +160,7 @@ def line_chart(name: str, figure: Lines) -> Figure:
 
 def dot_chart(name: str, figure: Dots) -> Figure:
     """Return a figure of dots as the record has them; what is not finite is left out."""
-    unit = _unit((value for values in figure.dots.values() for value in values), figure.x)
+    unit = _unit((value for values in figure.dots.values() for value in values), figure.x, figure.metric)
     first, second = figure.names
     rows = []
     for row, (value, low, high, other) in figure.dots.items():
@@ -164,7 +171,10 @@ def dot_chart(name: str, figure: Dots) -> Figure:
             rows.append(Range(row, value, low, high, beside, *tips))
     said = f"{figure.x}: {first} and {second} of {len(rows)} rows."
     chart = ranges(rows, unit.tick, figure.names, said, _axis(figure.x, unit), log=figure.log)
-    cells: Rows = [[row, *(Cell(unit.exact(v), v) for v in values)] for row, values in figure.dots.items()]
+    cells: Rows = [
+        [row, *(Cell(unit.exact(v), unit.plain(v)) for v in (value, *unit.ends(low, high), other))]
+        for row, (value, low, high, other) in figure.dots.items()
+    ]
     table = Table(["row", first, "low", "high", second], cells, f"{figure.x}: {first} and {second}")
     return Figure(name, f"{first[:1].upper()}{first[1:]} and {second}", chart, table)
 
@@ -182,9 +192,11 @@ def _series(named: dict[str, list[tuple[float, float, float, float]]]) -> list[S
     return [Series(name, points, colour(i), DASHES[i // 8 % 4]) for i, (name, points) in enumerate(named.items())]
 
 
-def _unit(values: Iterable[float], axis: str) -> Unit:
-    """Take scores for shares where the axis says so and they can be."""
-    return Unit("accuracy" in axis and Unit.of(values).share)
+def _unit(values: Iterable[float], axis: str, metric: str | None) -> Unit:
+    """Return how a figure's values read; older records name no metric, and an axis of shares says so."""
+    if metric is None and "accuracy" not in axis:
+        return Unit(False)
+    return Unit.of(values, metric)
 
 
 def _heights(figure: Lines) -> Iterator[float]:
@@ -199,12 +211,11 @@ def _labels(figure: Lines, unit: Unit) -> Labels:
     return Labels(figure.x, _axis(figure.y, unit), unit.tick, unit.exact)
 
 
-def _points(named: dict[str, list[tuple[float, float, float, float]]], figure: Lines, unit: Unit | None) -> Table:
-    show: Callable[[float], str] = unit.exact if unit else _exact
+def _points(named: dict[str, list[tuple[float, float, float, float]]], figure: Lines, unit: Unit) -> Table:
     rows: Rows = [
-        [name, Cell(number(x, 5), x), *(Cell(show(v), v) for v in ys)]
+        [name, Cell(number(x, 5), x), *(Cell(unit.exact(v), unit.plain(v)) for v in (y, *unit.ends(low, high)))]
         for name, points in named.items()
-        for x, *ys in points
+        for x, y, low, high in points
     ]
     return Table(["line", figure.x, figure.y, "low", "high"], rows, f"{figure.y} by {figure.x}")
 
@@ -222,14 +233,6 @@ def _table(found: Experiment) -> Table:
 def _cell(text: str) -> Cell:
     match = FIRST.match(text.strip())
     return Cell(text, float(match[0].replace("−", "-")) if match else None)
-
-
-def _exact(value: float) -> str:
-    return number(value, 5)
-
-
-def _points_exact(value: float) -> str:
-    return percent(value, 2)
 
 
 def _is_number(value: object) -> bool:

@@ -72,10 +72,15 @@ def _tries(scores: Sequence[Score], best: Score | None, caption: str) -> Table:
     for i, s in enumerate(scores):
         if best and (s.method, s.rank, s.scale) == (best.method, best.rank, best.scale):
             marked.add(i)
-        between = f" [{unit.show(s.low)}, {unit.show(s.high)}]" if s.low is not None and s.high is not None else ""
-        numbers = [(number(s.rank), s.rank), (number(s.scale), s.scale), (unit.show(s.validation), s.validation)]
+        between = f" [{unit.between(s.low, s.high)}]" if s.low is not None and s.high is not None else ""
+        numbers = [
+            (number(s.rank), s.rank),
+            (number(s.scale), s.scale),
+            (unit.show(s.validation), unit.plain(s.validation)),
+        ]
         numbers += [(number(s.kl), s.kl)] if close else []
-        numbers += [(f"{unit.show(s.average)}{between}", s.average), (unit.show(s.worst), s.worst)]
+        numbers += [(f"{unit.show(s.average)}{between}", unit.plain(s.average))]
+        numbers += [(unit.show(s.worst), unit.plain(s.worst))]
         rows.append([s.method, *(Cell(*pair) for pair in numbers), s.worst_task])
     headings = ["method", "rank", "scale", "to choose by", *(["KL"] if close else []), "average", "worst", "worst task"]
     return Table(headings, rows, caption, frozenset(marked))

@@ -11,6 +11,7 @@ from epimer.report.charts.heat import Scale, heat
 from epimer.report.kinds import Performance, Score
 from epimer.report.markup import Markup
 from epimer.report.numbers import NOTHING, finite, number, percent
+from epimer.units import LOSSES
 
 
 def section(found: Performance, *, named: bool) -> Section:
@@ -40,13 +41,14 @@ def headline(found: Performance) -> Table:
     for score in scores:
         row: list[Cell | str] = [
             Cell(score.method),
-            Cell(unit.show(score.average), score.average),
-            Cell(_interval(score, found), score.low),
+            Cell(unit.show(score.average), unit.plain(score.average)),
+            Cell(_interval(score, found), unit.plain(score.low)),
             Cell(score.worst_task),
-            Cell(unit.show(score.worst), score.worst),
+            Cell(unit.show(score.worst), unit.plain(score.worst)),
         ]
         if compared:
-            row += [Cell(unit.difference(score.difference) if score.difference is not None else "", score.difference)]
+            by = unit.difference(score.difference) if score.difference is not None else ""
+            row += [Cell(by, unit.apart(score.difference))]
             row += [Cell("" if score.p is None else _p(score.p), score.p)]
         row.append(Cell("" if score.scale is None else number(score.scale) + ("*" if score.edge else ""), score.scale))
         if timed:
@@ -65,7 +67,7 @@ def best_first(scores: Sequence[Score]) -> list[Score]:
 def _interval(score: Score, found: Performance) -> str:
     if score.low is None or score.high is None:
         return NOTHING
-    return f"[{found.unit.show(score.low)}, {found.unit.show(score.high)}]"
+    return f"[{found.unit.between(score.low, score.high)}]"
 
 
 def _p(p: float) -> str:
@@ -80,7 +82,7 @@ def averages(found: Performance) -> Figure:
     for score in scores:
         average = score.average or 0.0
         low, high = (v if v is not None and math.isfinite(v) else average for v in (score.low, score.high))
-        tip = f"{score.method}\naverage {unit.exact(average)} [{unit.exact(low)}, {unit.exact(high)}]"
+        tip = f"{score.method}\naverage {unit.exact(average)} [{unit.between(low, high, show=unit.exact)}]"
         worst_tip = f"{score.method}\nworst task: {score.worst_task} {unit.exact(score.worst)}"
         rows.append(
             Range(
@@ -95,7 +97,11 @@ def averages(found: Performance) -> Figure:
     table = Table(
         ["method", "average", "low", "high", "worst", "worst task"],
         [
-            [s.method, *(Cell(unit.exact(v), v) for v in (s.average, s.low, s.high, s.worst)), s.worst_task]
+            [
+                s.method,
+                *(Cell(unit.exact(v), unit.plain(v)) for v in (s.average, *unit.ends(s.low, s.high), s.worst)),
+                s.worst_task,
+            ]
             for s in scores
         ],
         "Average, its 95% interval and the worst task of every method",
@@ -120,7 +126,7 @@ def task_bars(found: Performance, task: str) -> Figure:
     chart = bars(rows, unit.show, unit.tick, f"Scores on {task}, best first: {said}.", _axis(found))
     table = Table(
         ["method", task],
-        [[s.method, Cell(unit.exact(s.tasks[task]), s.tasks[task])] for s in scores],
+        [[s.method, Cell(unit.exact(s.tasks[task]), unit.plain(s.tasks[task]))] for s in scores],
         f"Every method's score on {task}",
     )
     return Figure(f"task {task}", f"Every method on {task}", chart, table, "Bold: chosen on validation data.")
@@ -147,4 +153,5 @@ def shares(found: Performance) -> Figure | None:
 
 
 def _axis(found: Performance) -> str:
-    return "score on test data, %" if found.unit.share else "score on test data"
+    named = found.metric if found.metric in LOSSES else "score"
+    return f"{named} on test data{', %' if found.unit.share else ''}"
