@@ -204,6 +204,27 @@ def sweep() -> dict:
     return {"kind": "sweep", "format": 1, "eval": "glyphs8", "data": data, "best": best, "notes": ["Chosen on val."]}
 
 
+def evaluation(metric: str = "accuracy") -> dict:
+    tasks = [
+        {"name": name, "metric": metric, "samples": 400, "score": 0.81 + 0.02 * i, "low": 0.79 + 0.02 * i,
+         "high": 0.83 + 0.02 * i, "base": 0.4, "fine_tuned": 0.93}
+        for i, name in enumerate(TASKS)
+    ]  # fmt: skip
+    average = {"score": 0.84, "low": 0.83, "high": 0.85, "base": 0.4, "fine_tuned": 0.93}
+    worst = {"task": "digits", "score": 0.81, "base": 0.4, "fine_tuned": 0.93}
+    about = {"kind": "evaluation", "format": 1, "suite": "words", "model": "merged", "split": "test"}
+    return {**about, "tasks": tasks, "average": average, "worst": worst}
+
+
+def harness() -> dict:
+    rows = [
+        {"task": "recall", "metric": "acc", "filter": "none", "score": 0.7125, "stderr": 0.0121, "samples": 40},
+        {"task": "recall", "metric": "em", "filter": "strict", "score": 0.5, "stderr": None, "samples": 40},
+    ]
+    about = {"kind": "harness", "format": 1, "model": "merged", "harness": "lm-eval", "limit": 40}
+    return {**about, "results": rows}
+
+
 def merge_record(models=TASKS) -> dict:
     tensors = {
         "layers.0.weight": TensorRecord("matrix", (64, 64), "converged", 16, 1e-8, 0.25),
@@ -223,7 +244,7 @@ def everything() -> dict[str, dict]:
     return {
         "performance.json": performance(), "alpha.json": alpha(), "eta.json": eta(), "landscape.json": landscape(),
         "tasks.json": counted(), "cost.json": cost(), "diagnosis.json": diagnosis(), "sweep.json": sweep(),
-        "epimer.json": merge_record(),
+        "epimer.json": merge_record(), "eval.json": evaluation(), "lm-eval.json": harness(),
     }  # fmt: skip
 
 

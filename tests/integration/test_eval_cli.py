@@ -138,6 +138,15 @@ def test_tasks_of_different_metrics_have_no_average(here):
     assert_refused(ran, "words", "accuracy, loss", "give all tasks one metric")
 
 
+def test_an_evaluation_can_be_put_on_a_page(here):
+    assert run("eval", "suite.yaml", "--model", "merged", "-o", "eval.json", "-q").code == 0
+    wrote = json.loads((here / "eval.json").read_text())
+    assert run("report", "eval.json", "-o", "page.html", "-q").code == 0
+    page = (here / "page.html").read_text()
+    assert f"{100 * wrote['average']['score']:.1f}" in page
+    assert all(task["name"] in page for task in wrote["tasks"])
+
+
 def test_benches_of_losses_show_losses(here):
     suite = write(here / "loss.yaml", tiny.suite_of(metric="loss"))
     assert run("bench", suite, "--experiment", "performance", "-o", "out", "-q").code == 0

@@ -227,7 +227,7 @@ def report(
     records: Annotated[
         list[Path],
         typer.Argument(
-            help="JSON of bench, demo, diagnose or sweep, a model's epimer.json, or folders.", show_default=False
+            help="JSON of bench, demo, diagnose, sweep or eval, a model's epimer.json, or folders.", show_default=False
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file to write.", show_default=False)],

@@ -183,6 +183,66 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """A model's score on one task, as the metric is known, beside the base's and the task's own model's."""
+
+    metric: str
+    score: float
+    low: float
+    high: float
+    name: str
+    samples: int
+    base: float | None = None
+    fine_tuned: float | None = None
+
+
+@dataclass(frozen=True)
+class Overall:
+    """The average over tasks, or the worst of them."""
+
+    score: float
+    low: float | None = None
+    high: float | None = None
+    task: str = ""
+    base: float | None = None
+    fine_tuned: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How one model does on a suite: what `epimer eval` writes."""
+
+    suite: str
+    model: str
+    split: str
+    tasks: list[Judged]
+    average: Overall | None = None
+    worst: Overall | None = None
+    """both only where all tasks are of one metric"""
+
+
+@dataclass(frozen=True)
+class HarnessRow:
+    """One number of a harness."""
+
+    task: str
+    metric: str
+    score: float
+    filter: str = "none"
+    stderr: float | None = None
+
+
+@dataclass(frozen=True)
+class Harness:
+    """How one model does in a harness as lm-eval."""
+
+    model: str
+    harness: str
+    results: list[HarnessRow]
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
 class Sourced(Generic[Record]):
     """A record and the file it came from."""
 
@@ -200,6 +260,8 @@ class Records:
     diagnoses: list[Sourced[Diagnosis]] = field(default_factory=list)
     sweeps: list[Sourced[Sweep]] = field(default_factory=list)
     merges: list[Sourced[MergeRecord]] = field(default_factory=list)
+    evaluations: list[Sourced[Evaluation]] = field(default_factory=list)
+    harnesses: list[Sourced[Harness]] = field(default_factory=list)
 
     def named(self, name: str) -> list[Sourced[Experiment]]:
         """Return the experiments of a name."""
@@ -207,7 +269,7 @@ class Records:
 
     def __bool__(self) -> bool:
         """Whether there is anything to show."""
-        return bool(self.experiments or self.diagnoses or self.sweeps or self.merges)
+        return any(vars(self).values())
 
 
 def unit_of(scores: Sequence[Score], metric: str | None = None) -> Unit:

@@ -15,7 +15,7 @@ from epimer.report import palette
 from epimer.report.blocks import Block, Renderer, Section, figures, heading
 from epimer.report.kinds import Records
 from epimer.report.markup import Markup, tag
-from epimer.report.sections import diagnosis, experiments, merging, scores
+from epimer.report.sections import diagnosis, evaluations, experiments, merging, scores
 from epimer.report.summary import summary, title_of
 
 HELP = "Focus a chart and use the arrow keys to go through its values."
@@ -65,6 +65,8 @@ def sections(records: Records) -> list[Section]:
         made += [section(one.record) for one in records.named(name) if experiments.has_own(one.record)]
     made += [diagnosis.section(one.record, named=len(records.diagnoses) > 1) for one in records.diagnoses]
     made += [merging.sweep(one.record) for one in records.sweeps]
+    made += [evaluations.section(one.record) for one in records.evaluations]
+    made += [evaluations.harness(one.record) for one in records.harnesses]
     made += [one for one in [experiments.others(records)] if one is not None]
     made += [merging.merge(one.record) for one in records.merges]
     recipes = dict.fromkeys(one.record.recipe for one in records.diagnoses if one.record.recipe)

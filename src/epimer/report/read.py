@@ -13,17 +13,17 @@ from pydantic import TypeAdapter, ValidationError
 from epimer.errors import DataError, short
 from epimer.lines import spell
 from epimer.records import Diagnosis, MergeRecord
-from epimer.report.kinds import Experiment, Performance, Records, Score, Sourced, Sweep
+from epimer.report.kinds import Evaluation, Experiment, Harness, Performance, Records, Score, Sourced, Sweep
 
 FORMAT = 1
 EXPECTED = (
-    'a record of epimer: JSON with "kind" experiment (epimer bench, epimer demo), diagnosis (epimer diagnose) or sweep '
-    "(epimer sweep), or a merged model's epimer.json"
+    'a record of epimer: JSON with "kind" experiment (epimer bench, epimer demo), diagnosis (epimer diagnose), sweep '
+    "(epimer sweep), evaluation or harness (epimer eval), or a merged model's epimer.json"
 )
 MOST_BYTES = 200_000_000
 T = TypeVar("T")
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {
-    kind: TypeAdapter(kind) for kind in (Experiment, Score, Diagnosis, Sweep, MergeRecord)
+    kind: TypeAdapter(kind) for kind in (Experiment, Score, Diagnosis, Sweep, MergeRecord, Evaluation, Harness)
 }
 
 
@@ -92,6 +92,12 @@ def add(found: Records, given: Any, source: str, where: str | None = None) -> No
     elif kind == "sweep":
         _check_format(given, where)
         found.sweeps.append(Sourced(_read(Sweep, given, where), source))
+    elif kind == "evaluation":
+        _check_format(given, where)
+        found.evaluations.append(Sourced(_read(Evaluation, given, where), source))
+    elif kind == "harness":
+        _check_format(given, where)
+        found.harnesses.append(Sourced(_read(Harness, given, where), source))
     elif isinstance(given, Mapping) and {"method", "parameters", "weights", "tensors"} <= given.keys():
         found.merges.append(Sourced(_read(MergeRecord, given, where), source))
     else:

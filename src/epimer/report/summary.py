@@ -19,7 +19,10 @@ def title_of(records: Records) -> str:
         return f"{merge.method}: {_count(len(merge.weights))} merged into one"
     if records.diagnoses:
         return f"Before merging {_count(len(records.diagnoses[0].record.models))}"
-    return f"Sweep on {records.sweeps[0].record.eval}" if records.sweeps else "Merging experiments"
+    if records.sweeps:
+        return f"Sweep on {records.sweeps[0].record.eval}"
+    models = [one.record.model for one in records.evaluations] + [one.record.model for one in records.harnesses]
+    return f"How {models[0]} does" if models else "Merging experiments"
 
 
 def _count(models: int) -> str:

@@ -82,7 +82,8 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, each score as its metric is known: shares from 0 to 1, losses as losses."""
-        found: dict[str, Any] = {"suite": self.suite, "model": self.model, "split": self.split}
+        found: dict[str, Any] = {"kind": "evaluation", "format": 1}
+        found |= {"suite": self.suite, "model": self.model, "split": self.split}
         found["tasks"] = [
             {
                 "name": task.task,

@@ -37,7 +37,8 @@ class HarnessResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"model": self.model, "harness": self.harness, "limit": self.limit, "results": self.rows}
+        about = {"model": self.model, "harness": self.harness, "limit": self.limit}
+        return {"kind": "harness", "format": 1, **about, "results": self.rows}
 
 
 def run_harness(

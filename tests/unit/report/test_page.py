@@ -116,6 +116,26 @@ def test_a_sweep_by_losses_shows_losses():
     assert "−" not in cells
 
 
+def test_an_evaluation_is_shown_as_it_was_printed():
+    page = Page(build(gather([found.evaluation()])))
+    assert page.text("h1") == "How merged does"
+    cells = page.text("td")
+    for said in ("accuracy, %", "84.0", "[83.0, 85.0]", "40.0", "93.0", "digits"):
+        assert said in cells
+    assert "fine-tuned" in page.text("text")
+    losses = Page(build(gather([found.evaluation("loss")])))
+    assert "0.84" in losses.text("td")
+    assert "loss, less is better" in losses.text("text")
+    mixed = found.evaluation()
+    mixed["tasks"][0]["metric"] = "perplexity"
+    del mixed["average"], mixed["worst"]
+    assert "Task by task" not in Page(build(gather([mixed]))).text()
+    alone = found.evaluation()
+    for row in (*alone["tasks"], alone["average"], alone["worst"]):
+        del row["base"], row["fine_tuned"]
+    assert "fine-tuned" not in Page(build(gather([alone]))).text("th", "button", "text")
+
+
 def test_every_kind_of_chart_is_there(page):
     keys = {attributes["id"] for attributes in page.named("figure")}
     wanted = {
@@ -315,4 +335,7 @@ def test_the_command_refuses_in_one_line(tmp_path):
 
 def test_sections_come_in_one_order():
     titles = [section.short or section.title for section in sections(gather(found.everything().values()))]
-    assert titles == ["Methods", "α", "η", "Landscape", "Diagnosis", "Sweep", "More", "Merge", "Measured", "Citations"]
+    assert titles == [
+        "Methods", "α", "η", "Landscape", "Diagnosis", "Sweep", "Evaluation", "lm-eval", "More", "Merge", "Measured",
+        "Citations",
+    ]  # fmt: skip

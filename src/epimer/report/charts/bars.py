@@ -112,9 +112,11 @@ def ranges(
 def _keys(names: tuple[str, str], left: float) -> Markup:
     """Return what dot and diamond mean."""
     second = left + 32 + wide(names[0], SMALL)
+    first = join(tag("circle", cx=left + 6, cy=8.0, r=4.0, fill="var(--c0)"), label(left + 16, 8, names[0], size=SMALL))
+    if not names[1]:
+        return first
     return join(
-        tag("circle", cx=left + 6, cy=8.0, r=4.0, fill="var(--c0)"),
-        label(left + 16, 8, names[0], size=SMALL),
+        first,
         tag("path", d=_diamond(second, 8.0), fill="var(--c1)"),
         label(second + 10, 8, names[1], size=SMALL),
     )

@@ -175,6 +175,12 @@ def measured(records: Records) -> Section:
         )
     for tried in records.sweeps:
         rows.append([tried.source, "sweep", f"{len(tried.record.data)} tries, scored by {tried.record.eval}"])
+    for judged in records.evaluations:
+        e = judged.record
+        rows.append([judged.source, "evaluation", f"{e.model} on {e.split} data of {e.suite}: {len(e.tasks)} tasks"])
+    for scored in records.harnesses:
+        h = scored.record
+        rows.append([scored.source, h.harness, f"{h.model}: {len(h.results)} numbers"])
     for made in records.merges:
         m = made.record
         by = f"; epimer {m.version}" if m.version else ""
