@@ -143,9 +143,7 @@ class Labels:
         aligned = self._aligned(outputs, logits, targets, N)
         live = targets != IGNORED
         if self.policy == "model":
-            drawn = targets.clone()
-            drawn[live] = self._drawn(aligned[live], live)
-            yield per_sample(self.loss_fn(outputs, drawn), N)
+            yield self._sampled(outputs, aligned, targets, live, N)
             return
         probabilities = aligned.double().softmax(-1)
         self._check_finite(probabilities.sum(-1)[live], live)
@@ -161,6 +159,37 @@ class Labels:
         for place in places:
             for label in range(classes):
                 yield self._weighed(outputs, targets, live, probabilities, place, label, N)
+
+    def _sampled(self, outputs: Any, aligned: Tensor, targets: Tensor, live: Tensor, N: int) -> Tensor:
+        """Return the losses under one label drawn for each place."""
+        drawn = targets.clone()
+        if targets.dim() == 1:
+            root = torch.ones(N, dtype=torch.float64, device=targets.device)
+            drawn[live], root[live] = self._drawn_by_reach(aligned[live], live)
+            losses = per_sample(self.loss_fn(outputs, drawn), N)
+            if losses.dim():
+                return losses * root.to(losses)
+        drawn[live] = self._drawn(aligned[live], live)  # of a sum over samples, or of a text's many places
+        return per_sample(self.loss_fn(outputs, drawn), N)
+
+    def _drawn_by_reach(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw labels from q ∝ p_y ‖e_y - p‖ and return them with √(p_y / q_y), which the losses are multiplied by.
+
+        The mean over q of (p_y / q_y) g_y g_yᵀ is that over p of g_y g_yᵀ, and varies less: a sure model's likely label
+        has next to no gradient, and its unlikely ones, which have, are seldom drawn from p.
+        """
+        p = logits.cpu().double().softmax(-1)
+        self._check_finite(p.sum(-1), live)
+        squares = p.square()
+        reach = ((1 - p).square() + (squares.sum(-1, keepdim=True) - squares).clamp_min(0)).sqrt()
+        q = p * reach
+        total = q.sum(-1, keepdim=True)
+        q = torch.where(total > 0, q, p)
+        sums = q.cumsum(-1)
+        u = torch.rand(len(p), 1, generator=self.generator, dtype=torch.float64)
+        labels = torch.searchsorted(sums, u * sums[:, -1:], right=True).clamp_max(p.shape[-1] - 1)
+        root = torch.where(total > 0, total / reach.gather(1, labels), 1.0).sqrt()
+        return labels.flatten().to(logits.device), root.flatten().to(logits.device)
 
     def _drawn(self, logits: Tensor, live: Tensor) -> Tensor:
         """Draw a label for each row of logits, some rows at a time; the same on every device, up to rounding."""

@@ -32,6 +32,7 @@ COARSE = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.6, 2.0, 2.6, 3.4)
 STEPS = 40  # of conjugate gradients; solved to the end, the same merges score the same (docs/glyphs8.md)
 SAMPLES = 256  # per task, for curvature
 RANK = 32  # of bases, where a candidate does not say otherwise
+ESTIMATE = 2  # raised when curvature is estimated in another way, so that what was kept is measured anew
 CHUNK = 64  # samples in a batch when curvature is measured
 
 State = Mapping[str, Tensor]
@@ -172,7 +173,7 @@ class Bench:
         Per-sample gradients (kind samples) are kept in the basis of `rank` only.
         """
         basis = self.basis(rank) if kind == "samples" else None
-        key = f"{kind}-{self.samples}-{self.seed}" + (f"-{rank}" if basis else "")
+        key = f"{kind}-{self.samples}-{self.seed}" + (f"-{rank}" if basis else "") + f"-v{ESTIMATE}"
         if key not in self._curvature:
             started = time.perf_counter()
             self._curvature[key] = [self._measured(t, key, kind, basis) for t in range(len(self.states))]

@@ -97,6 +97,15 @@ class Capture:
         return found
 
 
+def by_reach(outputs, targets):
+    """Return the loss times √(p / q) for q ∝ p · ‖e - p‖, spelled out."""
+    p = outputs.detach().softmax(-1)
+    reach = (torch.eye(CLASSES, dtype=p.dtype) - p[:, None]).norm(dim=-1)
+    q = p * reach / (p * reach).sum(1, keepdim=True)
+    rows = torch.arange(len(targets))
+    return cross_entropy(outputs, targets) * (p[rows, targets] / q[rows, targets]).sqrt()
+
+
 def measure(model, batches, loss, kind="diagonal", **options):
     return epimer.estimate_curvature(model, batches, loss, kind=kind, **options)
 
@@ -112,8 +121,8 @@ def test_the_drawn_labels_are_those_whose_gradients_are_measured(kind):
     drawn = loss.measured((6, 5))
     assert len(set(torch.cat(drawn).tolist())) > 1
     given = [(x, t) for (x, _), t in zip(batches, drawn, strict=True)]
-    again = measure(model, given, cross_entropy, kind, labels="true")
-    s = gradients(model, given, cross_entropy)
+    again = measure(model, given, by_reach, kind, labels="true")
+    s = gradients(model, given, by_reach)
     for name in found:
         for part, value in vars(found[name]).items():
             assert part == "inputs" or near(value, getattr(again[name], part))
@@ -126,7 +135,7 @@ def test_ekfac_draws_the_same_labels_twice():
     batches = [(draw(n, 3), torch.zeros(n, dtype=torch.long)) for n in (6, 5)]
     found = measure(model, batches, loss, "ekfac")
     drawn = loss.measured((6, 5))
-    s = gradients(model, [(x, t) for (x, _), t in zip(batches, drawn, strict=True)], cross_entropy)
+    s = gradients(model, [(x, t) for (x, _), t in zip(batches, drawn, strict=True)], by_reach)
     for name in found:
         assert near(found[name].S, (found[name].P.T @ s[name] @ found[name].Q).square().mean(0))
 
@@ -157,6 +166,42 @@ def test_many_draws_approach_the_expectation(kind):
         parts = ("F",) if kind == "diagonal" else ("A", "G")
         for part in parts:
             assert near(getattr(found[name], part), getattr(expected[name], part), 0.05), (name, part)
+
+
+def test_labels_are_drawn_as_often_as_their_reach_says():
+    model, x = mlp(), draw(1, 3)
+    p = model(x).softmax(-1)[0].detach()
+    q = p * (torch.eye(CLASSES, dtype=p.dtype) - p).norm(dim=1)
+    loss = Capture(cross_entropy)
+    measure(model, [(x.expand(20_000, 3), None)], loss, samples=None)
+    drawn = torch.cat([targets for _, targets in loss.seen if len(targets) == 20_000][-1:])
+    assert near(drawn.bincount(minlength=CLASSES) / 20_000.0, (q / q.sum()).float(), 0.02)
+
+
+def test_a_sure_model_is_known_from_few_samples():
+    """Where one label in a thousand is another, 64 labels drawn as they come say next to nothing."""
+    model, x = mlp(), draw(64, 3)
+    with torch.no_grad():
+        model[2].bias[1] += 7.0
+    zeros = torch.zeros(64, dtype=torch.long)
+    expected = measure(model, [(x, zeros)], cross_entropy, labels="expected")
+
+    def off(loss):
+        found = [measure(model, [(x, zeros)], loss, seed=seed) for seed in range(20)]
+        errors = [one["0.weight"].F / expected["0.weight"].F.mean() for one in found]
+        return float((torch.stack(errors) - expected["0.weight"].F / expected["0.weight"].F.mean()).square().mean())
+
+    as_they_come = off(lambda outputs, targets: cross_entropy(outputs, targets).sum())
+    assert off(cross_entropy) < 0.1 * as_they_come
+
+
+@pytest.mark.parametrize("saturated", [40.0, 400.0, 4000.0])
+def test_a_model_without_doubt_has_no_curvature_and_no_nan(saturated):
+    model, x = mlp(), draw(8, 3)
+    with torch.no_grad():
+        model[2].bias[2] += saturated
+    found = measure(model, [(x, torch.zeros(8, dtype=torch.long))], cross_entropy, "kronecker")
+    assert all(bool(one.G.isfinite().all()) and float(one.G.abs().max()) < 1e-10 for one in found.values())
 
 
 @pytest.mark.parametrize("form", ["tensor", "output"])
