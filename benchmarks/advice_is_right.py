@@ -19,7 +19,7 @@ import epimer
 from epimer.diagnosis.advice import choice
 from epimer.diagnosis.stats import Scores
 from epimer.diagnosis.sweep import SCALES, climb
-from epimer.suites.bench import Bench, Candidate
+from epimer.suites.bench import ESTIMATE, Bench, Candidate
 from epimer.suites.glyphs.build import load
 
 WITH = ("average", "tsv", "epimer_free", "regmean", "epimer_kron")
@@ -41,7 +41,7 @@ def main() -> None:
         some = sorted(draw.sample(range(len(suite.tasks)), draw.choice((2, 3, 4, 5, 6))))
         part = replace(suite, models=[suite.models[t] for t in some], tasks=[suite.tasks[t] for t in some])
         bench = Bench(part, keep=False)
-        bench._curvature[f"kronecker-{bench.samples}-{bench.seed}"] = [curvature[t] for t in some]
+        bench._curvature[f"kronecker-{bench.samples}-{bench.seed}-v{ESTIMATE}"] = [curvature[t] for t in some]
         merged = {method: bench.merge(Candidate(method, _steps(method))) for method in WITH}
 
         def score(method: str, scale: float, split: str, bench: Bench = bench, merged: dict = merged) -> float:

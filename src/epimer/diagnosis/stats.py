@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 DRAWS = 2000
+ROOM = 1 << 22  # samples drawn at a time
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,18 @@ class Scores:
         return low, high
 
 
-def compare(one: Scores, other: Scores, seed: int = 0) -> tuple[float, float]:
-    """Return by how much one average lies above another's, and the two-sided p of a paired sign-flip test.
+@dataclass(frozen=True)
+class Difference:
+    """By how much one average lies above another's, with its 95% interval and the p of a paired test."""
+
+    difference: float
+    low: float
+    high: float
+    p: float
+
+
+def compare(one: Scores, other: Scores, seed: int = 0) -> Difference:
+    """Compare two models on the same samples: a bootstrap over their differences, and a two-sided sign-flip test.
 
     Under the null hypothesis it does not matter which of the two models gave which of a sample's two answers.
     """
@@ -54,7 +65,7 @@ def compare(one: Scores, other: Scores, seed: int = 0) -> tuple[float, float]:
         signs = torch.randint(0, 2, (DRAWS, len(changed)), generator=generator, dtype=torch.float64) * 2 - 1
         flipped += (signs @ changed) / len(d) / len(differences)
     as_far = int((flipped.abs() >= abs(observed) - 1e-12).sum())
-    return observed, (as_far + 1) / (DRAWS + 1)
+    return Difference(observed, *Scores(differences).interval(seed), (as_far + 1) / (DRAWS + 1))
 
 
 def _resampled(tasks: Sequence[Tensor], seed: int) -> Tensor:
@@ -67,5 +78,8 @@ def _resampled(tasks: Sequence[Tensor], seed: int) -> Tensor:
             share = scores.mean().expand(DRAWS)
             total += torch.binomial(torch.full_like(share, n), share, generator=generator) / n
         else:
-            total += torch.stack([scores[torch.randint(0, n, (n,), generator=generator)].mean() for _ in range(DRAWS)])
+            step = max(1, ROOM // n)
+            for start in range(0, DRAWS, step):
+                places = torch.randint(0, n, (min(step, DRAWS - start), n), generator=generator)
+                total[start : start + step] += scores[places].mean(1)
     return total / len(tasks)

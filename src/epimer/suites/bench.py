@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -122,6 +122,7 @@ class Bench:
         """told how many steps of an experiment are done, of how many, and what comes next"""
         self._outcomes: dict[str, Outcome] = {}
         self._curvature: dict[str, list[Curvature]] = {}
+        self._bases: dict[int | None, tuple[dict[str, Any], float]] = {}
 
     def each(self, items: Iterable[Item], called: Callable[[Item], str] = str) -> Iterator[Item]:
         """Go through the steps of an experiment, telling whoever watches."""
@@ -148,7 +149,7 @@ class Bench:
             title=f"{self.suite.name}: {result.title}",
             suite=self.suite.name,
             metric=self.metric,
-            made={**made, "seed": self.seed, "samples": self.samples},
+            made={**made, "seed": self.seed, "samples": self.samples, "threads": torch.get_num_threads()},
             notes=[*result.notes, *notes, told],
         )
 
@@ -162,10 +163,21 @@ class Bench:
         """The base's average on validation data."""
         return self.score(self.suite.base, "val").average
 
-    @cache  # noqa: B019  (a bench lives as long as its program)
     def basis(self, rank: int | None) -> dict[str, Any]:
-        """Return the models' tagged basis."""
-        return dict(build_basis(dict(self.suite.base), self.states, rank=rank))
+        """Return the models' tagged basis, built once."""
+        if rank not in self._bases:
+            started = time.perf_counter()
+            built = dict(build_basis(dict(self.suite.base), self.states, rank=rank))
+            self._bases[rank] = built, time.perf_counter() - started
+        return self._bases[rank][0]
+
+    def preparing(self, candidate: Candidate) -> float:
+        """Return the seconds that a merge's basis took, where it was built beforehand."""
+        if candidate.curvature != "samples":
+            return 0.0
+        rank = candidate.parameters.get("rank", RANK)
+        self.basis(rank)
+        return self._bases[rank][1]
 
     def curvature(self, kind: str, rank: int | None = RANK) -> list[Curvature]:
         """Return every model's curvature on its own task, measured or from an earlier run.
@@ -247,7 +259,7 @@ class Bench:
             self.curvature(candidate.curvature, candidate.parameters.get("rank", RANK))
         started = time.perf_counter()
         merged = self.merge(candidate)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started + self.preparing(candidate)
         validation: dict[float, float] = {}
 
         def made(scale: float) -> State:

@@ -10,14 +10,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from epimer.diagnosis.diagnose import diagnose_state_dicts
 from epimer.diagnosis.landscape import landscape as survey
-from epimer.diagnosis.stats import Scores, compare
+from epimer.diagnosis.stats import Scores
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.inputs import matrix_shape
 from epimer.methods.rules import is_matrix
 from epimer.suites.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, Outcome, references
-from epimer.suites.results import Cells, Lines, Result, Row, dots, edges, number, share, starred, summary, text
+from epimer.suites.results import (
+    Cells,
+    Lines,
+    Result,
+    Row,
+    against,
+    dots,
+    edges,
+    number,
+    share,
+    starred,
+    summary,
+    text,
+)
 
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 RANKS = (2, 4, 8, 16, 32)
@@ -42,22 +57,22 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> R
     if _most(bench) > RANK:  # else tsv's own rank is the same
         candidates = [*candidates, MATCHED]
     outcomes = [bench.best(candidate) for candidate in bench.each(candidates, attrgetter("name"))]
-    against = next((outcome for outcome in outcomes if outcome.candidate.name == "tsv"), outcomes[0])
-    matched = outcomes[-1] if candidates[-1] is MATCHED else against
+    first = next((outcome for outcome in outcomes if outcome.candidate.name == "tsv"), outcomes[0])
+    matched = outcomes[-1] if candidates[-1] is MATCHED else first
     for outcome in outcomes:
         row = {"method": outcome.candidate.name, **summary(outcome.test, names), "scale": outcome.scale}
         row |= {"edge": outcome.edge, "seconds": outcome.seconds, "validation": outcome.validation}
-        other = matched if outcome.candidate.method.startswith("epimer") else against
+        other = matched if outcome.candidate.method.startswith("epimer") else first
         if outcome is not other:
-            row["difference"], row["p"] = compare(outcome.test, other.test)
+            row |= against(outcome.test, other.test)
         data.append(row)
     best = bench.winner.candidate.name if bench.winner else ""
     notes = [
         "Scale chosen on validation data, climbing from 1 both ways while it gains; everything else reported on test "
         "data; 95% intervals by bootstrap.",
         *_stopped(candidates),
-        f"Differences against {against.candidate.name} {cells.differences}, with p of a paired sign-flip test over "
-        f"test samples; epimer's methods against it at their own rank, {min(RANK, _most(bench))}.",
+        f"Differences against {first.candidate.name} {cells.differences}, with 95% intervals and p of a paired "
+        f"sign-flip test over test samples; epimer's methods against it at their own rank, {min(RANK, _most(bench))}.",
         f"Best on validation data: {best}.",
     ]
     notes += edges(data)
@@ -69,7 +84,7 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> R
         **{name: cells.on_task(name) for name in names},
         "scale": starred,
         "merge s": lambda row: "" if row.get("seconds") is None else f"{row['seconds']:.2f}",
-        f"against {against.candidate.name}": cells.difference,
+        f"against {first.candidate.name}": cells.difference,
     }
     title, figure = f"{bench.metric} of merged models", dots(data, bench.metric, metric=bench.metric)
     return Result("performance", title, columns, data, notes + bench.notes, figure)
@@ -95,11 +110,17 @@ def worst_task(bench: Bench) -> Result:
     columns = {
         "method": text("method"),
         "average [95%]": cells.interval,
-        "worst": cells.score("worst"),
+        "worst [95%]": cells.worst,
         "worst task": text("worst task"),
         "least share of fine-tuned kept": share("kept"),
     }
-    return Result("worst-task", "Worst task", columns, data, [], dots(data, bench.metric, metric=bench.metric))
+    figure = dots([{**row, **_of_worst(row)} for row in data], bench.metric, ("worst", "average"), metric=bench.metric)
+    return Result("worst-task", "Worst task", columns, data, [], figure)
+
+
+def _of_worst(row: Row) -> Row:
+    low, high = row["intervals"][row["worst task"]]
+    return {"low": low, "high": high}
 
 
 def ranks_of(bench: Bench, wanted: Sequence[int] = RANKS) -> list[int]:
@@ -139,8 +160,8 @@ def alpha(bench: Bench) -> Result:
 
 def eta(bench: Bench) -> Result:
     """Return η under three normalisations, and the accuracy margin of curvature over the flat merge, by rank."""
-    cells = Cells(bench.metric)
-    data, lines = [], Lines("k", cells.margin)
+    cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
+    data, margins, etas = [], Lines("k", cells.margin), Lines("k", "η / F(x̄)")
     curvature = bench.curvature("diagonal")
     for k in bench.each(ranks_of(bench), "k = {}".format):
         found = diagnose_state_dicts(
@@ -148,72 +169,90 @@ def eta(bench: Bench) -> Result:
         ).total
         curved = bench.best(Candidate("epimer", {"rank": k})).test
         flat = bench.best(Candidate("tsv", {"rank": k, "coefficients": "projected"})).test
-        margin, p = compare(curved, flat)
-        lines.add("epimer - tsv (projected)", k, margin)
-        row = {"k": k, "eta": found.eta, "eta_unit_trace": found.eta_unit_trace, "eta_fraction": found.eta_fraction}
-        data.append({**row, "difference": margin, "p": p, "accuracy": curved.average})
+        row: Row = {
+            "k": k,
+            "eta": found.eta,
+            "eta_unit_trace": found.eta_unit_trace,
+            "eta_fraction": found.eta_fraction,
+        }
+        row |= {**summary(curved, names), **against(curved, flat)}
+        data.append(row)
+        margins.add("epimer - tsv (projected)", k, row["difference"], *row["between"])
+        if found.eta_fraction is not None:
+            etas.add("η / F(x̄)", k, found.eta_fraction)
     columns = {
         "k": text("k"),
         "η (mean diagonal 1)": number("eta"),
         "η (trace 1)": number("eta_unit_trace"),
         "η / F(x̄)": number("eta_fraction"),
-        "epimer": cells.score("accuracy"),
+        "epimer [95%]": cells.interval,
         "margin over the flat merge": cells.difference,
     }
     notes = [
         "Margin: epimer minus tsv with coefficients projected, its limit for flat curvature, at the same rank; "
-        f"{cells.differences}."
+        f"{cells.differences}, with 95% intervals and p of a paired test."
     ]
-    return Result("eta", "η against rank", columns, data, notes, lines.figure())
+    return Result("eta", "η against rank", columns, data, notes, {**margins.figure(), "beside": etas.figure()})
 
 
 def fisher_fraction(bench: Bench) -> Result:
     """Return accuracy against the share of the training data that the Fisher information is measured on."""
-    return _by_samples(bench, "fisher-fraction", "Share of the data", list(_shares(bench)), SEEDS)
+    note = f"100% is what the task with the fewest samples has, {_fewest(bench)}, of every task."
+    return _by_samples(bench, "fisher-fraction", "Share of the data", list(_shares(bench)), note)
 
 
 def samples(bench: Bench) -> Result:
     """Return accuracy against the number of samples per task."""
-    return _by_samples(bench, "samples", "Samples per task", [(f"{count}", count) for count in _sizes(bench)], SEEDS)
+    return _by_samples(bench, "samples", "Samples per task", [(f"{count}", count) for count in _sizes(bench)])
+
+
+def _fewest(bench: Bench) -> int:
+    return min(len(task.splits["train"]) for task in bench.suite.tasks)
 
 
 def _sizes(bench: Bench) -> list[int]:
     """Return the grid of sample counts, cut at what every task has."""
-    most = min(len(task.splits["train"]) for task in bench.suite.tasks)
-    return sorted({min(size, most) for size in SIZES})
+    return sorted({min(size, _fewest(bench)) for size in SIZES})
 
 
 def _shares(bench: Bench) -> Iterator[tuple[str, int]]:
-    size = min(len(task.splits["train"]) for task in bench.suite.tasks)
     for part in FRACTIONS:
-        yield f"{100 * part:g}%", max(1, round(part * size))
+        yield f"{100 * part:g}%", max(1, round(part * _fewest(bench)))
 
 
-def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]], seeds: Sequence[int]) -> Result:
-    cells = Cells(bench.metric)
-    data, lines = [], Lines("samples per task", f"average {bench.metric}", bench.metric)
+def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]], *notes: str) -> Result:
+    cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
+    data, lines = [], Lines("samples per task", f"average {bench.metric}", bench.metric, log=True)
+    flat = bench.best(Candidate("tsv", {"rank": RANK})).test
     steps = itertools.product(("fisher", "epimer", "epimer_kron"), counts)
     for method, (label, count) in bench.each(steps, lambda step: f"{step[0]}, {step[1][1]} samples"):
-        averages, spreads = [], []
-        for seed in seeds:
-            scores = Bench(bench.suite, samples=count, seed=seed, keep=False).best(Candidate(method)).test
-            averages.append(scores.average)
-            spreads.append(statistics.stdev(scores.accuracies) / len(scores.accuracies) ** 0.5)
-        error = statistics.stdev(averages) / len(averages) ** 0.5 if len(averages) > 1 else 0.0
-        mean = statistics.mean(averages)
-        row = {"method": method, "part": label, "samples": count, "average": mean}
-        data.append({**row, "error over tasks": statistics.mean(spreads), "error over seeds": error})
-        lines.add(method, count, mean, mean - 2 * error, mean + 2 * error)
+        found = [
+            Bench(bench.suite, samples=count, seed=seed, keep=False).best(Candidate(method)).test for seed in SEEDS
+        ]
+        mean = Scores(
+            [torch.stack(list(values)).mean(0) for values in zip(*(one.values for one in found), strict=True)]
+        )
+        row = {"method": method, "part": label, "samples": count, **summary(mean, names), **against(mean, flat)}
+        row["error over tasks"] = statistics.stdev(mean.accuracies) / len(names) ** 0.5
+        row["error over seeds"] = statistics.stdev(one.average for one in found) / len(found) ** 0.5
+        data.append(row)
+        lines.add(method, count, row["average"], row["low"], row["high"])
     columns = {
         "method": text("method"),
         what: text("part"),
         "samples": text("samples"),
-        "average": cells.score("average"),
+        "average [95%]": cells.interval,
         "s.e. over tasks": cells.spread("error over tasks"),
         "s.e. over seeds": cells.spread("error over seeds"),
+        f"against tsv, k = {RANK}": cells.difference,
     }
-    notes = ["Standard errors are of the loss."] if bench.metric == "perplexity" else []
-    return Result(name, what, columns, data, notes, lines.figure())
+    said = [
+        f"Means over {len(SEEDS)} seeds, which choose the samples; 95% intervals by bootstrap over test samples.",
+        f"Differences {cells.differences}, with p of a paired test.",
+        *notes,
+        *(["Standard errors are of the loss."] if bench.metric == "perplexity" else []),
+    ]
+    return Result(name, what, columns, data, said, lines.figure())
 
 
 def cost(bench: Bench, runs: int = 4) -> Result:
@@ -227,10 +266,11 @@ def cost(bench: Bench, runs: int = 4) -> Result:
         for _ in range(runs):
             started = time.perf_counter()
             fresh.merge(candidate)
-            times.append(time.perf_counter() - started)
+            times.append(time.perf_counter() - started + fresh.preparing(candidate))
         row = {"method": candidate.name, "median": statistics.median(times), "least": min(times)}
         data.append({**row, "curvature": candidate.curvature or ""})
-    notes = [f"Median of {runs} runs."]
+    notes = [f"Median of {runs} runs, on {torch.get_num_threads()} threads where the models are on the CPU."]
+    notes += _stopped(CANDIDATES)
     notes += [f"Measuring {kind} curvature of all models took {s:.1f} s." for kind, s in fresh.seconds.items()]
     columns = {
         "method": text("method"),
@@ -248,11 +288,12 @@ def metrics(bench: Bench) -> Result:
     data = []
     grid = itertools.product(METRICS, ("tagged", "tensor", "full"), ("mean", "sum", "anchored"), (0.01, 0.3, 1.0))
     steps = [step for step in grid if step[:2] not in (("exact", "tensor"), ("exact", "full"))]
+    flat = bench.best(Candidate("tsv", {"rank": RANK})).test
     for metric, basis, aggregator, damping in bench.each(steps, "{0[0]}, {0[1]}, {0[2]}, {0[3]}".format):
         parameters = {"basis": basis, "aggregator": aggregator, "damping": damping, "iterations": STEPS}
         outcome = bench.best(Candidate(METRICS[metric], parameters))
         row = {"metric": metric, **parameters, "scale": outcome.scale, "validation": outcome.validation}
-        row["edge"] = outcome.edge
+        row |= {"edge": outcome.edge, **against(outcome.test, flat)}
         data.append({**row, **summary(outcome.test, names)})
     columns = {
         "metric": text("metric"),
@@ -262,6 +303,7 @@ def metrics(bench: Bench) -> Result:
         "average [95%]": cells.interval,
         "worst": cells.score("worst"),
         "scale": starred,
+        f"against tsv, k = {RANK}": cells.difference,
     }
     best: dict[str, Row] = {}
     for row in data:
@@ -270,6 +312,8 @@ def metrics(bench: Bench) -> Result:
             best[name] = {**row, "method": name}
     notes = [
         f"Conjugate gradients stop after {STEPS} steps.",
+        "Exact curvature is kept in the tagged subspace only.",
+        f"Differences {cells.differences}, with 95% intervals and p of a paired test.",
         "The figure has of every metric, subspace and aggregator the damping that is best on validation data.",
         *edges(data),
     ]
@@ -281,7 +325,8 @@ def tasks(bench: Bench) -> Result:
     """Return accuracy against the number of merged models: the first 2, 3, … of the suite."""
     cells = Cells(bench.metric)
     data, lines = [], Lines("merged models", f"average {bench.metric} on their tasks", bench.metric)
-    steps = itertools.product(("average", "tsv", "epimer_free", "epimer_kron"), range(2, len(bench.states) + 1))
+    steps = itertools.product(("tsv", "average", "epimer_free", "epimer_kron"), range(2, len(bench.states) + 1))
+    reached: dict[tuple[str, int], Scores] = {}
     for method, count in bench.each(steps, "{0[0]}, {0[1]} models".format):
         merged = bench.merge(Candidate(method), models=range(count))
         some = bench.suite.tasks[:count]
@@ -291,16 +336,22 @@ def tasks(bench: Bench) -> Result:
             return Scores([bench.suite.scores_on(state, task, split) for task in some])
 
         scale = max(COARSER, key=lambda s: at(s, "val").average)
-        found = summary(at(scale, "test"), [task.name for task in some])
-        data.append({"method": method, "T": count, "scale": scale, **found})
+        reached[method, count] = at(scale, "test")
+        found = summary(reached[method, count], [task.name for task in some])
+        by = against(reached[method, count], reached["tsv", count]) if method != "tsv" else {}
+        data.append({"method": method, "T": count, "scale": scale, **found, **by})
         lines.add(method, count, found["average"], found["low"], found["high"])
-    notes = [f"Scale: the best of {', '.join(f'{scale:g}' for scale in COARSER)} on validation data."]
+    notes = [
+        f"Scale: the best of {', '.join(f'{scale:g}' for scale in COARSER)} on validation data.",
+        f"Differences {cells.differences}, with 95% intervals and p of a paired test.",
+    ]
     columns = {
         "method": text("method"),
         "T": text("T"),
         "average [95%]": cells.interval,
         "worst": cells.score("worst"),
         "scale": number("scale"),
+        "against tsv": cells.difference,
     }
     return Result("tasks", "Number of tasks", columns, data, notes, lines.figure())
 

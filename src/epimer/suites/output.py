@@ -39,18 +39,25 @@ def draw(figure: Mapping[str, Any], title: str, path: Path) -> None:
     elif figure["kind"] == "dots":
         page.set_size_inches(7, 1.2 + 0.25 * len(figure["dots"]))
         _draw_dots(figure, title, page.subplots())
+    elif "beside" in figure:
+        page.set_size_inches(11, 4.5)
+        one, other = page.subplots(1, 2)
+        _draw_lines(figure["beside"], "", one)
+        _draw_lines(figure, "", other)
+        page.suptitle(title)
     else:
         _draw_lines(figure, title, page.subplots())
     page.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _draw_lines(figure: Mapping[str, Any], title: str, axes: Any) -> None:
-    for label, points in figure["lines"].items():
+    for i, (label, points) in enumerate(figure["lines"].items()):
         x, y, low, high = zip(*points, strict=True)
-        (line,) = axes.plot(x, y, marker="o", markersize=3, label=label)
+        (line,) = axes.plot(x, y, marker="o", markersize=3, label=label, linestyle=DASHES[i // 10 % len(DASHES)])
         axes.fill_between(x, low, high, alpha=0.15, color=line.get_color(), linewidth=0)
     axes.set_xlabel(figure["x"])
     axes.set_ylabel(figure["y"])
+    axes.set_xscale("log" if figure["log"] else "linear")
     _read_as(axes.yaxis, figure["metric"])
     axes.set_title(title)
     axes.grid(alpha=0.3)
@@ -79,6 +86,7 @@ def _read_as(axis: Any, metric: str | None) -> None:
         axis.set_major_formatter(lambda value, _: f"{natural(metric, value):.4g}")
 
 
+DASHES = ("-", "--", ":", "-.")  # after ten lines, which are as many as there are colours
 MARKS = {"base": "s", "task": "o", "merged": "*"}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from epimer.diagnosis.stats import Scores
+from epimer.diagnosis.stats import Scores, compare
 from epimer.units import LOSSES, SHARES, between, shown
 
 FORMAT = 1  # of the JSON file
@@ -65,6 +65,8 @@ class Lines:
     y: str
     metric: str | None = None
     """what y is a score of, if it is one"""
+    log: bool = False
+    """x grows by factors"""
     lines: dict[str, list[tuple[float, float, float, float]]] = field(default_factory=dict)
 
     def add(self, line: str, x: float, y: float, low: float | None = None, high: float | None = None) -> None:
@@ -74,7 +76,7 @@ class Lines:
     def figure(self) -> dict[str, Any]:
         """Return plain data."""
         lines = {k: sorted(v) for k, v in self.lines.items()}
-        return {"kind": "lines", "x": self.x, "y": self.y, "metric": self.metric, "lines": lines}
+        return {"kind": "lines", "x": self.x, "y": self.y, "metric": self.metric, "log": self.log, "lines": lines}
 
 
 def dots(
@@ -95,10 +97,18 @@ def dots(
 
 
 def summary(scores: Scores, names: Sequence[str]) -> Row:
-    """Return an average with its 95% interval, the worst task and all tasks."""
+    """Return an average, the worst task and all tasks, each with its 95% interval."""
     low, high = scores.interval()
     tasks = dict(zip(names, scores.accuracies, strict=True))
-    return {"average": scores.average, "low": low, "high": high, "worst": scores.worst, "tasks": tasks}
+    intervals = {name: Scores([values]).interval() for name, values in zip(names, scores.values, strict=True)}
+    found = {"average": scores.average, "low": low, "high": high, "worst": scores.worst}
+    return {**found, "tasks": tasks, "intervals": intervals}
+
+
+def against(one: Scores, other: Scores) -> Row:
+    """Return by how much a merge is better than another: the difference, its 95% interval, and a paired test's p."""
+    found = compare(one, other)
+    return {"difference": found.difference, "between": [found.low, found.high], "p": found.p}
 
 
 def number(key: str) -> Callable[[Row], str]:
@@ -149,12 +159,24 @@ class Cells:
         """Show an average with its interval."""
         return f"{shown(self.metric, row['average'])} {between(self.metric, row['low'], row['high'])}"
 
+    def worst(self, row: Row) -> str:
+        """Show the worst task's score with its interval."""
+        name = min(row["tasks"], key=lambda task: row["tasks"][task])
+        return f"{shown(self.metric, row['worst'])} {between(self.metric, *row['intervals'][name])}"
+
     def difference(self, row: Row) -> str:
-        """Show the difference from another merge, with its p."""
+        """Show the difference from another merge, with its interval and its p."""
         if row.get("difference") is None:
             return ""
-        by = -row["difference"] if self.metric in LOSSES else row["difference"]
-        return (f"{100 * by:+.1f}" if self.metric in SHARES else f"{by:+.3f}") + f", p {_chance(row['p'])}"
+        ends = sorted(map(self._apart, row["between"]))
+        low, high = map(self._signed, ends)
+        return f"{self._signed(self._apart(row['difference']))} [{low}, {high}], p {_chance(row['p'])}"
+
+    def _apart(self, by: float) -> float:
+        return -by if self.metric in LOSSES else by
+
+    def _signed(self, by: float) -> str:
+        return f"{100 * by:+.1f}" if self.metric in SHARES else f"{by:+.3f}"
 
     @property
     def margin(self) -> str:

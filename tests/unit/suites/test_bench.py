@@ -123,10 +123,13 @@ def test_the_paired_test_is_the_exact_one_within_its_draws():
     signs = itertools.product((1, -1), repeat=len(changed))
     flips = [sum(s * abs(x) for s, x in zip(sign, changed.tolist(), strict=True)) for sign in signs]
     exact = sum(abs(f) >= abs(float(d.sum())) for f in flips) / len(flips)
-    difference, p = compare(Scores([a]), Scores([b]))
+    found = compare(Scores([a]), Scores([b]))
+    difference, p = found.difference, found.p
     assert difference == pytest.approx(float(d.mean()))
     assert p == pytest.approx(exact, abs=0.04)
-    assert compare(Scores([a]), Scores([a])) == (0.0, 1.0)
+    assert found.low < difference < found.high
+    same = compare(Scores([a]), Scores([a]))
+    assert (same.difference, same.low, same.high, same.p) == (0.0, 0.0, 0.0, 1.0)
 
 
 def test_curvature_is_measured_once_and_kept(suite):
