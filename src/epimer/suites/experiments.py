@@ -224,19 +224,20 @@ def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]
     cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
     data, lines = [], Lines("samples per task", f"average {bench.metric}", bench.metric, log=True)
     flat = bench.best(Candidate("tsv", {"rank": RANK})).test
-    steps = itertools.product(("fisher", "epimer", "epimer_kron"), counts)
-    for method, (label, count) in bench.each(steps, lambda step: f"{step[0]}, {step[1][1]} samples"):
-        found = [
-            Bench(bench.suite, samples=count, seed=seed, keep=False).best(Candidate(method)).test for seed in SEEDS
-        ]
-        mean = Scores(
-            [torch.stack(list(values)).mean(0) for values in zip(*(one.values for one in found), strict=True)]
-        )
-        row = {"method": method, "part": label, "samples": count, **summary(mean, names), **against(mean, flat)}
+    methods = ("fisher", "epimer", "epimer_kron")
+    benches: list[Bench] = []
+    for (label, count), method in bench.each(itertools.product(counts, methods), "{0[1]}, {0[0][1]} samples".format):
+        if method == methods[0]:  # all methods share what is measured
+            benches = [Bench(bench.suite, samples=count, seed=seed, keep=False) for seed in SEEDS]
+        found = [one.best(Candidate(method)).test for one in benches]
+        by_task = zip(*(one.values for one in found), strict=True)
+        mean = Scores([torch.stack(list(values)).mean(0) for values in by_task])
+        row: Row = {"method": method, "part": label, "samples": count, **summary(mean, names), **against(mean, flat)}
         row["error over tasks"] = statistics.stdev(mean.accuracies) / len(names) ** 0.5
         row["error over seeds"] = statistics.stdev(one.average for one in found) / len(found) ** 0.5
         data.append(row)
         lines.add(method, count, row["average"], row["low"], row["high"])
+    data.sort(key=lambda row: methods.index(row["method"]))
     columns = {
         "method": text("method"),
         what: text("part"),
