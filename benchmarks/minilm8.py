@@ -3,6 +3,9 @@
 The data (minilm8.npz) and the progenitor are not part of the project. Scales are chosen on a tenth of the train data.
 
     python benchmarks/minilm8.py DATA.npz MODEL_FOLDER [--device cuda] [--samples 256] [--experiments performance eta …]
+
+A GPU is busier with several processes (under nvidia-cuda-mps-control -d): start them with --outcomes FOLDER --part 0/4,
+1/4, …, then once more with --outcomes alone, which puts the results together.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 from defaults import defaults
 from safetensors.torch import load_file, save_file
+from shared_work import share
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import BertConfig, BertModel
@@ -184,14 +188,21 @@ def main() -> None:
     parser.add_argument("--experiments", nargs="+", default=["performance"], choices=[*EXPERIMENTS, "defaults"])
     parser.add_argument("--cache", type=Path, default=Path("minilm8-models"))
     parser.add_argument("--out", type=Path, default=Path("minilm8-results"))
+    parser.add_argument("--outcomes", type=Path, help="keep merges' outcomes here, and go on from those that are there")
+    parser.add_argument("--part", default="0/1", help="i/n: make only every n-th missing outcome and write no results")
     given = parser.parse_args()
     started = time.perf_counter()
     suite = build(given.data, given.model, given.device, given.epochs, given.length, given.cache)
     print(f"heads and models in {time.perf_counter() - started:.0f} s", flush=True)
+    part, parts = map(int, given.part.split("/"))
+    if given.outcomes is not None:
+        share(given.outcomes, part, parts)
     bench = Bench(suite, samples=given.samples, keep=False)
     for name in given.experiments:
         started = time.perf_counter()
         result = defaults(bench) if name == "defaults" else EXPERIMENTS[name](bench)
+        if parts > 1:
+            continue
         result = replace(bench.signed(result), name=f"{result.name}-{given.samples}")
         write(result, given.out)
         print(result.markdown(), f"{time.perf_counter() - started:.0f} s", flush=True)
