@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -69,8 +70,8 @@ def by_suite(suite: Suite) -> Evaluate:
     measured = one_unit(suite)
 
     def evaluate(state: State, split: str) -> Judged:
-        names = [task.name for task in suite.tasks]
-        return Judged(dict(zip(names, suite.scores(state, split), strict=True)), unit=measured)
+        scores = {task.name: suite.sure_scores(state, task, split, "a merge") for task in suite.tasks}
+        return Judged(scores, unit=measured)
 
     return evaluate
 
@@ -88,9 +89,11 @@ def by_agreement(suite: Suite) -> Evaluate:
                 known[task.name, split] = list(_predictions(suite, model, task, split))
             hits, far = [], []
             for own, theirs in zip(known[task.name, split], _predictions(suite, state, task, split), strict=True):
-                hits.append((own.argmax(1) == theirs.argmax(1)).double())
+                lost = (own + theirs).isnan().any(1)  # a prediction that is no number agrees with nothing
+                hits.append((own.argmax(1) == theirs.argmax(1)).double().masked_fill(lost, math.nan))
                 far.append(kl_div(theirs, own, reduction="none", log_target=True).sum(1).double())
-            scores[task.name], kl[task.name] = torch.cat(hits), float(torch.cat(far).mean())
+            scores[task.name] = suite.sure(torch.cat(hits), task, split, "agreement", "a merge or the fine-tuned model")
+            kl[task.name] = float(torch.cat(far).mean())
         return Judged(scores, kl)
 
     return evaluate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,10 @@ def token_losses(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def token_accuracy(outputs: Any, targets: Tensor) -> Tensor:
-    """Return the share of each text's tokens that are the model's first choice."""
-    hits = (logits_of(outputs).argmax(-1) == targets) & (targets != IGNORED)
-    return hits.double().sum(1) / _tokens(targets)
+    """Return the share of each text's tokens that are the model's first choice, NaN where logits hold NaN."""
+    top, counted = logits_of(outputs).max(-1), targets != IGNORED
+    hits = ((top.indices == targets) & counted).double().masked_fill(top.values.isnan() & counted, math.nan)
+    return hits.sum(1) / _tokens(targets)
 
 
 def _tokens(targets: Tensor) -> Tensor:

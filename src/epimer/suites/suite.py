@@ -6,6 +6,7 @@ yield batches for it, and its `score` and `loss` judge the outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,8 +72,9 @@ class Some:
 
 
 def right(outputs: Any, targets: Tensor) -> Tensor:
-    """Return which samples a classifier gets right: 1 or 0 each."""
-    return (logits_of(outputs).argmax(1) == targets).double()
+    """Return which samples a classifier gets right: 1 or 0 each, NaN where its logits hold NaN."""
+    top = logits_of(outputs).max(1)
+    return (top.indices == targets).double().masked_fill(top.values.isnan(), math.nan)
 
 
 def classification_loss(outputs: Any, targets: Tensor) -> Tensor:
@@ -86,6 +88,7 @@ class SuiteTask:
 
     name: str
     classes: Sequence[str]
+    """their names; labels are their numbers, from 0; empty where targets are no classes"""
     splits: Mapping[str, Data]
     """train (what fine-tuning saw, and curvature is measured on), val (to choose on), test (to report on)"""
     head: Mapping[str, Tensor] = field(default_factory=dict)
@@ -148,13 +151,16 @@ class Suite:
         """Return every sample's score on one task."""
         return self._judged(state, task, split, task.score)
 
-    def sure_scores(self, state: Mapping[str, Tensor], task: SuiteTask, split: str) -> Tensor:
+    def sure_scores(self, state: Mapping[str, Tensor], task: SuiteTask, split: str, who: str = "the model") -> Tensor:
         """Return every sample's score on one task; refuse any that is no number."""
-        scores = self.scores_on(state, task, split)
+        return self.sure(self.scores_on(state, task, split), task, split, task.metric, who)
+
+    def sure(self, scores: Tensor, task: SuiteTask, split: str, metric: str, who: str = "the model") -> Tensor:
+        """Return scores; refuse any that is no number."""
         if bad := nonfinite(scores):
             raise DataError(
-                f"{self.name}: {bad} of {len(scores)} {split} samples of task {task.name!r} got a {task.metric} that "
-                "is NaN or Inf; try a wider dtype, or mend the task's score."
+                f"{self.name}: {who} gets NaN or Inf as {metric} on {bad} of {len(scores)} {split} samples of task "
+                f"{task.name!r}; look for NaN in it and in the task's head, try a wider dtype, or mend the score."
             )
         return scores
 
@@ -166,12 +172,33 @@ class Suite:
     def _judged(
         self, state: Mapping[str, Tensor], task: SuiteTask, split: str, judge: Callable[[Any, Any], Tensor]
     ) -> Tensor:
-        network, found = self.network(state, task), []
+        count = len(task.splits[split])
+        if not count:
+            raise DataError(f"{self.name}: task {task.name!r} has no sample in {split}; give one at least.")
+        network, found = self.network(state, task), list[Tensor]()
         for inputs, targets in task.splits[split].batches(self.batch):
-            found.append(judge(Batch(inputs, targets, 0).run(network), targets).double().cpu())
-        if any(one.ndim != 1 for one in found) or sum(map(len, found)) != len(task.splits[split]):
+            self._check_labels(task, split, targets)
+            values = judge(Batch(inputs, targets, 0).run(network), targets)
+            if not isinstance(values, Tensor):
+                raise DataError(
+                    f"{self.name}: task {task.name!r} judges samples of {split} by a value of type "
+                    f"{type(values).__name__}; expected a tensor with one number per sample."
+                )
+            found.append(values.double().cpu())
+        if any(one.ndim != 1 for one in found) or sum(map(len, found)) != count:
+            shapes = ", ".join(str(tuple(one.shape)) for one in found[:3]) or "none"
             raise DataError(
-                f"{self.name}: task {task.name!r} judges {len(task.splits[split])} samples of {split} by values of "
-                f"shapes {', '.join(str(tuple(one.shape)) for one in found[:3])}; expected one number per sample."
+                f"{self.name}: task {task.name!r} judges {count} samples of {split} by values of shapes {shapes}; "
+                "expected one number per sample."
             )
         return torch.cat(found)
+
+    def _check_labels(self, task: SuiteTask, split: str, targets: Any) -> None:
+        """Refuse a label that is none of the task's classes."""
+        labels = isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point()
+        if labels and task.classes and len(bad := targets[(targets < 0) | (targets >= len(task.classes))]):
+            raise DataError(
+                f"{self.name}: task {task.name!r} has label {int(bad[0])} in {split}, expected 0 to "
+                f"{len(task.classes) - 1}, as it has {len(task.classes)} classes; mend the label, or leave `classes` "
+                "empty where targets are no classes."
+            )

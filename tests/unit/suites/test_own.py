@@ -265,6 +265,18 @@ def test_metrics_of_tokens():
     assert torch.allclose(whole, -cross_entropy(logits[:, 0], targets[:, 0], reduction="none"))
 
 
+def test_logits_that_are_no_numbers_get_no_score():
+    logits = torch.randn(4, 3)
+    targets = logits.argmax(1)
+    logits[1, 0], logits[2, targets[2]] = math.nan, math.inf
+    assert CLASSES["accuracy"](logits, targets).nan_to_num(-1).tolist() == [1, -1, 1, 1]
+    logits = torch.randn(3, 4, 5)
+    targets = logits.argmax(-1)
+    targets[:, 2:] = -100
+    logits[0, 3, 0], logits[1, 1, 0] = math.nan, math.nan  # a place that does not count, and one that does
+    assert TOKENS["token-accuracy"](logits, targets).nan_to_num(-1).tolist() == [1, -1, 1]
+
+
 def test_scores_as_people_know_them():
     assert shown("accuracy", 0.8125) == "81.2"
     assert shown("loss", -0.5) == "0.500"
