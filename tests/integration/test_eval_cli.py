@@ -11,6 +11,7 @@ import json
 import math
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,12 @@ def test_a_real_process_prints_every_score(here):
         assert line.split()[5:] == [f"{100 * task['base']:.1f}", f"{100 * task['fine_tuned']:.1f}"]
     scores = [task["score"] for task in wrote["tasks"]]
     assert wrote["average"]["score"] == pytest.approx(sum(scores) / 2)
+    assert wrote["made"] == {
+        "epimer": epimer.__version__,
+        "torch": torch.__version__,
+        "date": str(date.today()),
+        "limit": None,
+    }
     assert wrote["worst"]["score"] == min(scores)
     assert wrote["worst"]["task"] == list(tiny.TASKS)[scores.index(min(scores))]
     assert max(task["fine_tuned"] for task in wrote["tasks"]) > 0.9, "the models have learned their tasks"
@@ -303,6 +310,11 @@ REFUSED = [
     (lambda s: s["tasks"][0].update(model="./nowhere"), "changed.yaml:8", "nowhere does not exist"),
     (lambda s: s["tasks"][0]["data"].update(test="nowhere.jsonl"), "nowhere.jsonl does not exist"),
     (lambda s: s["tasks"][0]["data"].update(test="animal-val.jsonl"), "val and test are the same data"),
+    (
+        lambda s: s["tasks"][0]["data"].update(test="./no/../animal-val.jsonl"),
+        "changed.yaml:",
+        "are the same data; what",
+    ),
     (lambda s: s["tasks"][0]["data"].update(text="words"), "no column 'words' for the text", "'sentence'"),
     (lambda s: s["tasks"][0].update(data={}), "tasks[0].data names no data"),
     (
@@ -377,6 +389,20 @@ def test_wrong_options(here, arguments, words):
     assert_refused(run("eval", *arguments), *words)
 
 
+def test_a_device_that_is_not_there_or_would_not_be_used_is_refused(here, monkeypatch):
+    for count, device, words in ((0, "cuda", "no CUDA device"), (2, "cuda:2", "this machine has cuda:0, cuda:1;")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        ran = run("eval", "suite.yaml", "-m", "merged", "--device", device)
+        assert_refused(ran, f"error: --device {device}: ", words)
+        for suite in ("glyphs8", "my_own_suite:make"):
+            ran = run("eval", suite, "-m", "merged", "--device", device)
+            assert_refused(ran, "--device is for suites in YAML files", f"leave it out for {suite}")
+    (here / "my_own_suite.py").write_text(MODULE)
+    save_file({"weight": torch.eye(2), "bias": torch.zeros(2)}, here / "model.safetensors")
+    monkeypatch.syspath_prepend(here)
+    assert found("eval", "my_own_suite:make", "-m", "model.safetensors", "--device", "cpu")["suite"] == "columns"
+
+
 # heads, images and language models
 
 
@@ -414,6 +440,17 @@ def test_heads_outside_the_models(here):
             model.head = head["weight"], head["bias"]
             expected = tiny.judge(model, rows_of(here, task["name"]), with_head)[1]
             assert task[who] == pytest.approx(expected, rel=1e-4)
+    good = load_file(here / "pace.safetensors")
+    for head, words in (
+        ({"weight": torch.zeros(2, 8), "bias": torch.zeros(2)}, ("heads.yaml:16: the head reads 8 features",)),
+        (
+            {name: W * math.nan for name, W in good.items()},
+            ("the model gets NaN or Inf as accuracy on 40 of 40 test samples of task 'pace'", "the task's head"),
+        ),
+    ):
+        save_file(head, here / "pace.safetensors")
+        suite["metric"] = "accuracy"
+        assert_refused(run("eval", write(here / "heads.yaml", suite), "-m", "bare"), *words)
     tasks[0]["classes"] = ["cat"]
     assert_refused(run("eval", write(here / "heads.yaml", suite), "-m", "bare"), "the head has 3 classes", "names 1")
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from epimer.checkpoints.writer import check_file
 from epimer.curvature.loading import check_device_option
 from epimer.errors import ParameterError, nearest
 from epimer.suites.evaluate import Evaluation, evaluate
 from epimer.suites.harness import HARNESSES, HarnessResult, run_harness
-from epimer.suites.run import open_suite
+from epimer.suites.run import is_file, open_suite
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,25 @@ def ask(question: Question) -> Evaluation | HarnessResult:
         raise ParameterError("give the model to evaluate: --model PATH.")
     if (question.suite is None) == (question.harness is None):
         raise ParameterError("give either a suite, epimer eval SUITE.yaml, or --harness lm-eval with --tasks.")
-    check_device_option(question.device)
+    _check_device(question)
     check_file(question.out)
     return _harness(question, question.model) if question.suite is None else _suite(question, question.model)
+
+
+def _check_device(question: Question) -> None:
+    """Refuse a device that is none, that the suite would not use, or that is not there."""
+    check_device_option(question.device)
+    if not question.device.startswith("cuda"):
+        return
+    if question.suite is not None and not is_file(question.suite):
+        raise ParameterError(
+            f"--device is for suites in YAML files and for --harness; leave it out for {question.suite}, which chooses "
+            "its device itself."
+        )
+    there = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if question.device not in ("cuda", *there) or not there:
+        has = ", ".join(there) or "no CUDA device that torch can use"
+        raise ParameterError(f"--device {question.device}: this machine has {has}; take another, or leave it out.")
 
 
 def _suite(question: Question, model: str) -> Evaluation:

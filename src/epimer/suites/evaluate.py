@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.curvature.data import choose
@@ -50,6 +52,8 @@ class Evaluation:
     split: str
     tasks: list[TaskScores]
     references: bool
+    made: Mapping[str, Any] = field(default_factory=dict)
+    """by which versions, when, and of how many samples per task at most (None: all)"""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -83,7 +87,7 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, each score as its metric is known: shares from 0 to 1, losses as losses."""
         found: dict[str, Any] = {"kind": "evaluation", "format": 1}
-        found |= {"suite": self.suite, "model": self.model, "split": self.split}
+        found |= {"suite": self.suite, "model": self.model, "split": self.split, "made": dict(self.made)}
         found["tasks"] = [
             {
                 "name": task.task,
@@ -153,11 +157,14 @@ def evaluate(
         stage = bar.begin("evaluating", len(suite.tasks))
         for t, given in enumerate(suite.tasks):
             task = given if limit is None else replace(given, splits={split: _drawn(given.splits[split], limit)})
-            others = [suite.base, suite.models[t]] if references else []
-            scores = [suite.sure_scores(who, task, split) for who in (state, *others)]
+            who: dict[str, Mapping[str, Tensor]] = {"the model": state}
+            if references:
+                who |= {"the base": suite.base, "the fine-tuned model": suite.models[t]}
+            scores = [suite.sure_scores(one, task, split, name) for name, one in who.items()]
             found.append(TaskScores(task.name, task.metric, *scores))
             stage.advance(1, task.name)
-    return Evaluation(suite.name, model, split, found, references)
+    made = {"epimer": epimer.__version__, "torch": torch.__version__, "date": str(date.today()), "limit": limit}
+    return Evaluation(suite.name, model, split, found, references, made)
 
 
 class Checked(Mapping[str, Tensor]):

@@ -5,9 +5,10 @@ A network is loaded by transformers once, with its task's own model, and every s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from epimer.checkpoints import open_checkpoint
-from epimer.curvature.loading import CAUSAL_LM, WithHead
+from epimer.curvature.loading import CAUSAL_LM, Output, WithHead
 from epimer.curvature.tables import Table
 from epimer.curvature.tasks import Task, load_task, sample_losses
 from epimer.errors import CheckpointError, DataError, EpimerError, listed
@@ -140,6 +141,20 @@ def _any(patterns: set[str] | Sequence[str], name: str) -> bool:
 # --- networks --------------------------------------------------------------------------------------------------------
 
 
+class Placed(WithHead):
+    """A model with a head that, where the two do not fit, tells the place in the file that names the head."""
+
+    def __init__(self, plain: WithHead, at: Callable[[], Any]) -> None:
+        super().__init__(plain.backbone, plain.head, plain.pooling)
+        self.at = at
+        """what adds the place to an error"""
+
+    def forward(self, **inputs: Tensor) -> Output:
+        """Return the logits of a batch."""
+        with self.at():
+            return super().forward(**inputs)
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A task's network, and where in it each tensor of a state dict belongs."""
@@ -210,6 +225,8 @@ class Networks:
             device=self.device,
         )
         task.require_labels = self.labels
+        if isinstance(task.model, WithHead):
+            task.model = Placed(task.model, partial(self.described.at, (*entry.place, "head"))).eval()
         if entry.classes:
             if len(entry.classes) != task.classes:
                 raise DataError(f"the model has {task.classes} classes, but 'classes' names {len(entry.classes)}.")

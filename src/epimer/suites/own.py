@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -159,7 +160,7 @@ class _Reader:
             raise self.error(path, f"{spell(path)} names no data; add test, and val and train for benches.")
         if "subset" in found and "dataset" not in found:
             raise self.error((*path, "subset"), "'subset' is one of a 'dataset', which is not given; add it.")
-        if found.get("val", 0) == found.get("test", 1):
+        if "val" in found and "test" in found and self.source_of(found, "val") == self.source_of(found, "test"):
             raise self.error((*path, "test"), "val and test are the same data; what was chosen on val proves nothing.")
         tables = {split: self.table((*path, split), split, found) for split in splits}
         asked = {key: found[key] for key in columns if key in found}
@@ -173,6 +174,10 @@ class _Reader:
                     has = f"{table.name} has no column {' or '.join(map(repr, names))}"
                     raise self.error((*path, split), f"{has}; it has {listed(table.columns, 12)}: name it in {key!r}.")
         return tables, asked
+
+    def source_of(self, found: Mapping[str, str], split: str) -> str:
+        """Return what a split's data is read from, however its path is written."""
+        return found[split] if "dataset" in found else os.path.realpath(self.place(found[split]))
 
     def table(self, path: Place, split: str, found: Mapping[str, str]) -> Table:
         try:

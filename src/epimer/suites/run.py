@@ -23,6 +23,11 @@ NEEDS = {"alpha": ("train", "test"), "cost": ("train",)}
 """which splits an experiment reads, where it is not all three"""
 
 
+def is_file(name: str) -> bool:
+    """Whether a suite is named by its YAML file."""
+    return name.lower().endswith((".yaml", ".yml"))
+
+
 def open_suite(
     name: str,
     *,
@@ -44,7 +49,7 @@ def open_suite(
         return load_clip8(seed=seed, progress=progress, **given)
     if given:
         raise ParameterError(f"--{next(iter(given))} is for the suite clip8; leave it out for {name}.")
-    if name.lower().endswith((".yaml", ".yml")):
+    if is_file(name):
         from epimer.suites.networks import read_suite
 
         return read_suite(name, device=device, keep=keep, labels=labels, progress=progress)
