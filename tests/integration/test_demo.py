@@ -7,8 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 import epimer
+from commands import run as run_command
 from epimer.diagnosis.stats import Scores
+from epimer.progress import Progress
 from epimer.report.write import write_page
+from epimer.suites import demo
 from epimer.suites.bench import CANDIDATES
 from epimer.suites.demo import run
 from epimer.suites.glyphs.build import load
@@ -16,10 +19,22 @@ from epimer.suites.glyphs.train import TINY
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def stages():
+    """The stages that the demonstration's bar showed: what, and of how many steps."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, stages):
+    class Watched(Progress):
+        def begin(self, what, total):
+            stages[what] = total
+            return super().begin(what, total)
+
     place = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EPIMER_CACHE", str(place / "cache"))
+        patch.setattr(demo, "Progress", Watched)
         return run(place / "out", progress=False, settings=TINY), load(progress=False, settings=TINY), place / "out"
 
 
@@ -40,6 +55,33 @@ def test_the_demo_compares_every_method_and_keeps_the_best(made):
     assert Scores(suite.scores(merged, "test")).average == pytest.approx(best["average"])
     about = json.loads((out / "merged" / "merge.json").read_text())
     assert (about["method"], about["scale"]) == (best["method"], best["scale"])
+
+
+def test_every_stage_says_of_how_many_steps_it_is(made, stages):
+    assert stages == {"merging": len(CANDIDATES), "diagnosis": 1}
+
+
+def test_where_it_cannot_write_is_said_before_any_work(tmp_path, monkeypatch):
+    def work(**options):
+        raise AssertionError("it began to work")
+
+    monkeypatch.setattr(demo, "load", work)
+    (tmp_path / "file").write_text("mine")
+    for name in ("foreign/merged", "taken/report.html", "again/merged"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "foreign" / "merged" / "thesis.txt").write_text("mine")
+    (tmp_path / "again" / "merged" / "merge.json").write_text("{}")
+    for place, words in {
+        "file": "file is no folder",
+        "file/deeper": "file is no folder",
+        "foreign": "merged exists and is not a folder with merge.json",
+        "taken": "report.html cannot be written: it is a folder",
+    }.items():
+        ran = run_command("demo", "-o", tmp_path / place)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+        assert words in ran.err
+    assert "it began to work" in run_command("demo", "-o", tmp_path / "again").err
+    assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["merged"]
 
 
 def test_what_was_known_beforehand_is_that_of_its_models(made):

@@ -215,6 +215,7 @@ def demo(
     """
     from epimer.suites.demo import run
 
+    out = out.expanduser()
     with stoppable("the next run starts where whole parts were made"):
         found = run(out, progress=not quiet)
         show.page([found.result.to_dict(), found.diagnosis.to_dict()], out / "report.html")
