@@ -31,7 +31,7 @@ def folder(bench, tmp_path_factory):
     folder = tmp_path_factory.mktemp("found")
     names = ("performance", "worst-task", "alpha", "eta", "tasks")
     for result in [*(experiments.EXPERIMENTS[name](bench) for name in names), experiments.landscape(bench, grid=6)]:
-        write(result, folder)
+        write(bench.signed(result), folder)
     base, names = dict(bench.suite.base), [task.name for task in bench.suite.tasks]
     found = epimer.diagnose_state_dicts(base, bench.states, rank=4, names=names)
     (folder / "diagnosis.json").write_text(json.dumps(found.to_dict()))

@@ -76,7 +76,7 @@ def test_scores_that_are_no_numbers_are_refused_and_never_chosen(suite):
     bench = Bench(replace(suite, tasks=tasks, network=broken))
     assert bench.best(Candidate("average")).scale <= 1.15
     limit = -1.0
-    with pytest.raises(DataError, match=r"task0.*a loss that is NaN or Inf"):
+    with pytest.raises(DataError, match=r"NaN or Inf as loss on .* of task 'task0'"):
         Bench(replace(suite, tasks=tasks, network=broken)).best(Candidate("average"))
 
 
