@@ -10,6 +10,7 @@ from torch import Tensor
 
 DRAWS = 2000
 ROOM = 1 << 22  # samples drawn at a time
+FEW = 16  # values that are counted instead
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,23 @@ def _resampled(tasks: Sequence[Tensor], seed: int) -> Tensor:
     total = torch.zeros(DRAWS, dtype=torch.float64)
     for scores in tasks:
         n = len(scores)
-        if bool(((scores == 0) | (scores == 1)).all()):  # then the sum is binomial
-            share = scores.mean().expand(DRAWS)
-            total += torch.binomial(torch.full_like(share, n), share, generator=generator) / n
-        else:
-            step = max(1, ROOM // n)
-            for start in range(0, DRAWS, step):
-                places = torch.randint(0, n, (min(step, DRAWS - start), n), generator=generator)
-                total[start : start + step] += scores[places].mean(1)
+        values, counts = torch.unique(scores, return_counts=True)  # type: ignore[no-untyped-call]
+        if len(values) <= FEW:
+            total += _counted(values.flip(0).tolist(), counts.flip(0).tolist(), generator) / n
+            continue
+        step = max(1, ROOM // n)
+        for start in range(0, DRAWS, step):
+            places = torch.randint(0, n, (min(step, DRAWS - start), n), generator=generator)
+            total[start : start + step] += scores[places].mean(1)
     return total / len(tasks)
+
+
+def _counted(values: list[float], counts: list[int], generator: torch.Generator) -> Tensor:
+    """Return sums of as many draws as there are samples, by how often each of a few values is drawn."""
+    rest = sum(counts)
+    left, total = torch.full((DRAWS,), float(rest), dtype=torch.float64), torch.zeros(DRAWS, dtype=torch.float64)
+    for value, count in zip(values[:-1], counts[:-1], strict=True):
+        drawn = torch.binomial(left, torch.full_like(left, count / rest), generator=generator)
+        total += value * drawn
+        left, rest = left - drawn, rest - count
+    return total + values[-1] * left

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import epimer
+from epimer.diagnosis import stats
 from epimer.diagnosis.stats import Scores, compare
 from epimer.diagnosis.sweep import climb
 from epimer.errors import DataError
@@ -93,6 +94,13 @@ def test_scores_that_are_no_hits_have_intervals_too():
     low, high = Scores([values]).interval()
     assert (low + high) / 2 == pytest.approx(-1, abs=0.02)
     assert high - low == pytest.approx(2 * 1.96 * float(values.std()) / 20, rel=0.1)
+
+
+def test_counting_a_few_values_is_drawing_samples(monkeypatch):
+    values = torch.tensor([-1.0, 0.0, 0.0, 1 / 3, 1.0] * 60, dtype=torch.float64)
+    counted = Scores([values, values[:200]]).interval()
+    monkeypatch.setattr(stats, "FEW", 0)
+    assert Scores([values, values[:200]]).interval() == pytest.approx(counted, abs=0.006)
 
 
 @pytest.mark.parametrize("values", list(itertools.permutations([0.0, 1.0, 2.0, 3.0])))
