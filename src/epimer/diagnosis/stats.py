@@ -75,7 +75,7 @@ def _resampled(tasks: Sequence[Tensor], seed: int) -> Tensor:
     total = torch.zeros(DRAWS, dtype=torch.float64)
     for scores in tasks:
         n = len(scores)
-        values, counts = torch.unique(scores, return_counts=True)  # type: ignore[no-untyped-call]
+        values, counts = torch.unique(scores, return_counts=True)
         if len(values) <= FEW:
             total += _counted(values.flip(0).tolist(), counts.flip(0).tolist(), generator) / n
             continue
