@@ -155,8 +155,9 @@ def demo(found: Demo, report: Path) -> None:
     page.print(
         f"\n{best.candidate.name} was best on validation data: the merged model is in {found.model}\n"
         f"the report is {report}, open it in a browser\n"
+        f"the eight models and their base are in {found.models}, folders as anybody's: epimer merge takes them\n"
         f"{found.seconds:.0f} s in all. What next: epimer bench glyphs8 --experiment all, "
-        f"epimer methods {best.candidate.method}, docs/diagnosis.md for your own models.",
+        f"epimer methods {best.candidate.method}, epimer diagnose for a recipe of your own models.",
         markup=False,
         highlight=False,
     )

@@ -19,7 +19,7 @@ from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.stats import Scores
 from epimer.diagnosis.sweep import climb, scaled
-from epimer.errors import EpimerWarning
+from epimer.errors import DataError, EpimerError, EpimerWarning
 from epimer.geometry.metric import Metric
 from epimer.methods.merge import MergedState, build_basis, merge_state_dicts
 from epimer.methods.registry import describe_method
@@ -196,7 +196,10 @@ class Bench:
         task = self.suite.tasks[t]
         folder = self.suite.folder / "curvature" / key / task.name if self.keep and self.suite.folder else None
         if folder is not None and (folder / "curvature.json").is_file():
-            return Curvature.load(folder)
+            try:
+                return Curvature.load(folder)
+            except EpimerError as error:
+                raise DataError(f"{error} Delete {folder}, and it is measured again.") from error
         data = task.splits["train"]
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))[: self.samples]
         network, names = self.suite.network(self.states[t], task), self.suite.names and self.suite.names(task)

@@ -43,6 +43,8 @@ class Demo:
     diagnosis: Diagnosis
     files: list[Path]
     model: Path
+    models: Path
+    """where those that were merged lie"""
     seconds: float
 
 
@@ -68,7 +70,8 @@ def run(folder: Path, *, progress: bool = True, settings: Settings | None = None
     with whole_file(files[-1]) as draft:
         draft.write_bytes(as_json(found.to_dict()))
     model = save_model(suite, bench.winner, bench.model, folder / "merged")
-    return Demo(result, bench.winner, found, files, model, time.perf_counter() - started)
+    assert suite.folder is not None
+    return Demo(result, bench.winner, found, files, model, suite.folder, time.perf_counter() - started)
 
 
 def check_output(folder: Path) -> None:

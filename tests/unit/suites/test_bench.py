@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from epimer.diagnosis.stats import Scores, compare
 from epimer.diagnosis.sweep import climb
 from epimer.errors import DataError
 from epimer.suites import experiments
-from epimer.suites.bench import CANDIDATES, Bench, Candidate, references
+from epimer.suites.bench import CANDIDATES, ESTIMATE, Bench, Candidate, references
 from epimer.suites.metrics import CLASSES
 from epimer.suites.output import write
 from trained import make_suite, network
@@ -148,6 +149,10 @@ def test_curvature_is_measured_once_and_kept(suite):
     for one, other in zip(measured, again, strict=True):
         assert all(torch.equal(one[name].F, other[name].F) for name in one)
         assert one.about.samples == 32
+    folder = suite.folder / "curvature" / f"diagonal-32-0-v{ESTIMATE}" / "task0"
+    (folder / "curvature.json").write_text("{}")
+    with pytest.raises(DataError, match=re.escape(f"Delete {folder}, and it is measured again.")):
+        Bench(suite, samples=32).curvature("diagonal")
     other = Bench(suite, samples=32, seed=1).curvature("diagonal")
     assert not torch.equal(other[0]["two.weight"].F, again[0]["two.weight"].F)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,6 +188,16 @@ def test_a_second_load_builds_nothing(suite: Suite, monkeypatch: pytest.MonkeyPa
     again = load(suite.folder.parent, progress=False, settings=TINY)
     assert again.folder == suite.folder
     assert all(torch.equal(W, again.base[name]) for name, W in suite.base.items())
+
+
+@pytest.mark.parametrize("damage", ["cut short", "gone"])
+def test_a_damaged_suite_is_said_with_its_remedy(suite: Suite, tmp_path: Path, damage: str) -> None:
+    place = tmp_path / suite.folder.name
+    shutil.copytree(suite.folder, place)
+    file = place / "data.safetensors"
+    file.unlink() if damage == "gone" else file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(DataError, match=re.escape(f"Delete {place}, and it is built again.")):
+        load(tmp_path, progress=False, settings=TINY)
 
 
 def test_a_build_is_the_same_twice(suite: Suite, tmp_path: Path) -> None:

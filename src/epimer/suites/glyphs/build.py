@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.writer import as_json, draft_of, explained, save_tensors
-from epimer.errors import DataError
+from epimer.errors import DataError, EpimerError
 from epimer.progress import Progress
 from epimer.suites.glyphs.tasks import SPLITS, TASKS, Drawn, Task, pool
 from epimer.suites.glyphs.train import Settings, State, accuracy, few_shot_head, fine_tune, pixels, pretrain
@@ -59,7 +59,10 @@ def load(
             if not (place / ABOUT).is_file():  # it may have been built while this process waited
                 _build(settings, draft, progress)
                 draft.rename(place)
-    return _open(settings, place)
+    try:
+        return _open(settings, place)
+    except (EpimerError, KeyError) as error:
+        raise DataError(f"the suite {NAME} is damaged: {error} Delete {place}, and it is built again.") from error
 
 
 def cache_folder() -> Path:
