@@ -128,7 +128,7 @@ def _compared(found: Performance, best: Score) -> list[Child]:
     if rivals:
         named = _listed([f"{s.method} ({unit.show(s.average)})" for s in best_first(rivals)], 5)
         verb = "has its average" if len(rivals) == 1 else "have their averages"
-        said.append(f"{named} {verb} within or above that interval.")
+        said.append(f"{named} {verb} within that interval or better.")
     elif len(found.merges) > 1 and best.low is not None:
         said.append("No other method's average lies within that interval.")
     return said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,7 +104,8 @@ def worst_task(bench: Bench) -> Result:
     for candidate in bench.each(CANDIDATES, attrgetter("name")):
         scores = bench.best(candidate).test
         t = min(range(len(names)), key=lambda i: scores.accuracies[i])
-        kept = min((a / b for a, b in zip(scores.accuracies, own, strict=True) if b), default=math.nan)
+        shares = [a / b for a, b in zip(scores.accuracies, own, strict=True) if b > 0]
+        kept = min(shares) if len(shares) == len(own) else None  # a score that is not positive has no shares
         data.append({"method": candidate.name, **summary(scores, names), "worst task": names[t], "kept": kept})
     columns = {
         "method": text("method"),
