@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
+T = TypeVar("T")
 SHARES = ("accuracy", "token-accuracy")
 LOSSES = ("loss", "perplexity")
 
@@ -27,5 +29,20 @@ def shown(metric: str, score: float) -> str:
 
 def between(metric: str, low: float, high: float) -> str:
     """Return an interval as tables show it."""
-    low, high = (low, high) if metric not in LOSSES else (high, low)
-    return f"[{shown(metric, low)}, {shown(metric, high)}]"
+    first, last = ends(metric, low, high)
+    return f"[{shown(metric, first)}, {shown(metric, last)}]"
+
+
+def ends(metric: str, low: T, high: T) -> tuple[T, T]:
+    """Return the ends of an interval of scores in the order in which they read."""
+    return (high, low) if metric in LOSSES else (low, high)
+
+
+def apart(metric: str, by: float) -> float:
+    """Return a difference of two scores as one of what they read as: of losses, how much higher one is."""
+    return -by if metric in LOSSES else by
+
+
+def chance(p: float) -> str:
+    """Return a probability as tables show it; none that was drawn for is zero."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"

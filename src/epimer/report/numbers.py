@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from epimer.units import LOSSES, SHARES, natural
+from epimer import units
 
 SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 MINUS = "−"
@@ -67,12 +67,12 @@ class Unit:
     @classmethod
     def of(cls, values: Iterable[float | None], metric: str | None = None) -> Unit:
         """Take scores for shares where all of them lie between 0 and 1 and nothing else is said."""
-        share = metric in (None, *SHARES) and all(0 <= value <= 1 for value in finite(values))
+        share = metric in (None, *units.SHARES) and all(0 <= value <= 1 for value in finite(values))
         return cls(share, metric or "")
 
     def plain(self, value: float | None) -> float | None:
         """Return a score as its metric is known: a loss is minus the score."""
-        return value if value is None or math.isnan(value) else natural(self.metric, value)
+        return value if value is None or math.isnan(value) else units.natural(self.metric, value)
 
     def show(self, value: float | None) -> str:
         """Return a score as tables have it."""
@@ -80,7 +80,7 @@ class Unit:
 
     def ends(self, low: float | None, high: float | None) -> tuple[float | None, float | None]:
         """Return the ends of an interval in the order in which they read."""
-        return (high, low) if self.metric in LOSSES else (low, high)
+        return units.ends(self.metric, low, high)
 
     def between(
         self, low: float | None, high: float | None, to: str = ", ", show: Callable[[float | None], str] | None = None
@@ -102,7 +102,7 @@ class Unit:
 
     def apart(self, value: float | None) -> float | None:
         """Return a difference of two scores as one of what they read as."""
-        return -value if value is not None and self.metric in LOSSES else value
+        return None if value is None else units.apart(self.metric, value)
 
     @property
     def suffix(self) -> str:

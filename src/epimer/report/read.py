@@ -20,6 +20,12 @@ EXPECTED = (
     'a record of epimer: JSON with "kind" experiment (epimer bench, epimer demo), diagnosis (epimer diagnose), sweep '
     "(epimer sweep), evaluation or harness (epimer eval), or a merged model's epimer.json"
 )
+PLAIN: dict[str, tuple[type, str]] = {
+    "sweep": (Sweep, "sweeps"),
+    "evaluation": (Evaluation, "evaluations"),
+    "harness": (Harness, "harnesses"),
+}
+"""kind -> what it is read as, and where records of it are gathered; nothing else is checked of these"""
 MOST_BYTES = 200_000_000
 T = TypeVar("T")
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {
@@ -89,15 +95,10 @@ def add(found: Records, given: Any, source: str, where: str | None = None) -> No
     elif kind == "diagnosis":
         _check_format(given, where)
         found.diagnoses.append(Sourced(_checked(_read(Diagnosis, given, where), where), source))
-    elif kind == "sweep":
+    elif isinstance(kind, str) and kind in PLAIN:
         _check_format(given, where)
-        found.sweeps.append(Sourced(_read(Sweep, given, where), source))
-    elif kind == "evaluation":
-        _check_format(given, where)
-        found.evaluations.append(Sourced(_read(Evaluation, given, where), source))
-    elif kind == "harness":
-        _check_format(given, where)
-        found.harnesses.append(Sourced(_read(Harness, given, where), source))
+        record, place = PLAIN[kind]
+        getattr(found, place).append(Sourced(_read(record, given, where), source))
     elif isinstance(given, Mapping) and {"method", "parameters", "weights", "tensors"} <= given.keys():
         found.merges.append(Sourced(_read(MergeRecord, given, where), source))
     else:

@@ -7,14 +7,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-import epimer
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.stats import Scores
@@ -24,7 +22,7 @@ from epimer.geometry.metric import Metric
 from epimer.methods.merge import MergedState, build_basis, merge_state_dicts
 from epimer.methods.registry import describe_method
 from epimer.suites.metrics import one_unit
-from epimer.suites.results import Result
+from epimer.suites.results import Result, made_by
 from epimer.suites.suite import Suite
 
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
@@ -53,6 +51,11 @@ class Candidate:
     def name(self) -> str:
         """What to call it in a table."""
         return self.label or self.method
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of its basis."""
+        return self.parameters.get("rank", RANK)
 
     @property
     def curvature(self) -> str | None:
@@ -139,7 +142,7 @@ class Bench:
 
     def signed(self, result: Result, *notes: str) -> Result:
         """Return a result under the suite's name, with what made it and when."""
-        made = {"epimer": epimer.__version__, "torch": torch.__version__, "date": str(date.today())}
+        made = made_by(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
         told = (
             f"Made by epimer {made['epimer']} with torch {made['torch']} on {made['date']}; seed {self.seed}, "
             f"curvature of {self.samples} samples per task at most, unless the table says otherwise."
@@ -149,7 +152,7 @@ class Bench:
             title=f"{self.suite.name}: {result.title}",
             suite=self.suite.name,
             metric=self.metric,
-            made={**made, "seed": self.seed, "samples": self.samples, "threads": torch.get_num_threads()},
+            made=made,
             notes=[*result.notes, *notes, told],
         )
 
@@ -175,9 +178,8 @@ class Bench:
         """Return the seconds that a merge's basis took, where it was built beforehand."""
         if candidate.curvature != "samples":
             return 0.0
-        rank = candidate.parameters.get("rank", RANK)
-        self.basis(rank)
-        return self._bases[rank][1]
+        self.basis(candidate.rank)
+        return self._bases[candidate.rank][1]
 
     def curvature(self, kind: str, rank: int | None = RANK) -> list[Curvature]:
         """Return every model's curvature on its own task, measured or from an earlier run.
@@ -259,7 +261,7 @@ class Bench:
 
     def _best(self, candidate: Candidate) -> Outcome:
         if candidate.curvature is not None:
-            self.curvature(candidate.curvature, candidate.parameters.get("rank", RANK))
+            self.curvature(candidate.curvature, candidate.rank)
         started = time.perf_counter()
         merged = self.merge(candidate)
         seconds = time.perf_counter() - started + self.preparing(candidate)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import date
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.curvature.data import choose
@@ -20,6 +18,7 @@ from epimer.errors import CheckpointError, DataError, ParameterError, listed
 from epimer.geometry.linalg import nonfinite
 from epimer.progress import Progress
 from epimer.suites.metrics import unit
+from epimer.suites.results import made_by
 from epimer.suites.suite import Data, Suite
 from epimer.units import between, natural, shown
 
@@ -163,8 +162,7 @@ def evaluate(
             scores = [suite.sure_scores(one, task, split, name) for name, one in who.items()]
             found.append(TaskScores(task.name, task.metric, *scores))
             stage.advance(1, task.name)
-    made = {"epimer": epimer.__version__, "torch": torch.__version__, "date": str(date.today()), "limit": limit}
-    return Evaluation(suite.name, model, split, found, references, made)
+    return Evaluation(suite.name, model, split, found, references, made_by(limit=limit))
 
 
 class Checked(Mapping[str, Tensor]):

@@ -223,7 +223,7 @@ def _shares(bench: Bench) -> Iterator[tuple[str, int]]:
 def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]], *notes: str) -> Result:
     cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
     data, lines = [], Lines("samples per task", f"average {bench.metric}", bench.metric, log=True)
-    flat = bench.best(Candidate("tsv", {"rank": RANK})).test
+    flat = bench.best(MATCHED).test
     methods = ("fisher", "epimer", "epimer_kron")
     benches: list[Bench] = []
     for (label, count), method in bench.each(itertools.product(counts, methods), "{0[1]}, {0[0][1]} samples".format):
@@ -289,7 +289,7 @@ def metrics(bench: Bench) -> Result:
     data = []
     grid = itertools.product(METRICS, ("tagged", "tensor", "full"), ("mean", "sum", "anchored"), (0.01, 0.3, 1.0))
     steps = [step for step in grid if step[:2] not in (("exact", "tensor"), ("exact", "full"))]
-    flat = bench.best(Candidate("tsv", {"rank": RANK})).test
+    flat = bench.best(MATCHED).test
     for metric, basis, aggregator, damping in bench.each(steps, "{0[0]}, {0[1]}, {0[2]}, {0[3]}".format):
         parameters = {"basis": basis, "aggregator": aggregator, "damping": damping, "iterations": STEPS}
         outcome = bench.best(Candidate(METRICS[metric], parameters))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
+import torch
+
+import epimer
 from epimer.diagnosis.stats import Scores, compare
-from epimer.units import LOSSES, SHARES, between, shown
+from epimer.units import LOSSES, SHARES, apart, between, chance, ends, shown
 
 FORMAT = 1  # of the JSON file
 Row = dict[str, Any]
@@ -105,6 +109,11 @@ def summary(scores: Scores, names: Sequence[str]) -> Row:
     return {**found, "tasks": tasks, "intervals": intervals}
 
 
+def made_by(**more: Any) -> Row:
+    """Return by which versions something was made, and when."""
+    return {"epimer": epimer.__version__, "torch": torch.__version__, "date": str(date.today()), **more}
+
+
 def against(one: Scores, other: Scores) -> Row:
     """Return by how much a merge is better than another: the difference, its 95% interval, and a paired test's p."""
     found = compare(one, other)
@@ -168,15 +177,11 @@ class Cells:
         """Show the difference from another merge, with its interval and its p."""
         if row.get("difference") is None:
             return ""
-        ends = sorted(map(self._apart, row["between"]))
-        low, high = map(self._signed, ends)
-        return f"{self._signed(self._apart(row['difference']))} [{low}, {high}], p {_chance(row['p'])}"
-
-    def _apart(self, by: float) -> float:
-        return -by if self.metric in LOSSES else by
+        low, high = map(self._signed, ends(self.metric, *row["between"]))
+        return f"{self._signed(row['difference'])} [{low}, {high}], p {chance(row['p'])}"
 
     def _signed(self, by: float) -> str:
-        return f"{100 * by:+.1f}" if self.metric in SHARES else f"{by:+.3f}"
+        return f"{100 * by:+.1f}" if self.metric in SHARES else f"{apart(self.metric, by):+.3f}"
 
     @property
     def margin(self) -> str:
@@ -189,8 +194,3 @@ class Cells:
         if self.metric in SHARES:
             return "in points"
         return "in loss, so that less is better" if self.metric in LOSSES else f"in {self.metric}"
-
-
-def _chance(p: float) -> str:
-    """Show a probability; none that was drawn for is zero."""
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"

@@ -11,7 +11,7 @@ from epimer.report.charts.heat import Scale, heat
 from epimer.report.kinds import Performance, Score
 from epimer.report.markup import Markup
 from epimer.report.numbers import NOTHING, finite, number, percent
-from epimer.units import LOSSES
+from epimer.units import LOSSES, chance
 
 
 def section(found: Performance, *, named: bool) -> Section:
@@ -49,7 +49,7 @@ def headline(found: Performance) -> Table:
         if compared:
             by = unit.difference(score.difference) if score.difference is not None else ""
             row += [Cell(by, unit.apart(score.difference))]
-            row += [Cell("" if score.p is None else _p(score.p), score.p)]
+            row += [Cell("" if score.p is None else chance(score.p), score.p)]
         row.append(Cell("" if score.scale is None else number(score.scale) + ("*" if score.edge else ""), score.scale))
         if timed:
             row.append(Cell("" if score.seconds is None else number(score.seconds), score.seconds))
@@ -68,10 +68,6 @@ def _interval(score: Score, found: Performance) -> str:
     if score.low is None or score.high is None:
         return NOTHING
     return f"[{found.unit.between(score.low, score.high)}]"
-
-
-def _p(p: float) -> str:
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def averages(found: Performance) -> Figure:
