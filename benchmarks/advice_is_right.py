@@ -17,10 +17,10 @@ from pathlib import Path
 
 import epimer
 from epimer.diagnosis.advice import choice
-from epimer.diagnosis.stats import Scores
 from epimer.diagnosis.sweep import SCALES, climb
-from epimer.suites.bench import ESTIMATE, Bench, Candidate
-from epimer.suites.glyphs.build import load
+from epimer.evaluation.statistics import Scores
+from epimer.experiments.bench import ESTIMATE, Bench, Candidate
+from epimer.experiments.glyphs8.build import load
 
 WITH = ("average", "tsv", "epimer_free", "regmean", "epimer_kron")
 WITHOUT = ("average", "tsv", "epimer_free")

@@ -12,10 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from epimer.diagnosis.stats import Scores
-from epimer.suites.bench import Bench, Candidate
-from epimer.suites.output import write
-from epimer.suites.results import Result, number, share, text
+from epimer.evaluation.statistics import Scores
+from epimer.experiments.bench import Bench, Candidate
+from epimer.experiments.output import write
+from epimer.experiments.results import Result, number, share, text
 
 METHODS = ("epimer_kron", "epimer_free")
 ANCHORS = ("tsv", "iso_c", "sum", "average")
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--join", type=Path, nargs="*", help="JSON files of several suites; print the best settings")
     given = parser.parse_args()
     if not given.join:
-        from epimer.suites.glyphs.build import load
+        from epimer.experiments.glyphs8.build import load
 
         bench = Bench(load())
         result = bench.signed(defaults(bench))

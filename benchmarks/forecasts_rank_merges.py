@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import epimer
+from epimer.experiments.bench import CANDIDATES, Bench, Candidate
+from epimer.experiments.glyphs8.build import load
 from epimer.geometry.metric import Identity, TaskGram
-from epimer.suites.bench import CANDIDATES, Bench, Candidate
-from epimer.suites.glyphs.build import load
 
 SCALES = (0.3, 0.5, 0.7, 1.0, 1.4, 2.0)
 MORE = (

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import BertConfig, BertModel
 
-from epimer.suites.bench import Bench
-from epimer.suites.experiments import EXPERIMENTS
-from epimer.suites.output import write
-from epimer.suites.suite import Split, Suite, SuiteTask
+from epimer.evaluation.suite import Split, Suite, SuiteTask
+from epimer.experiments.bench import Bench
+from epimer.experiments.output import write
+from epimer.experiments.paper import EXPERIMENTS
 
 TASKS = ("agnews", "banking77", "clinc150", "emotion", "hate", "sst2", "subj", "trec6")
 

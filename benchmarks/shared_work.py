@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from epimer.diagnosis.stats import Scores
-from epimer.suites.bench import Bench, Candidate, Outcome
+from epimer.evaluation.statistics import Scores
+from epimer.experiments.bench import Bench, Candidate, Outcome
 
 
 def share(folder: Path, part: int, parts: int) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from epimer.geometry.form import Form
 from epimer.geometry.metric import Diagonal, Identity, Kronecker, Metric, Samples, TaskGram
+from epimer.geometry.operator import Form
 from epimer.geometry.subspace import Full, Subspace
 
 METRICS = ("identity", "diagonal", "kronecker", "inputs", "outputs", "samples", "task-gram")

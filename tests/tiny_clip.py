@@ -15,7 +15,7 @@ from pyarrow import parquet
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from epimer.suites.clip8.tasks import TASKS, VARIANTS, ClipTask
+from epimer.experiments.clip8.tasks import TASKS, VARIANTS, ClipTask
 
 SIDE = 8
 START, END = "<|startoftext|>", "<|endoftext|>"

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from epimer.suites.suite import Split, Suite, SuiteTask
+from epimer.evaluation.suite import Split, Suite, SuiteTask
 
 CLASSES = 3
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from epimer.api import merge as merge
+    from epimer.api import sweep as sweep
     from epimer.curvature.curvature import Curvature as Curvature
     from epimer.curvature.estimate import estimate_curvature as estimate_curvature
     from epimer.diagnosis.diagnose import diagnose as diagnose
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from epimer.methods.registry import list_methods as list_methods
     from epimer.records import Diagnosis as Diagnosis
     from epimer.records import MergeRecord as MergeRecord
-    from epimer.suites.sweeping import merge as merge
-    from epimer.suites.sweeping import sweep as sweep
 
 # Where each public name lives; a module is imported when one of its names is first used (PEP 562),
 # so `import epimer` costs nothing and does not import torch.
@@ -62,7 +62,7 @@ _HOMES = {
     "epimer.methods.merge": ("build_basis", "merge_state_dicts"),
     "epimer.methods.registry": ("describe_method", "list_methods"),
     "epimer.records": ("Diagnosis", "MergeRecord"),
-    "epimer.suites.sweeping": ("merge", "sweep"),
+    "epimer.api": ("merge", "sweep"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

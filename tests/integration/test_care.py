@@ -107,8 +107,8 @@ def test_adapters_of_tied_tables_have_their_own_fingerprints_and_heads_are_refus
 
 
 def test_a_batch_that_needs_more_than_the_limit_still_goes_ahead(tmp_path):
-    from epimer.engine.local import Runner
     from epimer.engine.merge import plan_recipe
+    from epimer.engine.threads import Runner
 
     torch.manual_seed(0)
     for t in range(3):

@@ -16,15 +16,16 @@ from safetensors.torch import load_file
 from test_data_hub import DatasetAnswer
 from test_hub import COMMANDS, Hub, Repo
 
-from epimer.suites.clip8.published import FUSION_BENCH, PAPER, PUBLISHED
-from epimer.suites.clip8.tasks import TASKS, VARIANTS
+from epimer.experiments.clip8.published import FUSION_BENCH, PAPER, PUBLISHED
+from epimer.experiments.clip8.tasks import TASKS, VARIANTS
 from tiny_clip import ImageEncoder, card, data_files, repositories
 
 LIMIT = 4
 # Only a few methods, so that a real run is a short one; the rest of the bench has tests of its own.
 BENCH = """
 import sys
-from epimer.suites import bench, experiments
+from epimer.experiments import bench
+from epimer.experiments import paper as experiments
 
 experiments.CANDIDATES = tuple(c for c in bench.CANDIDATES if c.name in ("average", "fisher", "tsv", "epimer"))
 experiments.EXPERIMENTS["performance"] = lambda b: experiments.performance(b, candidates=experiments.CANDIDATES)
@@ -40,7 +41,7 @@ import json, sys
 from contextlib import redirect_stderr
 from io import StringIO
 from epimer.cli import main
-from epimer.suites.run import open_suite
+from epimer.experiments.run import open_suite
 
 limit, *sys.argv[1:] = sys.argv[1:]
 suite = open_suite("clip8", limit=int(limit), progress=False)
@@ -135,8 +136,8 @@ def test_zero_shot_scores_are_those_of_transformers(ran, place):
     """With transformers alone, on the files in the cache: MNIST has one template, so its own logits say it all."""
     from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
-    from epimer.curvature.data import open_data
-    from epimer.suites.clip8.pictures import split_rows
+    from epimer.experiments.clip8.pictures import split_rows
+    from epimer.tasks.data import open_data
 
     (mnist,) = (task for task in TASKS if task.name == "mnist")
     cache = place / "home" / "hub"

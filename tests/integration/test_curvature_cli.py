@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import epimer
-from epimer.curvature.store import model_fingerprint
+from epimer.curvature.format import model_fingerprint
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

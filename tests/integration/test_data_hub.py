@@ -17,7 +17,7 @@ from pyarrow import parquet  # noqa: E402
 # Several datasets in one process; of each its name and rows, or what is said about it.
 OPEN = """
 import json, sys
-from epimer.curvature.data import open_data
+from epimer.tasks.data import open_data
 from epimer.errors import DataError
 
 done = []

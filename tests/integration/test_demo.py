@@ -8,14 +8,14 @@ from safetensors.torch import load_file
 
 import epimer
 from commands import run as run_command
-from epimer.diagnosis.stats import Scores
+from epimer.evaluation.statistics import Scores
+from epimer.experiments import demo
+from epimer.experiments.bench import CANDIDATES
+from epimer.experiments.demo import run
+from epimer.experiments.glyphs8.build import load
+from epimer.experiments.glyphs8.train import TINY
 from epimer.progress import Progress
 from epimer.report.write import write_page
-from epimer.suites import demo
-from epimer.suites.bench import CANDIDATES
-from epimer.suites.demo import run
-from epimer.suites.glyphs.build import load
-from epimer.suites.glyphs.train import TINY
 
 
 @pytest.fixture(scope="module")

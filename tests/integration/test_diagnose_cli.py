@@ -19,7 +19,7 @@ import torch
 import yaml
 
 import epimer
-from epimer.curvature.store import open_curvature
+from epimer.curvature.format import open_curvature
 
 transformers = pytest.importorskip("transformers")
 
@@ -172,7 +172,7 @@ def test_a_diagnosis_from_another_folder_has_the_numbers_of_its_tensors(here, cu
 
 
 def test_the_models_are_read_once(here, monkeypatch):
-    from epimer.roles import Role
+    from epimer.plan.participants import Role
 
     reads: list[tuple[str, str]] = []
     real = Role.read
@@ -439,7 +439,7 @@ def test_curvature_of_the_recipe_is_used(here):
 OTHER = """
 import torch
 from torch import nn
-from epimer.suites.suite import Split, Suite, SuiteTask
+from epimer.evaluation.suite import Split, Suite, SuiteTask
 
 def make():
     data = Split(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long))
@@ -503,7 +503,7 @@ def test_nothing_is_replaced_that_is_not_ours(here):
 def test_places_that_cannot_be_written_are_refused_before_the_work(here, monkeypatch, place):
     (here / "taken").mkdir()
     (here / "taken" / "thesis.txt").write_text("mine")
-    monkeypatch.setattr("epimer.diagnosis.auto.compare", lambda *args, **given: pytest.fail("worked first"))
+    monkeypatch.setattr("epimer.diagnosis.choice.compare", lambda *args, **given: pytest.fail("worked first"))
     assert run("sweep", write(here), "--eval", "suite.yaml", "--methods", "average", *place).code == 2
 
 

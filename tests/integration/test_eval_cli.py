@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import tiny  # noqa: E402
 from commands import ENVIRONMENT, Ran, run, start  # noqa: E402
 from epimer.cli.judging import NAMED  # noqa: E402
-from epimer.suites.experiments import EXPERIMENTS  # noqa: E402
+from epimer.experiments.paper import EXPERIMENTS  # noqa: E402
 
 RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
 
@@ -200,7 +200,7 @@ def test_one_task_is_too_few_to_merge(here):
 
 def test_where_results_cannot_go_is_said_before_any_work(here, monkeypatch):
     (here / "file").write_text("kept")
-    monkeypatch.setattr("epimer.suites.run.open_suite", lambda *_, **__: pytest.fail("the suite was opened"))
+    monkeypatch.setattr("epimer.experiments.run.open_suite", lambda *_, **__: pytest.fail("the suite was opened"))
     assert_refused(run("bench", "suite.yaml", "-o", "file"), "file cannot be written", "is no folder")
     assert_refused(run("bench", "suite.yaml", "-o", "file/more/out"), "is no folder")
     assert (here / "file").read_text() == "kept"
@@ -500,7 +500,7 @@ MODULE = """
 from dataclasses import replace
 import torch
 from torch import nn
-from epimer.suites.suite import Split, Suite, SuiteTask
+from epimer.evaluation.suite import Split, Suite, SuiteTask
 
 def network(state, task):
     made = nn.Linear(2, 2)

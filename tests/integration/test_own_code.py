@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 from commands import run
-from epimer.suites.bench import Bench
-from epimer.suites.entry import call_entry
+from epimer.evaluation.user_code import call_entry
+from epimer.experiments.bench import Bench
 
 MODULE = """
 from dataclasses import replace
 import torch
 from torch import nn
-from epimer.suites.suite import Split, Suite, SuiteTask
+from epimer.evaluation.suite import Split, Suite, SuiteTask
 
 KEPT = nn.Linear(2, 2)
 

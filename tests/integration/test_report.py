@@ -7,11 +7,11 @@ import pytest
 
 import epimer
 from epimer.diagnosis.sweep import Judged, sweep
+from epimer.experiments import paper as experiments
+from epimer.experiments.bench import Bench
+from epimer.experiments.output import write
 from epimer.report.page import build
 from epimer.report.read import read_records
-from epimer.suites import experiments
-from epimer.suites.bench import Bench
-from epimer.suites.output import write
 from trained import make_suite
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from epimer.curvature.optimizer import moments
+from epimer.curvature.optimizer_state import moments
 
 VOCABULARY, LENGTH = 40, 8
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, is_text, nbytes, sampled
-from epimer.checkpoints.inert import module_tensors
+from epimer.checkpoints.safe_unpickle import module_tensors
 from epimer.errors import CheckpointError, listed
 
 REMAP = 1 << 28  # bytes read through a mapping before it is made anew, which gives its pages back

@@ -112,7 +112,7 @@ def listed(text: str | None, kind: Callable[[str], T], option: str) -> list[T] |
 
 def sweep(found: Sweep, kept: Path | None) -> None:
     """Print the best scale of every method and rank, the best first."""
-    from epimer.units import between, shown
+    from epimer.score_format import between, shown
 
     page, close = console(), any(one.validation.kl for one in found.tried)
     headings = ["method", "rank", "scale", "validation", *(["its KL"] if close else []), "test [95%]", "worst", "tried"]

@@ -86,8 +86,8 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Try many methods, ranks and scales: choose on validation data, report on test data, write only what is asked."""
+    from epimer.api import sweep as run
     from epimer.cli import findings
-    from epimer.suites.sweeping import sweep as run
 
     show.check_file(out)
     with stoppable("nothing was written"), warnings.catch_warnings():
@@ -145,7 +145,7 @@ def evaluate(
     A suite is a YAML file (docs/evaluating.md) or a Python function. For language models there is lm-eval:
     epimer eval --harness lm-eval --tasks hellaswag --model PATH
     """
-    from epimer.suites.ask import Question, ask
+    from epimer.experiments.ask import Question, ask
 
     question = Question(
         suite=suite,
@@ -192,7 +192,7 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Run the paper's experiments and ours on a suite: JSON, Markdown and figures."""
-    from epimer.suites.run import run_experiments
+    from epimer.experiments.run import run_experiments
 
     given = {"variant": variant, "limit": limit, "family": family, "checkpoints": checkpoints, "data": data}
     wanted = experiment or ["performance"]
@@ -213,7 +213,7 @@ def demo(
 
     The first run trains them (about three minutes on two cores); later runs load them.
     """
-    from epimer.suites.demo import run
+    from epimer.experiments.demo import run
 
     out = out.expanduser()
     with stoppable("the next run starts where whole parts were made"):

@@ -39,9 +39,9 @@ def merge(
 
     The folder appears when it is complete. After a kill the same command goes on where it stopped.
     """
+    from epimer.api import resolve
     from epimer.engine.merge import Options, plan_recipe, run
-    from epimer.recipe import open_recipe
-    from epimer.suites.sweeping import resolve
+    from epimer.recipe.model import open_recipe
 
     options = Options(device, workers, threads, max_memory, max_shard_size, overwrite, not (quiet or as_json))
     if out is None and not dry_run:

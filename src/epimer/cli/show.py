@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from epimer.curvature.basis import StoredBasis
     from epimer.curvature.curvature import Curvature
     from epimer.engine.merge import Options
+    from epimer.evaluation.evaluate import Evaluation
+    from epimer.evaluation.lm_eval import HarnessResult
+    from epimer.experiments.demo import Demo
+    from epimer.experiments.results import Result
     from epimer.methods.registry import Method
-    from epimer.plan import Plan
+    from epimer.plan.jobs import Plan
     from epimer.records import MergeRecord
-    from epimer.suites.demo import Demo
-    from epimer.suites.evaluate import Evaluation
-    from epimer.suites.harness import HarnessResult
-    from epimer.suites.results import Result
 
 
 DEMO_COLUMNS = ("method", "average [95%]", "worst", "scale", "merge s", "against tsv")
@@ -123,7 +123,7 @@ def experiment(result: Result, files: Sequence[Path]) -> None:
 
 def evaluation(found: Evaluation | HarnessResult) -> None:
     """Print how a model does: on a suite, beside base and fine-tuned models, or in a harness."""
-    from epimer.suites.evaluate import Evaluation
+    from epimer.evaluation.evaluate import Evaluation
 
     if isinstance(found, Evaluation):
         title = f"{found.suite}, {found.split}: {found.model}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from epimer.curvature.uses import Layout, Outer, Reader, Use, Whole
+from epimer.curvature.per_sample_gradients import Layout, Outer, Reader, Use, Whole
 
 Seen = Callable[[str, Tensor, Tensor], Tensor]
 """(part, input, output) -> the output to go on with"""

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from epimer.checkpoints.folder import inside
-from epimer.checkpoints.parts import StoredParts, read_header
+from epimer.checkpoints.tensor_parts import StoredParts, read_header
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
-from epimer.curvature.store import model_fingerprint
+from epimer.curvature.format import model_fingerprint
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.subspace import Pairs, Tagged
 

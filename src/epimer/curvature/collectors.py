@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.curvature.uses import Outer, Rows, Use, Whole, per_token
+from epimer.curvature.per_sample_gradients import Outer, Rows, Use, Whole, per_token
 from epimer.geometry.metric import Corrected, Diagonal, Kronecker, Metric, Projected, Samples
 from epimer.geometry.subspace import Pairs, Tagged
 

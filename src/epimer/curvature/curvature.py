@@ -114,14 +114,14 @@ class Curvature(Mapping[str, Metric]):
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write a folder that recipes and `Curvature.load` read; it appears whole or not at all."""
-        from epimer.curvature.store import save_curvature
+        from epimer.curvature.format import save_curvature
 
         save_curvature(self, Path(folder), overwrite=overwrite)
 
     @classmethod
     def load(cls, folder: str | Path) -> Curvature:
         """Open a curvature folder; tensors are read when they are asked for."""
-        from epimer.curvature.store import open_curvature
+        from epimer.curvature.format import open_curvature
 
         return open_curvature(Path(folder).expanduser())
 
@@ -137,8 +137,8 @@ class Curvature(Mapping[str, Metric]):
             moment: second, Adam's mean of squared gradients; or first, its squared mean gradient.
             names: the parameters in the optimiser's order, where that cannot be told.
         """
-        from epimer.curvature.optimizer import moments
-        from epimer.curvature.store import model_fingerprint
+        from epimer.curvature.format import model_fingerprint
+        from epimer.curvature.optimizer_state import moments
 
         found = moments(path, model, moment=moment, names=names)
         parameters = {name: p for name, p in model.named_parameters() if name in found}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from epimer.curvature.basis import basis_fingerprint
-from epimer.curvature.batches import Batch, read_batches
 from epimer.curvature.collectors import (
     Collector,
     CorrectedCollector,
@@ -23,7 +22,16 @@ from epimer.curvature.collectors import (
 )
 from epimer.curvature.curvature import EXACT, KINDS, SEQUENCES, About, Curvature, tensors_of
 from epimer.curvature.exact import projected_hessians
-from epimer.curvature.labels import (
+from epimer.curvature.format import model_fingerprint
+from epimer.curvature.per_sample_gradients import alike
+from epimer.curvature.recorder import Tape, quietly
+from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
+from epimer.geometry.diagonal import AtomDiagonal
+from epimer.geometry.metric import Diagonal, Kronecker, Metric, Projected
+from epimer.geometry.subspace import Pairs, Tagged
+from epimer.progress import Progress, Stage
+from epimer.tasks.batches import Batch, read_batches
+from epimer.tasks.labels import (
     POLICIES,
     Labels,
     Loss,
@@ -34,14 +42,6 @@ from epimer.curvature.labels import (
     plain_loss,
     refuse_sum,
 )
-from epimer.curvature.store import model_fingerprint
-from epimer.curvature.tape import Tape, quietly
-from epimer.curvature.uses import alike
-from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
-from epimer.geometry.diagonal import AtomDiagonal
-from epimer.geometry.metric import Diagonal, Kronecker, Metric, Projected
-from epimer.geometry.subspace import Pairs, Tagged
-from epimer.progress import Progress, Stage
 
 NOT_TWO_SIDED = "a table, a vector or a grouped convolution has no two-sided curvature"
 FEW = 4  # samples that the model is learned about on

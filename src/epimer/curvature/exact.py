@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from epimer.curvature.batches import Batch
-from epimer.curvature.labels import Labels, check_sum, logits_of, per_sample, with_logits
-from epimer.curvature.tape import still
+from epimer.curvature.recorder import still
 from epimer.errors import CurvatureError
 from epimer.geometry.metric import Metric, Projected
 from epimer.geometry.subspace import Pairs, Tagged
 from epimer.progress import Progress
+from epimer.tasks.batches import Batch
+from epimer.tasks.labels import Labels, check_sum, logits_of, per_sample, with_logits
 
 
 def projected_hessians(

@@ -17,16 +17,16 @@ from torch import distributed as dist
 from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import EXACT, KINDS, SEQUENCES, Curvature
-from epimer.curvature.data import choose, open_data
 from epimer.curvature.distributed import ranks
 from epimer.curvature.estimate import estimate_curvature, matching
-from epimer.curvature.labels import POLICIES, SampleError
-from epimer.curvature.loading import AUTO, POOLINGS, check_device_option
-from epimer.curvature.optimizer import MOMENTS
-from epimer.curvature.store import HEADER, stored_fingerprint
-from epimer.curvature.tasks import Task, load_task
+from epimer.curvature.format import HEADER, stored_fingerprint
+from epimer.curvature.optimizer_state import MOMENTS
 from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, nearest
 from epimer.geometry.linalg import nonfinite
+from epimer.tasks.data import choose, open_data
+from epimer.tasks.labels import POLICIES, SampleError
+from epimer.tasks.loading import AUTO, POOLINGS, check_device_option
+from epimer.tasks.task import Task, load_task
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -24,12 +24,12 @@ from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Pairs, Tagged, clamp_rank
 from epimer.geometry.theory import total
 from epimer.methods.curvatures import Curvatures, check_curvatures, layer_basis, layer_metrics
-from epimer.methods.curved import rank_of
+from epimer.methods.frechet import rank_of
 from epimer.methods.inputs import StateDict, check_inputs, check_weights, matrix_shape, task_vectors
 from epimer.methods.registry import describe_method
-from epimer.plan import Job, Plan, make_plan
+from epimer.plan.jobs import Job, Plan, make_plan
 from epimer.progress import Progress
-from epimer.recipe import Recipe, open_recipe
+from epimer.recipe.model import Recipe, open_recipe
 from epimer.records import Diagnosis, Forecast, LayerFindings
 
 KINDS = ("ekfac", "diagonal", "kronecker", "samples", "projected")

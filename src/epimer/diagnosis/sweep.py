@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from epimer.diagnosis.fitting import check_kind, find_method
-from epimer.diagnosis.stats import Scores
 from epimer.errors import ParameterError
+from epimer.evaluation.statistics import Scores
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import pairs
 from epimer.methods.merge import build_basis, merge_state_dicts

@@ -17,9 +17,9 @@ from epimer.errors import ParameterError
 from epimer.geometry.subspace import Pairs, Tagged, clamp_rank, pairs, tagged
 from epimer.methods.inputs import check_finite, matrix_shape, task_vectors
 from epimer.methods.registry import describe_method
-from epimer.plan import Job, Plan, make_plan
+from epimer.plan.jobs import Job, Plan, make_plan
 from epimer.progress import Progress
-from epimer.recipe import Recipe, open_recipe
+from epimer.recipe.model import Recipe, open_recipe
 
 KINDS = ("tagged", "tensor")
 

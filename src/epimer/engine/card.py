@@ -9,7 +9,7 @@ import yaml
 
 import epimer
 from epimer.checkpoints.hub import REPO
-from epimer.plan import Plan
+from epimer.plan.jobs import Plan
 from epimer.records import MergeRecord
 
 HUB_NAME = re.compile(rf"({REPO})@[0-9a-f]{{40}}")

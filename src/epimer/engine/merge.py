@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 import epimer
-from epimer.checkpoints.carry import carried, code_files
+from epimer.checkpoints.sidecar_files import carried, code_files
 from epimer.checkpoints.writer import Draft, Shard, as_json, draft_of, explained, index_of, lay_out, settle
 from epimer.engine.card import model_card
-from epimer.engine.local import Runner
+from epimer.engine.threads import Runner
 from epimer.errors import EpimerError, OutputError, ParameterError, listed
 from epimer.methods.merge import check_device, plain, tied, warn_of
 from epimer.methods.registry import Prepared
-from epimer.plan import Plan, make_plan
+from epimer.plan.jobs import Plan, make_plan
 from epimer.progress import Progress
-from epimer.recipe import Recipe, open_recipe
+from epimer.recipe.model import Recipe, open_recipe
 from epimer.records import MergeRecord, TensorRecord
 
 RECORD = "epimer.json"

@@ -9,8 +9,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from epimer.geometry.form import CONVERGED, Dense, Form, Solved
 from epimer.geometry.linalg import along_atoms, conjugate_gradients, rounding, sum_of_atoms
+from epimer.geometry.operator import CONVERGED, Dense, Form, Solved
 
 CHUNK = 1 << 24  # elements of the largest temporary of an exact projection
 CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut

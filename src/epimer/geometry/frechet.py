@@ -18,9 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from epimer.geometry.form import Form, combine
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.metric import Metric
+from epimer.geometry.operator import Form, combine
 from epimer.geometry.subspace import Subspace
 
 

@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from epimer.geometry.form import Form, Solved, residual
 from epimer.geometry.linalg import MOST, NULL, conjugate_gradients, solve_spd
+from epimer.geometry.operator import Form, Solved, residual
 
 JOINT = 1024  # factors up to this size are worth an eigendecomposition per task
 WELL = 1.3  # bound on ‖E‖‖E⁻¹‖ of the tasks' stacked leading eigenvectors, as a multiple of an orthonormal one's

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.diagonal import AtomDiagonal, PairDiagonal, project_diagonal
-from epimer.geometry.form import Dense, Elementwise, Form, OuterSum
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.linalg import nonfinite, rounding, sum_of_atoms
+from epimer.geometry.operator import Dense, Elementwise, Form, OuterSum
 
 ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative
 

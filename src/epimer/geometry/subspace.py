@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epimer.geometry.form import Dense, Form
 from epimer.geometry.linalg import NULL, Svd, along_atoms, column_basis, iterates, polar, sum_of_atoms, top_svd
 from epimer.geometry.metric import Metric
+from epimer.geometry.operator import Dense, Form
 
 NEAR_DUPLICATE = 0.02  # a stack's weakest direction below this calls for exact SVDs
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.diagonal import AtomDiagonal
-from epimer.geometry.form import Dense, Form
 from epimer.geometry.frechet import Problem, pose
 from epimer.geometry.metric import Metric, Projected
+from epimer.geometry.operator import Dense, Form
 from epimer.geometry.subspace import Subspace, Tagged
 from epimer.records import LayerDiagnosis
 

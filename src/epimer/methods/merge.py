@@ -15,9 +15,9 @@ from epimer.errors import EpimerWarning, ParameterError, TensorError, listed
 from epimer.geometry.linalg import dense, nonfinite, working
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, clamp_rank, pairs, tagged
+from epimer.methods.averaging import average
 from epimer.methods.curvatures import NOTHING, Checked, check_curvatures, check_layer
-from epimer.methods.curved import FISHER, check_without_base, entrywise
-from epimer.methods.elementwise import average
+from epimer.methods.frechet import FISHER, check_without_base, entrywise
 from epimer.methods.inputs import (
     Inputs,
     StateDict,

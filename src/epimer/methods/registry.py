@@ -257,7 +257,7 @@ class Method:
         return "\n".join(lines)
 
 
-_HOMES = ("epimer.methods.elementwise", "epimer.methods.spectral", "epimer.methods.curved")
+_HOMES = ("epimer.methods.averaging", "epimer.methods.spectral", "epimer.methods.frechet")
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from epimer.errors import DataError, short
-from epimer.lines import spell
+from epimer.recipe.yaml_lines import spell
 from epimer.records import Diagnosis, MergeRecord
 from epimer.report.kinds import Evaluation, Experiment, Harness, Performance, Records, Score, Sourced, Sweep
 

@@ -11,9 +11,9 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from epimer.checkpoints import open_checkpoint
-from epimer.checkpoints.carry import carried
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import open_folder
+from epimer.checkpoints.sidecar_files import carried
 from epimer.errors import CheckpointError
 from models import make_base, make_models
 

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 import epimer
 import models as made
-from epimer.diagnosis import auto
+from epimer.diagnosis import choice as auto
 from epimer.diagnosis import sweep as sweeping
 from epimer.diagnosis.sweep import SCALES, STEPS, Judged, sweep
 from epimer.errors import EpimerError, ParameterError, RecipeError
-from epimer.recipe import load_recipe
-from epimer.suites.evaluators import by_agreement, by_function, by_suite, evaluator
-from epimer.suites.suite import Split, Suite, SuiteTask
+from epimer.evaluation.judges import by_agreement, by_function, by_suite, evaluator
+from epimer.evaluation.suite import Split, Suite, SuiteTask
+from epimer.recipe.model import load_recipe
 from trained import make_suite, network
 
 

@@ -9,7 +9,7 @@ from epimer.report.charts.bars import Range, ranges
 from epimer.report.kinds import Evaluation, Harness, Judged, Overall
 from epimer.report.markup import tag
 from epimer.report.numbers import NOTHING, Unit, finite, number
-from epimer.units import LOSSES, SHARES
+from epimer.score_format import LOSSES, SHARES
 
 
 def section(found: Evaluation) -> Section:

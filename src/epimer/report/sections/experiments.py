@@ -27,7 +27,7 @@ from epimer.report.kinds import Dots, Experiment, Lines, Maps, Records
 from epimer.report.markup import Markup
 from epimer.report.numbers import Unit, finite, number, percent, signed, widened
 from epimer.report.palette import colour
-from epimer.units import LOSSES, SHARES
+from epimer.score_format import LOSSES, SHARES
 
 DASHES = ("", "6 4", "2 3", "9 3 2 3")
 FIRST = re.compile(r"^[-+−]?\d+(\.\d+)?(e[-+]?\d+)?")

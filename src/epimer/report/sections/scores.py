@@ -11,7 +11,7 @@ from epimer.report.charts.heat import Scale, heat
 from epimer.report.kinds import Performance, Score
 from epimer.report.markup import Markup
 from epimer.report.numbers import NOTHING, finite, number, percent
-from epimer.units import LOSSES, chance
+from epimer.score_format import LOSSES, chance
 
 
 def section(found: Performance, *, named: bool) -> Section:

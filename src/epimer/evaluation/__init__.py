@@ -1,0 +1,1 @@
+"""Score models on tasks: a user's own suites, their statistics, and lm-eval."""

@@ -1,0 +1,141 @@
+"""A task's images: decoded when they are asked for, prepared as the model's image processor says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from epimer.errors import DataError, short
+from epimer.tasks.tables import Table
+
+IMAGES = ("image", "img")
+LABELS = ("label", "labels")
+VALIDATION = 500  # samples of the training split that are set aside, at most a tenth of it
+KEPT = 1 << 27  # bytes of a split's pixels up to which they are kept once decoded
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Some rows of a table of images; see `epimer.evaluation.suite.Data`."""
+
+    table: Table
+    rows: Sequence[int]
+    processor: Any
+    numbers: dict[str, int]
+    """class by name, where labels are names"""
+    classes: int
+    device: torch.device
+    kept: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Yield (pixels, labels) on the device, of all rows or of those in `order`."""
+        wanted = range(len(self)) if order is None else order.tolist()
+        for start in range(0, len(wanted), size):
+            some = [self.rows[i] for i in wanted[start : start + size]]
+            labels = torch.tensor([self._label(i) for i in some])
+            yield {"pixel_values": self._pixels(some)}, labels.to(self.device)
+
+    def _pixels(self, rows: Sequence[int]) -> Tensor:
+        """Return the pixels of rows: resized and cropped in bytes, which may be kept, then scaled for the model."""
+        missing = [i for i in rows if i not in self.kept]
+        found = dict(zip(missing, self._bytes(missing), strict=True))
+        if found and len(self) * next(iter(found.values())).numel() <= KEPT:
+            self.kept.update(found)
+        stacked = torch.stack([found[i] if i in found else self.kept[i] for i in rows])
+        pixels = stacked.to(self.device).float()
+        if self.processor.do_rescale:
+            pixels = pixels * self.processor.rescale_factor
+        if self.processor.do_normalize:
+            mean, std = (
+                torch.tensor(values, device=self.device)[:, None, None]
+                for values in (self.processor.image_mean, self.processor.image_std)
+            )
+            pixels = (pixels - mean) / std
+        return pixels
+
+    def _bytes(self, rows: Sequence[int]) -> list[Tensor]:
+        if not rows:
+            return []
+        column = self.table.column(None, IMAGES, "image")
+        if column is None:
+            raise DataError(
+                f"{self.table.name} has no column of images; expected 'image', it has {self.table.columns}."
+            )
+        images = [self.table.image(i, column) for i in rows]
+        try:
+            made = self.processor(images=images, do_rescale=False, do_normalize=False, return_tensors="pt")
+        except ValueError as error:
+            raise DataError(f"{self.table.where(rows[0])}: the image processor failed: {short(str(error))}") from error
+        return list(made["pixel_values"])
+
+    def _label(self, i: int) -> int:
+        column = self.table.column(None, LABELS, "label")
+        value = None if column is None else self.table.row(i).get(column)
+        number = self.numbers.get(value) if isinstance(value, str) else value
+        if not isinstance(number, int) or not 0 <= number < self.classes:
+            raise DataError(
+                f"{self.table.name}, {self.table.where(i)}, has label {short(value)}; expected 0 to {self.classes - 1} "
+                "or the name of a class."
+            )
+        return number
+
+
+def split_rows(train: int, test: int, *, limit: int | None, seed: int) -> dict[str, list[int]]:
+    """Return which rows make train and val, of the training split, and test; no row is in two of them.
+
+    val is the end of the training split, shuffled by the seed; `limit` takes as many of each at random. Rows are in
+    ascending order, so that files are read from front to back.
+    """
+    if train < 2:
+        raise DataError(
+            f"{train} sample cannot be both trained and validated on; expected at least 2 in the train split."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = torch.randperm(train, generator=generator).tolist()
+    held = max(1, min(VALIDATION, train // 10))
+    rows = {
+        "train": shuffled[:-held],
+        "val": shuffled[-held:],
+        "test": torch.randperm(test, generator=generator).tolist(),
+    }
+    return {split: sorted(some[:limit]) for split, some in rows.items()}
+
+
+def label_names(table: Table) -> list[str] | None:
+    """Return the data's own names of its labels: of class folders, or those that parquet files of the hub carry."""
+    if table.classes is not None:
+        return list(table.classes)
+    file = getattr(getattr(table, "parts", [table])[0], "file", None)
+    metadata = (file.schema_arrow.metadata if file is not None else None) or {}
+    try:
+        features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+        return _texts(next(features[name]["names"] for name in LABELS if name in features))
+    except (ValueError, KeyError, TypeError, StopIteration):
+        return None
+
+
+def card_names(readme: Path) -> list[str] | None:
+    """Return the names in the head of a dataset card: dataset_info.features[label].dtype.class_label.names."""
+    try:
+        head = yaml.safe_load(readme.read_text(encoding="utf-8").split("---\n")[1])["dataset_info"]
+        features = (head[0] if isinstance(head, list) else head)["features"]
+        names = next(one["dtype"]["class_label"]["names"] for one in features if one["name"] in LABELS)
+        return _texts([names[key] for key in sorted(names, key=int)] if isinstance(names, dict) else names)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, StopIteration, yaml.YAMLError):
+        return None
+
+
+def _texts(names: Any) -> list[str]:
+    if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):
+        raise ValueError("names of labels are texts")
+    return [str(name) for name in names]

@@ -1,0 +1,1 @@
+"""A merge as a YAML file in mergekit's dialect."""

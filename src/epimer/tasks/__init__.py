@@ -1,0 +1,1 @@
+"""Data, networks, batches and labels: what measuring curvature and evaluating models share."""

@@ -1,0 +1,222 @@
+"""Data to measure curvature on: a file, a folder of images, a folder in the hub's layout, or a dataset on the hub."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path, PurePosixPath
+from random import Random
+
+from epimer.errors import DataError, listed, nearest
+from epimer.tasks.tables import READERS, Images, Joined, Table, files_under
+
+__all__ = ["Table", "choose", "open_data"]
+
+IMAGES = (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "package.json")
+ABOUT_TEXT = re.compile(r"(readme|licen[cs]e|notice|requirements|classes|labels|copying)\b.*\.txt", re.IGNORECASE)
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""the words for a split, and which one each means"""
+SHARD = re.compile(r"-(\d+)-of-(\d+)(?:-[0-9a-f]{16})?$")
+
+
+def open_data(text: str, *, split: str | None = None, subset: str | None = None, progress: bool = False) -> Table:
+    """Open data by path or by hub id (`org/name[@revision]`)."""
+    if not text.strip():
+        raise DataError("the name of the data is empty; give a path or a hub dataset (org/name@revision).")
+    path = Path(os.path.expanduser(text))
+    if os.path.exists(path):
+        table = _open_folder(path, split, subset) if path.is_dir() else _open_file(path, split, subset)
+    else:
+        table = _open_hub(text, split, subset, progress=progress)
+    if not len(table):
+        raise DataError(f"{table.name} holds no rows; give data with at least one.")
+    return table
+
+
+def choose(count: int, *, samples: int | None, fraction: float | None, seed: int) -> list[int]:
+    """Return which of `count` rows to use: shuffled by the seed, then the first `samples` or that fraction of all."""
+    if samples is not None and fraction is not None:
+        raise DataError("'samples' and 'fraction' both say how many rows to use; give one of them.")
+    if samples is not None and samples < 1:
+        raise DataError(f"'samples' must be at least 1. Got {samples} instead.")
+    if fraction is not None and not 0 < fraction <= 1:
+        raise DataError(f"'fraction' must be above 0 and at most 1. Got {fraction} instead.")
+    rows = list(range(count))
+    Random(seed).shuffle(rows)
+    if fraction is not None:  # as the decimal that was written: 0.07 of 100 rows is 7 of them, in floats it is more
+        samples = max(1, math.ceil(Fraction(str(fraction)) * count))
+    return rows[:samples]
+
+
+def _open_file(path: Path, split: str | None, subset: str | None) -> Table:
+    if path.suffix.lower() not in READERS or not path.is_file():
+        raise DataError(
+            f"{path.name} is not data that can be read: expected {', '.join(READERS)}, or a folder of images."
+        )
+    for option, value in (("--split", split), ("--subset", subset)):
+        if value is not None:
+            raise DataError(f"{path.name} is one file, of which {option} {value} cannot be chosen; leave it out.")
+    return READERS[path.suffix.lower()](path)
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _open_folder(folder: Path, split: str | None, subset: str | None) -> Table:
+    """Open a folder: parquet files if it holds any, else images in two or more folders, else other data files."""
+    name = folder.resolve().name
+    files = [file for file in files_under(folder) if _is_data(file)]
+    if not any(file.endswith(".parquet") for file in files) and subset is None:
+        images = _open_images(folder, name, split)
+        if images is not None and (not files or len(images.classes or ()) > 1):
+            return images
+    if not files:
+        raise DataError(
+            f"{name} holds no data: expected images in one folder per class, or files that end in {', '.join(READERS)}."
+        )
+    return _join(folder, pick(files, name, split, subset), name)
+
+
+def _open_images(folder: Path, name: str, split: str | None) -> Images | None:
+    """Open the images in the class folders of a folder, or of the one for the split; None if there are none."""
+    below = sorted(child.name for child in os.scandir(folder) if child.is_dir() and not child.name.startswith("."))
+    splits = [child for child in below if child == split or (child.lower() in SPLITS and _classes(folder / child))]
+    if split is not None and not splits:
+        if _classes(folder):
+            raise DataError(f"{name} holds folders of images for no splits, so there is no {split!r}; leave it out.")
+        return None
+    if splits:
+        chosen = _only(splits, split, name)
+        folder, name = folder / chosen[0], f"{name}/{chosen[0]}"
+    classes = _classes(folder)
+    return Images(folder, name, classes) if classes else None
+
+
+def _classes(folder: Path) -> dict[str, list[str]]:
+    """Return the images below each folder in a folder, without the folders that hold none."""
+    found: dict[str, list[str]] = {}
+    for file in files_under(folder):
+        label, _, rest = file.partition("/")
+        if rest and file.lower().endswith(IMAGES):
+            found.setdefault(label, []).append(file)
+    return found
+
+
+def _join(folder: Path, files: Sequence[str], name: str) -> Table:
+    parts = [READERS[PurePosixPath(file).suffix.lower()](folder / file) for file in files]
+    table = parts[0] if len(parts) == 1 else Joined(name, parts)
+    table.name = name
+    return table
+
+
+# --- the hub's layout ------------------------------------------------------------------------------------------------
+
+
+def pick(files: Iterable[str], name: str, split: str | None, subset: str | None) -> list[str]:
+    """Return the files of one split of one subset, from the names of a dataset's data files."""
+    kinds = list(READERS)
+    suffixes = {PurePosixPath(file).suffix.lower() for file in files}
+    kind = min(suffixes, key=kinds.index)
+    subsets: dict[str, dict[str, list[str]]] = {}
+    for file in sorted(files):
+        if file.lower().endswith(kind):
+            subsets.setdefault(_subset(file), {}).setdefault(_split(file), []).append(file)
+    if subset is None and len(subsets) > 1:
+        raise DataError(f"{name} has {len(subsets)} subsets: {listed(subsets, 24)}; choose one with --subset.")
+    if subset is not None and subset not in subsets:
+        raise DataError(f"{name} has no subset {subset!r}; it has {listed(subsets, 24)}.{nearest(subset, subsets)}")
+    splits = subsets[subset] if subset is not None else next(iter(subsets.values()))
+    chosen = [file for one in _only(list(splits), split, name) for file in splits[one]]
+    _check_complete(chosen, name)
+    return chosen
+
+
+def _only(splits: Sequence[str], asked: str | None, name: str) -> list[str]:
+    """Return the split that was asked for, or the one to train on, or the only one; a list of that one."""
+    if asked is None and len(splits) == 1:
+        return list(splits)
+    wanted = asked or "train"
+    meaning = SPLITS.get(wanted.lower(), wanted)
+    tests: tuple[Callable[[str], bool], ...] = (
+        lambda one: one == wanted,
+        lambda one: SPLITS.get(one.lower(), one) == meaning,
+        lambda one: any(_has_word(one, word) for word in (wanted, *(w for w in SPLITS if SPLITS[w] == meaning))),
+    )
+    for test in tests:
+        found = [one for one in splits if test(one)]
+        if len(found) == 1:
+            return found
+        if found:
+            raise DataError(f"{name} has several splits for {wanted!r}: {listed(found, 12)}; choose with --split.")
+    if asked is None:
+        raise DataError(f"{name} has splits {listed(splits, 12)} and none to train on; choose one with --split.")
+    raise DataError(f"{name} has no split {asked!r}; it has {listed(splits, 12)}.{nearest(asked, splits)}")
+
+
+def _is_data(file: str) -> bool:
+    name = PurePosixPath(file).name.lower()
+    return name.endswith(tuple(READERS)) and name not in ABOUT and not ABOUT_TEXT.fullmatch(name)
+
+
+def _folders(file: str) -> list[str]:
+    return [part for part in PurePosixPath(file).parts[:-1] if part != "data"]
+
+
+def _subset(file: str) -> str:
+    """Return the folder a file is in that names no split, or `default`."""
+    return next((part for part in _folders(file) if part.lower() not in SPLITS), "default")
+
+
+def _split(file: str) -> str:
+    """Return what a file's folder or name says about its split: a word for one, or the name without its number."""
+    named = [part for part in _folders(file) if part.lower() in SPLITS]
+    if named:
+        return named[-1]
+    stem = PurePosixPath(file).stem
+    return re.sub(r"[-_.]?\d+$", "", SHARD.sub("", stem)) or "train"
+
+
+def _has_word(name: str, word: str) -> bool:
+    """Whether a name contains a word between other characters than letters and digits."""
+    return re.search(rf"(?<![^\W_]){re.escape(word)}(?![^\W_])", name, re.IGNORECASE) is not None
+
+
+def _check_complete(files: Sequence[str], name: str) -> None:
+    """Refuse a split of which shards are missing; `train-00000-of-00002` says how many there are."""
+    counts = {int(found[2]) for file in files if (found := SHARD.search(PurePosixPath(file).stem))}
+    if counts and counts != {len(files)}:
+        raise DataError(
+            f"{name} has {len(files)} of the {max(counts)} files that {files[0]} says there are; download the rest."
+        )
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+def _open_hub(text: str, split: str | None, subset: str | None, *, progress: bool) -> Table:
+    from epimer.checkpoints.hub import fetch_repo, is_hub_id  # which needs torch
+
+    if text.lower().endswith(tuple(READERS)) or not is_hub_id(text):
+        raise DataError(
+            f"{text} does not exist; give a file ({', '.join(READERS)}), a folder or a hub dataset (org/name@revision)."
+        )
+    choose = partial(_needed, text=text, split=split, subset=subset)
+    folder, name = fetch_repo(text, "dataset", choose, DataError, progress=progress)
+    return _join(folder, _needed(files_under(folder), text, split, subset), name)
+
+
+def _needed(files: Iterable[str], text: str, split: str | None, subset: str | None) -> list[str]:
+    """Return which files of a hub dataset hold the split."""
+    data = [file for file in files if _is_data(file)]
+    if not data:
+        raise DataError(f"{text} holds no data files that can be read: expected {', '.join(READERS)}.")
+    return pick(data, text, split, subset)

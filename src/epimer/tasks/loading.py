@@ -1,0 +1,346 @@
+"""Load a checkpoint's model for a task, without running its code, and find its parameters' names on disk."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from epimer.checkpoints.checkpoint import Checkpoint
+from epimer.checkpoints.folder import inside, open_file, read_json
+from epimer.checkpoints.lora import Adapted
+from epimer.errors import CheckpointError, CurvatureError, ParameterError, listed
+from epimer.tasks.tables import needed
+
+CAUSAL_LM, TEXT, IMAGE = "causal-lm", "text-classification", "image-classification"
+AUTO = {
+    CAUSAL_LM: "AutoModelForCausalLM",
+    TEXT: "AutoModelForSequenceClassification",
+    IMAGE: "AutoModelForImageClassification",
+}
+POOLINGS = ("auto", "pooler", "cls", "mean")
+
+
+class Output(NamedTuple):
+    """What a model with a head of its own returns."""
+
+    logits: Tensor
+
+
+class WithHead(nn.Module):
+    """A model without its head, and a linear one on its features: logits = features·Wᵀ + b."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Linear, pooling: str) -> None:
+        super().__init__()
+        self.backbone, self.head, self.pooling = backbone, head, pooling
+
+    def forward(self, **inputs: Tensor) -> Output:
+        """Return the logits of a batch."""
+        features = self.features(inputs)
+        if features.shape[-1] != self.head.in_features:
+            raise CurvatureError(
+                f"the head reads {self.head.in_features} features, but the model gives {features.shape[-1]}; "
+                "was it trained on this model, with this pooling?"
+            )
+        return Output(self.head(features))
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return what the head reads, [N, features]."""
+        out, pooling = self.backbone(**inputs), self.pooling
+        if pooling == "auto" and getattr(out, "image_embeds", None) is not None:
+            return out.image_embeds
+        pooled = getattr(out, "pooler_output", None)
+        if pooling in ("auto", "pooler") and pooled is not None:
+            return pooled.flatten(1)
+        hidden = getattr(out, "last_hidden_state", None)
+        if pooling == "pooler" or hidden is None or hidden.dim() != 3:
+            has = listed(key for key, value in out.items() if value is not None)
+            raise CurvatureError(f"the model gives no features for pooling {pooling!r}: it has {has}; try another.")
+        mask = inputs.get("attention_mask")
+        if pooling == "cls" or (pooling == "auto" and "pixel_values" in inputs):
+            return hidden[:, 0]
+        if mask is None:
+            return hidden.mean(1)
+        weights = mask.to(hidden.dtype)[..., None]
+        return (hidden * weights).sum(1) / weights.sum(1)
+
+
+def check_device_option(device: str) -> None:
+    """Refuse what is no device on the command line."""
+    if device not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", device):
+        raise ParameterError(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}.")
+
+
+def load_model(
+    checkpoint: Checkpoint, task: str, head: Path | None, pooling: str, dtype: torch.dtype, *, progress: bool
+) -> tuple[nn.Module, dict[str, str], list[str]]:
+    """Return the model, its parameters' names on disk, and the parameters that have none."""
+    folder = check_folder(checkpoint)
+    with quiet_transformers(shown=progress):
+        if head is None:
+            model, missing = _from_pretrained(AUTO[task], folder, checkpoint.where, dtype)
+            if missing:
+                _refuse_fresh(checkpoint.where, missing, task)
+            _check_objective(model.config, checkpoint.where, task)
+            return model, *_adapted(model, checkpoint)
+        backbone, missing = _load_backbone(checkpoint, folder, task, pooling, dtype)
+        fresh = [name for name in missing if "pooler" in name]
+        if len(fresh) < len(missing) or (fresh and pooling == "pooler"):
+            _refuse_fresh(checkpoint.where, missing, task, backbone=True)
+        names, unmatched = _adapted(backbone, checkpoint)
+    if fresh and pooling == "auto":  # what an untrained pooler gives is noise
+        pooling = "cls" if task == IMAGE else "mean"
+    model = WithHead(backbone, read_head(head, dtype), pooling)
+    return model, {f"backbone.{n}": disk for n, disk in names.items()}, [f"backbone.{name}" for name in unmatched]
+
+
+def read_head(path: Path, dtype: torch.dtype) -> nn.Linear:
+    """Read a linear head: `weight` [classes, features] and, where there is one, `bias` [classes]."""
+    if not path.exists():
+        raise CheckpointError(f"the head {path} does not exist; give a file with 'weight' and 'bias'.")
+    file = open_file(path)
+    shapes = {name: tuple(W.shape) for name, W in file.headers.items()}
+    if "weight" not in shapes or not shapes.keys() <= {"weight", "bias"}:
+        raise CheckpointError(
+            f"the head {path} holds {listed(shapes)}; expected 'weight' (classes, features) and, if any, 'bias'."
+        )
+    W = shapes["weight"]
+    if len(W) != 2 or W[0] < 2 or shapes.get("bias", W[:1]) != W[:1]:
+        raise CheckpointError(
+            f"the head {path} has shapes {shapes}; expected 'weight' (classes, features), 'bias' (classes,), and at "
+            "least 2 classes."
+        )
+    head = nn.Linear(W[1], W[0], bias="bias" in shapes, dtype=dtype).requires_grad_(False)
+    head.load_state_dict({name: file.read(name).to(dtype) for name in shapes})
+    return head
+
+
+def check_folder(checkpoint: Checkpoint) -> Path:
+    """Return the folder transformers is to load, after a look for code it would run or another model it would load."""
+    folder, where = checkpoint.folder, checkpoint.where
+    if folder is None or not (folder / "config.json").is_file():
+        raise CheckpointError(f"{where} has no config.json, so no model can be built; give a model folder or a hub id.")
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{folder.name} holds adapter_config.json beside a whole model; only one can be meant: remove the other."
+        )
+    for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
+        if (folder / name).exists():
+            code = names_code(read_json(inside(folder, name), f"{where}/{name}"))
+            if code:
+                raise CheckpointError(
+                    f"{where}/{name} asks for code that is not part of transformers ({code}), which is never run; "
+                    "give a model that transformers knows by itself."
+                )
+    return folder
+
+
+def names_code(config: Any) -> str:
+    """Return the key in a config that would have transformers run somebody's code, or nothing."""
+    if isinstance(config, list):
+        return next(filter(None, map(names_code, config)), "")
+    if not isinstance(config, dict):
+        return ""
+    for key, value in config.items():
+        if key == "auto_map" and value:
+            return key
+        if key.endswith(("attn_implementation", "experts_implementation")) and "/" in repr(value):  # a kernel's hub id
+            return key
+    return next(filter(None, map(names_code, config.values())), "")
+
+
+def transformers() -> Any:
+    """Import transformers."""
+    return needed("transformers", "transformers", "measuring a task")
+
+
+@contextmanager
+def quiet_transformers(*, shown: bool) -> Iterator[None]:
+    """Keep transformers' remarks off the terminal, and its bars unless they are to be shown."""
+    logging = transformers().logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def accepted(model: nn.Module) -> frozenset[str]:
+    """Return the names of the inputs a model takes."""
+    inner = model.backbone if isinstance(model, WithHead) else model
+    assert isinstance(inner, nn.Module)
+    return frozenset(inspect.signature(inner.forward).parameters)
+
+
+def _from_pretrained(
+    auto: str, folder: Path, where: str, dtype: torch.dtype, **more: Any
+) -> tuple[nn.Module, list[str]]:
+    """Return a model and the names of the tensors that its checkpoint lacks."""
+    try:
+        model, info = getattr(transformers(), auto).from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True, **more
+        )
+    except Exception as error:  # whatever is wrong with the files, transformers has some error for it
+        if "Unrecognized configuration class" in str(error):
+            kind = read_json(inside(folder, "config.json"), f"{where}/config.json").get("model_type")
+            remedy = "" if auto in (AUTO[CAUSAL_LM], "AutoModel") else ", or a head with --head"
+            raise CheckpointError(
+                f"{where} is a {kind} model, for which transformers has no {auto}; give a model of that kind{remedy}."
+            ) from error
+        raise failed(where, "the model", error) from error
+    return model, sorted(info["missing_keys"])
+
+
+def failed(where: str, what: str, error: Exception) -> CheckpointError:
+    """Return the error to raise where transformers could not load something: its own, in one line."""
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return CheckpointError(f"{where}: {what} cannot be loaded by transformers: {reason[:200]}")
+
+
+def _load_backbone(
+    checkpoint: Checkpoint, folder: Path, task: str, pooling: str, dtype: torch.dtype
+) -> tuple[nn.Module, list[str]]:
+    """Load a model without a head; of a model of images and texts, the part that sees."""
+    where = checkpoint.where
+    if task == CAUSAL_LM:
+        raise CurvatureError("a head is for classification; leave --head out for causal-lm.")
+    try:
+        config = transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise failed(where, "the config", error) from error
+    config = getattr(config, "vision_config", config) if task == IMAGE else config
+    projection = checkpoint.headers.get("visual_projection.weight")
+    if task == IMAGE and config.model_type == "clip_vision_model" and projection is not None and pooling == "auto":
+        config.projection_dim = len(projection)
+        return _from_pretrained("CLIPVisionModelWithProjection", folder, where, dtype, config=config)
+    return _from_pretrained("AutoModel", folder, where, dtype, config=config)
+
+
+def _refuse_fresh(where: str, missing: list[str], task: str, *, backbone: bool = False) -> None:
+    remedy = "give the whole model"
+    if task != CAUSAL_LM and not backbone:
+        remedy += ", or a trained head with --head"
+    raise CheckpointError(
+        f"{where} lacks {listed(missing)}, which would be random numbers, and so would the curvature; {remedy}."
+    )
+
+
+def _check_objective(config: Any, where: str, task: str) -> None:
+    """Refuse a model whose loss is not the cross-entropy of a class or of the next token."""
+    if task == CAUSAL_LM:
+        kinds = [kind for kind in getattr(config, "architectures", None) or () if kind.endswith("ForMaskedLM")]
+        if kinds:
+            raise CheckpointError(f"{where} is a {kinds[0]}, which sees the next token; give a causal model.")
+    elif config.num_labels < 2 or getattr(config, "problem_type", None) in ("regression", "multi_label_classification"):
+        problem = getattr(config, "problem_type", None) or "one output, a regression"
+        raise CheckpointError(f"{where} was trained for {problem}; expected one of two or more classes per sample.")
+
+
+# --- names on disk ---------------------------------------------------------------------------------------------------
+
+
+def _adapted(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], list[str]]:
+    """Match a model, as loaded from the base, to its checkpoint, and put the adapters' weights into it.
+
+    They are put in as `base+adapter` reads, so the curvature is that of the very weights a merge sees.
+    """
+    base, changed = checkpoint, set[str]()
+    while isinstance(base, Adapted):
+        changed |= base.updates.keys() | base.replaced.keys()
+        base = base.base
+    names, unmatched, used = match_names(model, base)
+    parameters, done = dict(model.named_parameters()), set[str]()
+    for name, disk in names.items():
+        root = checkpoint.ties.get(disk, disk)
+        shared = {disk, root, *(n for n, twin in checkpoint.ties.items() if twin == root)}
+        if shared & changed:
+            parameters[name].data.copy_(checkpoint.read(disk))
+            done |= shared
+    lost = sorted((changed & used) - done)
+    if lost:
+        raise CheckpointError(
+            f"{checkpoint.where} changes {listed(lost)}, which transformers holds in another form; merge it into its "
+            "base with PEFT's merge_and_unload() and give the saved model."
+        )
+    return names, unmatched
+
+
+def match_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], list[str], set[str]]:
+    """Return parameter -> tensor on disk, the parameters without one, and the tensors on disk the model uses.
+
+    Names agree, or transformers' own table of renamings relates them, or only one on disk ends with the other; the
+    shapes and some of the values must agree as well.
+    """
+    renamed, used = _renamed(model, checkpoint)
+    aliases: dict[int, list[str]] = {}
+    for name, W in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(W), []).append(name)
+    found: dict[str, str] = {}
+    for name, W in model.named_parameters():
+        likely = [disk for alias in aliases[id(W)] for disk in (renamed.get(alias, alias), alias)]
+        disk = next((disk for disk in likely if _holds(checkpoint, disk, W)), None)
+        if disk is not None:
+            found[name] = disk
+    unmatched, taken = [], set(found.values())
+    for name, W in model.named_parameters():
+        if name in found:
+            continue
+        ends = {
+            disk
+            for disk in checkpoint.headers.keys() - taken
+            for alias in aliases[id(W)]
+            if f".{alias}".endswith(f".{disk}") or f".{disk}".endswith(f".{alias}")
+        }
+        ends = {disk for disk in ends if _holds(checkpoint, disk, W)}
+        if len(ends) == 1:
+            found[name] = ends.pop()
+        else:
+            unmatched.append(name)
+    return found, unmatched, used | set(found.values())
+
+
+def _renamed(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], set[str]]:
+    """Return name in memory -> name on disk as transformers relates them when it loads, and what it loads at all."""
+    try:
+        mapping = import_module("transformers.conversion_mapping")
+        loading = import_module("transformers.core_model_loading")
+    except ImportError:  # before version 5 there was little renaming
+        return {}, set()
+    transforms = mapping.get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    state, prefix = model.state_dict(), getattr(model, "base_model_prefix", None)
+    found: dict[str, str] = {}
+    used = set()
+    for disk in sorted(checkpoint.headers):
+        name, converted = loading.rename_source_key(disk, renamings, converters, prefix, state)
+        if name in state or converted is not None:
+            used.add(disk)
+        if name in state and converted is None:
+            found.setdefault(name, disk)
+    return found, used
+
+
+def _holds(checkpoint: Checkpoint, disk: str, W: Tensor) -> bool:
+    """Whether a tensor on disk has a parameter's shape and, in its first, middle and last row, its values."""
+    if disk not in checkpoint.headers or checkpoint.headers[disk].shape != W.shape:
+        return False
+    if not W.dim() or not W.numel():
+        return torch.equal(checkpoint.read(disk).to(W.dtype), W.detach())
+    rows = {0, len(W) // 2, len(W) - 1}
+    return all(
+        torch.allclose(checkpoint.read(disk, (i, i + 1)).to(W.dtype), W.detach()[i : i + 1], 0, 0, equal_nan=True)
+        for i in rows
+    )

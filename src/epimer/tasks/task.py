@@ -1,0 +1,307 @@
+"""A model with its task: batches of the task's data, ready for the model, and the loss whose curvature is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from epimer.checkpoints import open_checkpoint
+from epimer.checkpoints.checkpoint import Checkpoint
+from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, listed, nearest, short
+from epimer.tasks.labels import IGNORED, logits_of
+from epimer.tasks.loading import (
+    AUTO,
+    CAUSAL_LM,
+    IMAGE,
+    POOLINGS,
+    WithHead,
+    accepted,
+    failed,
+    load_model,
+    quiet_transformers,
+    transformers,
+)
+from epimer.tasks.tables import Table
+
+TEXTS = ("text", "sentence", "content", "input", "review", "document", "prompt")
+LABELS = ("label", "labels")
+IMAGES = ("image", "img")
+VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+Batch = tuple[dict[str, Tensor], Tensor | None]
+
+
+@dataclass
+class Task:
+    """A model on its device, in eval mode, and all it takes to give it data."""
+
+    kind: str
+    model: nn.Module
+    names: dict[str, str]
+    """parameter -> its tensor in the checkpoint on disk"""
+    unmatched: list[str]
+    """parameters that no tensor on disk was found for"""
+    checkpoint: Checkpoint
+    classes: int | None
+    """how many classes the model tells apart; None for causal-lm"""
+    reader: Any
+    """the checkpoint's tokenizer or image processor"""
+    device: torch.device
+    label2id: dict[str, int] = field(default_factory=dict)
+    require_labels: bool = False
+    """whether data without labels is an error"""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return each sample's loss, see `sample_losses`."""
+        return sample_losses(outputs, targets)
+
+    def batches(
+        self,
+        table: Table,
+        rows: Sequence[int],
+        *,
+        batch_size: int,
+        max_length: int = 512,
+        text: str | None = None,
+        label: str | None = None,
+        image: str | None = None,
+    ) -> Iterator[Batch]:
+        """Yield (inputs, targets) of `rows`, in their order; columns that are not named are the usual ones."""
+        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
+            if value < 1:
+                raise ParameterError(f"The {name!r} parameter of a task must be at least 1. Got {value} instead.")
+        what, usual, asked = ("image", IMAGES, image) if self.kind == IMAGE else ("text", TEXTS, text)
+        column = table.column(asked, usual, what)
+        if column is None:
+            raise DataError(
+                f"{table.name} has no column {' or '.join(map(repr, usual))}; it has {listed(table.columns, 12)}: "
+                f"name the one for the {what} with --{what}."
+            )
+        labels = None if self.kind == CAUSAL_LM else table.column(label, LABELS, "label")
+        if labels is None and self.require_labels and self.kind != CAUSAL_LM:
+            raise DataError(
+                f"{table.name} has no column {' or '.join(map(repr, LABELS))}; it has {listed(table.columns, 12)}: "
+                "name the one for the labels with --label."
+            )
+        names = {} if labels is None else self._class_numbers(table)
+        read = self._images if self.kind == IMAGE else partial(self._texts, longest=self._longest(max_length))
+        return self._batches(table, rows, batch_size, column, labels, names, read)
+
+    def _batches(
+        self,
+        table: Table,
+        rows: Sequence[int],
+        batch_size: int,
+        column: str,
+        labels: str | None,
+        names: dict[str, int],
+        read: Any,
+    ) -> Iterator[Batch]:
+        taken = accepted(self.model)
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            inputs: dict[str, Tensor] = read(table, batch, column)
+            targets = None
+            if self.kind == CAUSAL_LM:
+                targets = next_tokens(inputs["input_ids"], inputs["attention_mask"])
+            elif labels is not None:
+                targets = torch.tensor([self._label(table, i, labels, names) for i in batch])
+            inputs = {name: value.to(self.device) for name, value in inputs.items() if name in taken}
+            yield inputs, None if targets is None else targets.to(self.device)
+
+    # --- texts
+
+    def _texts(self, table: Table, rows: Sequence[int], column: str, *, longest: int) -> dict[str, Tensor]:
+        """Return tokens, padded on the right to the longest text of the batch, and the mask of those that are real."""
+        texts = [_text(table, i, column) for i in rows]
+        made = self.reader(texts, truncation=True, max_length=longest, add_special_tokens=True)
+        ids = made["input_ids"]
+        fewest = 2 if self.kind == CAUSAL_LM else 1
+        for i, row in zip(rows, ids, strict=True):
+            if len(row) < fewest:
+                raise DataError(f"{table.where(i)} has {len(row)} token, expected at least {fewest}; leave it out.")
+            if max(row) >= self._vocabulary:
+                raise DataError(
+                    f"{table.where(i)} has token {max(row)}, but the model knows {self._vocabulary} tokens; "
+                    "is this its tokenizer?"
+                )
+        inputs = {"input_ids": _padded(ids, self._padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
+        if "token_type_ids" in made:
+            inputs["token_type_ids"] = _padded(made["token_type_ids"], 0)
+        return inputs
+
+    @property
+    def _backbone(self) -> Any:
+        return self.model.backbone if isinstance(self.model, WithHead) else self.model
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self._backbone.get_input_embeddings().num_embeddings)
+
+    @property
+    def _padding(self) -> int:
+        """The token to pad with: what the model takes for padding, if it does, or any, as the mask marks it."""
+        known = (
+            getattr(self._backbone.config, "pad_token_id", None),
+            self.reader.pad_token_id,
+            self.reader.eos_token_id,
+        )
+        return next((token for token in known if token is not None and 0 <= token < self._vocabulary), 0)
+
+    def _longest(self, asked: int) -> int:
+        """Return how many tokens the model takes, at most as many as asked."""
+        limits = [asked, self.reader.model_max_length]
+        places = getattr(self._backbone.config, "max_position_embeddings", None)
+        if isinstance(places, int) and places > 0:
+            tables = [m for name, m in self._backbone.named_modules() if name.endswith("position_embeddings")]
+            skipped = [m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None]
+            limits.append(places - max(skipped, default=0))  # RoBERTa counts its places from after the padding's
+        return int(min(limits))
+
+    # --- images
+
+    def _images(self, table: Table, rows: Sequence[int], column: str) -> dict[str, Tensor]:
+        images = [table.image(i, column) for i in rows]
+        try:
+            pixels = self.reader(images=images, return_tensors="pt")["pixel_values"]
+        except ValueError as error:
+            raise DataError(f"{table.where(rows[0])}: the image processor failed: {short(str(error))}") from error
+        return {"pixel_values": pixels.to(next(self.model.parameters()).dtype)}
+
+    # --- labels
+
+    def _class_numbers(self, table: Table) -> dict[str, int]:
+        """Return the number of each class by name: the model's own names, or the class folders in their order."""
+        folders = table.classes
+        if folders is None or all(name in self.label2id for name in folders):
+            return self.label2id
+        if all(name.isdecimal() for name in folders):
+            return {name: int(name) for name in folders}
+        if len(folders) != self.classes:
+            named = f" ({listed(self.label2id)})" if self.label2id else ""
+            raise DataError(
+                f"{table.name} has {len(folders)} class folders ({listed(folders)}), but the model has {self.classes} "
+                f"classes{named}; name the folders as the model's classes, or by their numbers."
+            )
+        return {name: i for i, name in enumerate(folders)}
+
+    def _label(self, table: Table, i: int, column: str, names: dict[str, int]) -> int:
+        assert self.classes is not None
+        value, where = table.row(i).get(column), table.where(i)
+        if isinstance(value, str) and value.strip() in names:
+            value = names[value.strip()]
+        elif isinstance(value, str) and value.strip().removeprefix("-").isdecimal():
+            value = int(value)
+        if value is None or value == "":
+            raise DataError(f"{where} has no label in {column!r}; give every row one, or leave the row out.")
+        if isinstance(value, str) and names:
+            raise DataError(
+                f"{where} has label {short(value)}, which is no class of the model: {listed(names, 6)}."
+                f"{nearest(value, names)}"
+            )
+        if isinstance(value, int) and value < 0 and not self.require_labels:
+            return 0  # a row without a label, as data sets mark it; the model's own is taken
+        if not isinstance(value, int):
+            raise DataError(f"{where} has label {short(value)}, expected a class's number or name.")
+        if not 0 <= value < self.classes:
+            raise DataError(
+                f"{where} has label {value}, but the model's {self.classes} classes are 0 to {self.classes - 1}."
+            )
+        return int(value)
+
+
+def load_task(
+    model: str,
+    task: str,
+    *,
+    head: Path | None = None,
+    pooling: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    progress: bool = False,
+) -> Task:
+    """Load a model folder, a hub id or `base+adapter` for a task; with `head`, without the head it may have."""
+    for name, value, known in (("task", task, tuple(AUTO)), ("pooling", pooling, POOLINGS)):
+        if value not in known:
+            raise ParameterError(
+                f"The {name!r} parameter must be one of {', '.join(known)}. Got {value!r} instead."
+                f"{nearest(str(value), known)}"
+            )
+    transformers()
+    checkpoint = open_checkpoint(model, progress=progress)
+    loaded, names, unmatched = load_model(checkpoint, task, head, pooling, dtype, progress=progress)
+    reader = _load_reader(checkpoint, task)
+    label2id: dict[str, int] = {}
+    classes = None
+    if isinstance(loaded, WithHead):
+        classes = loaded.head.out_features
+    elif task != CAUSAL_LM:
+        config: Any = loaded.config
+        classes, label2id = int(config.num_labels), {str(name): int(i) for name, i in config.label2id.items()}
+        if (
+            task != IMAGE and getattr(config, "pad_token_id", None) is None
+        ):  # where a decoder's text ends is where the padding begins
+            config.pad_token_id = next((t for t in (reader.pad_token_id, reader.eos_token_id) if t is not None), None)
+    try:
+        loaded = loaded.to(device).eval()
+    except (RuntimeError, AssertionError) as error:
+        raise CurvatureError(f"device {device!r} cannot hold the model: {str(error).splitlines()[0]}") from error
+    return Task(task, loaded, names, unmatched, checkpoint, classes, reader, torch.device(device), label2id)
+
+
+def sample_losses(outputs: Any, targets: Tensor) -> Tensor:
+    """Return each sample's cross-entropy, [N], summed over its tokens; targets of -100 count nothing."""
+    logits = logits_of(outputs)
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    losses = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(targets.shape).flatten(1).sum(1) if targets.dim() > 1 else losses
+
+
+def next_tokens(ids: Tensor, mask: Tensor) -> Tensor:
+    """Return at each place the token that follows, -100 where none does."""
+    targets = torch.full_like(ids, IGNORED)
+    targets[:, :-1] = torch.where(mask[:, 1:].bool(), ids[:, 1:], IGNORED)
+    return targets
+
+
+def _load_reader(checkpoint: Checkpoint, task: str) -> Any:
+    """Load the checkpoint's tokenizer or image processor."""
+    folder, where = checkpoint.folder, checkpoint.where
+    assert folder is not None
+    options = {"local_files_only": True, "trust_remote_code": False}
+    if task != IMAGE and not any(next(folder.glob(name), None) for name in VOCABULARIES):
+        # transformers would make one up, with an empty vocabulary.
+        raise CheckpointError(
+            f"{where} has no tokenizer; copy tokenizer.json and tokenizer_config.json into its folder."
+        )
+    if task == IMAGE and not any((folder / name).is_file() for name in PROCESSORS):
+        raise CheckpointError(f"{where} has no image processor; copy preprocessor_config.json into its folder.")
+    try:
+        with quiet_transformers(shown=False):
+            if task == IMAGE:  # Pillow and nothing else, so that pixels do not depend on whether torchvision is there
+                return transformers().AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
+            return transformers().AutoTokenizer.from_pretrained(folder, **options)
+    except Exception as error:  # whatever is wrong with the files, transformers has some error for it
+        raise failed(where, "the image processor" if task == IMAGE else "the tokenizer", error) from error
+
+
+def _text(table: Table, i: int, column: str) -> str:
+    value = table.row(i).get(column)
+    if not isinstance(value, str):
+        raise DataError(f"{table.where(i)} has {short(value)} in {column!r}, expected a text.")
+    if not value.strip():
+        raise DataError(f"{table.where(i)} has an empty text in {column!r}; leave the row out.")
+    return value
+
+
+def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
