@@ -16,8 +16,9 @@ from epimer.checkpoints.hub import is_hub_id
 from epimer.curvature.measure import DTYPES
 from epimer.errors import EpimerError, RecipeError, listed, nearest
 from epimer.evaluation.metrics import CLASSES, TOKENS
-from epimer.recipe.yaml_lines import Path as Place
-from epimer.recipe.yaml_lines import Source, spell
+from epimer.recipe.yaml_lines import Location as Place
+from epimer.recipe.yaml_lines import YamlFile as Source
+from epimer.recipe.yaml_lines import spell
 from epimer.tasks.data import open_data
 from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, read_head
 from epimer.tasks.tables import READERS, Table

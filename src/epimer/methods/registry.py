@@ -295,7 +295,11 @@ def scale(low: float | None = None) -> Parameter:
     return Parameter("scale", "number", 1.0, "multiplies the merged delta, the paper's α; 0 returns the base", low=low)
 
 
+CHOSEN = "epimer_free"
+RULES_PARAMETER = Parameter(
+    "rules", "rules", (), "which tensors are matrix, average, fisher, copy or skip, by name pattern"
+)
 COMMON = (
-    Parameter("rules", "rules", (), "which tensors are matrix, average, fisher, copy or skip, by name pattern"),
+    RULES_PARAMETER,
     Parameter("seed", "integer", 0, "seed of whatever is random in the method", low=0),
 )
