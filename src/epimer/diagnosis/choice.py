@@ -165,7 +165,7 @@ def diagnose_recipe(
 
 
 class _Atoms(Mapping[str, Tagged]):
-    """The tagged atoms of a stored basis, read when they are asked for; a tensor basis holds those it was built from."""
+    """The tagged atoms of stored bases, read when they are asked for; a tensor basis holds those it was built from."""
 
     def __init__(self, bases: Mapping[str, Tagged | Pairs]) -> None:
         self.bases = bases

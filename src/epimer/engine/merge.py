@@ -1,4 +1,4 @@
-"""The walk of a merge: read the models' tensors, merge their differences from the base, one tensor or part at a time."""
+"""The walk of a merge: read the models' tensors, and merge their differences from the base, one job at a time."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def check_finite(who: str, name: str, W: Tensor) -> None:
 
 
 def check_weights(weights: Sequence[float] | None, tasks: int, user: str, *, absolute: bool = False) -> list[float]:
-    """Return λ_t summing to 1, or the weights as given where they are `absolute`; `user` is what errors call the user."""
+    """Return λ_t summing to 1, or the weights as given where they are `absolute`; errors name the `user` of them."""
     if weights is None:
         return [1 / tasks] * tasks
     given = weights.tolist() if hasattr(weights, "tolist") else weights
