@@ -12,7 +12,7 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_table
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.errors import CheckpointError, listed
-from epimer.geometry.linalg import LowRank, working
+from epimer.geometry.linalg import LowRank, as_compute_dtype
 
 PREFIX = "base_model.model."
 PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
@@ -53,14 +53,16 @@ class Adapted(Checkpoint):
     def read(self, name: str, rows: Rows = None) -> Tensor:
         W = self.adapter.read(self.replaced[name], rows) if name in self.replaced else self.base.read(name, rows)
         delta = self.delta(name, rows)
-        return W if delta is None else working(W) + delta.dense().to(working(W).dtype).reshape(W.shape)
+        return (
+            W if delta is None else as_compute_dtype(W) + delta.dense().to(as_compute_dtype(W).dtype).reshape(W.shape)
+        )
 
     def delta(self, name: str, rows: Rows = None) -> LowRank | None:
         """Return what the adapter adds to a tensor or its rows, as factors; None if it adds nothing."""
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return None
-        A, B = (working(self.adapter.read(part)) for part in (update.A, update.B))
+        A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
         delta = LowRank(update.scaling * B.flatten(1), A.flatten(1))
         delta = delta.T if update.transposed else delta
         return delta if rows is None else LowRank(delta.B[slice(*rows)], delta.A)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from epimer.diagnosis.sweep import Evaluate, State, Sweep, Way, at_scales, check
 from epimer.engine.merge import check_plan
 from epimer.engine.threads import Runner
 from epimer.errors import EpimerWarning, RecipeError
-from epimer.geometry.linalg import working
+from epimer.geometry.linalg import as_compute_dtype
+from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import describe_method
 from epimer.methods.rules import matching
 from epimer.plan.jobs import Job, Plan, make_plan
@@ -176,7 +176,7 @@ def sweep_recipe(
                     return merged(name, rank, scale)
 
                 shown = rank if rank is not None else settled(given, row.name).parameters.get("rank")
-                yield row.name, shown if isinstance(shown, int) else None, at_scales(row.name, base, at)
+                yield row.name, shown if isinstance(shown, int) else None, at_scales(row, base, at)
 
     with Progress(progress, unit="settings") as bar:
         stage = bar.begin("trying", None)
@@ -204,14 +204,12 @@ def merge_in_memory(plan: Plan, basis: Callable[[int | None, str], dict[str, Any
 
 def _sharing(job: Job, basis: Callable[[int | None, str], dict[str, Any]]) -> Job:
     """Return a job that is merged in a basis which other methods use too."""
-    if (
-        job.rule != "matrix"
-        or job.setting is None
-        or getattr(job.setting.p, "basis", "full") not in ("tagged", "tensor")
-    ):
+    if job.rule != "matrix" or job.setting is None:
         return job
     p = job.setting.p
-    return replace(job, setting=replace(job.setting, p=SimpleNamespace(**{**vars(p), "basis": basis(p.rank, p.basis)})))
+    if not isinstance(p, FrechetOptions) or p.basis not in ("tagged", "tensor"):
+        return job
+    return replace(job, setting=replace(job.setting, p=replace(p, basis=basis(p.rank, p.basis))))
 
 
 def _given(recipe: Recipe) -> set[str]:
@@ -228,6 +226,6 @@ def _states(plan: Plan, progress: bool) -> list[dict[str, Tensor]]:
             for state, role in zip(states, plan.roles, strict=True):
                 if name in role.headers:
                     W = role.read(name)
-                    state[name] = working(W) if W.is_floating_point() else W
+                    state[name] = as_compute_dtype(W) if W.is_floating_point() else W
                 stage.advance(1, name)
     return states

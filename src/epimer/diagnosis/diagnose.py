@@ -15,32 +15,22 @@ from torch import Tensor
 
 import epimer
 from epimer.diagnosis.advice import advise
-from epimer.diagnosis.fitting import check_kind, find_method
 from epimer.diagnosis.layer import Question, Sums, conflict_of, examine, floats, share
 from epimer.engine.basis import read_all
 from epimer.engine.merge import Options, check_memory, check_plan
 from epimer.errors import CurvatureError, ParameterError, TensorError, short
 from epimer.geometry.metric import Metric, TaskGram
-from epimer.geometry.subspace import Pairs, Tagged, clamp_rank
+from epimer.geometry.subspace import Tagged, clamp_rank
 from epimer.geometry.theory import total
 from epimer.methods.curvatures import Curvatures, check_curvatures, layer_basis, layer_metrics
-from epimer.methods.frechet import rank_of
 from epimer.methods.inputs import StateDict, check_inputs, check_weights, matrix_shape, task_vectors
-from epimer.methods.registry import describe_method
+from epimer.methods.registry import default_forecasts, describe_method
 from epimer.plan.jobs import Job, Plan, make_plan
 from epimer.progress import Progress
 from epimer.recipe.model import Recipe, open_recipe
 from epimer.records import Diagnosis, Forecast, LayerFindings
 
 KINDS = ("ekfac", "diagonal", "kronecker", "samples", "projected")
-FREE = ("average", "tsv", "epimer_free")
-CURVED = {
-    "kronecker": ("regmean", "epimer_kron"),
-    "ekfac": ("epimer_kron",),
-    "diagonal": ("epimer",),
-    "samples": ("epimer_exact",),
-}
-"""methods whose loss is forecast: without data, and with curvature of a kind"""
 SCALES = [round(0.05 * i, 2) for i in range(1, 81)]
 STEPS = 8  # of conjugate gradients, which give the same forecast as a solve to the end
 Examined = dict[str, tuple[LayerFindings, Sums]]
@@ -161,15 +151,15 @@ def diagnose(
 
 def forecasts(methods: Sequence[str] | Mapping[str, Mapping[str, Any]] | None, kind: str) -> dict[str, dict[str, Any]]:
     """Return the merges to forecast with their parameters; refuse what cannot be merged one matrix at a time."""
-    wanted = methods if methods is not None else (*FREE, *CURVED.get(kind, ()))
+    wanted = methods if methods is not None else default_forecasts(kind)
     found: dict[str, dict[str, Any]] = {}
     for name in wanted:
-        row = find_method(name)
-        if row.prepare is not None or any(parameter.kind == "callable" for parameter in row.parameters):
+        row = describe_method(name)
+        if row.prepare is not None or row.needs_function:
             raise ParameterError(f"{name} looks at the whole model, so its loss cannot be forecast layer by layer.")
-        check_kind(row, kind)
+        row.check_kind(kind)
         given = dict(methods[name]) if isinstance(methods, Mapping) else {}
-        if any(parameter.name == "iterations" for parameter in row.parameters):
+        if "iterations" in row.defaults:
             given.setdefault("iterations", STEPS)
         found[name] = given
     return found
@@ -232,7 +222,7 @@ def _examined(
     weights: Sequence[float], ask: Question,
 ) -> tuple[LayerFindings, Sums]:  # fmt: skip
     used = [metric.to(deltas[0].device, deltas[0].dtype) for metric in metrics] or [TaskGram(D) for D in deltas]
-    rank = clamp_rank(deltas[0].shape, len(deltas), ask.rank) if fixed is None else rank_of(fixed) or 0
+    rank = clamp_rank(deltas[0].shape, len(deltas), ask.rank) if fixed is None else fixed.rank
     return examine(name, W0, deltas, used, weights, rank, ask, None if fixed is None else fixed.to(deltas[0]))
 
 
@@ -262,14 +252,13 @@ def _rank(recipe: Recipe, asked: int | None) -> int | None:
     if asked is not None:
         return int(describe_method("epimer").resolve({"rank": asked}).rank)
     row = describe_method(recipe.merge_method)
-    known = any(parameter.name == "rank" for parameter in row.parameters)
     given = recipe.parameters.get("rank")
-    return row.resolve({"rank": given}).rank if known and given is not None else 32
+    return row.resolve({"rank": given}).rank if "rank" in row.defaults and given is not None else 32
 
 
 def _wanted(recipe: Recipe, kind: str) -> list[str]:
     """Return the methods to forecast for a recipe: the usual ones, and its own where that can be done."""
-    usual = [*FREE, *CURVED.get(kind, ())]
+    usual = default_forecasts(kind)
     try:
         forecasts([recipe.merge_method], kind)
     except ParameterError:
@@ -291,11 +280,7 @@ def _single() -> None:
 def _job(plan: Plan, job: Job, ask: Question) -> tuple[LayerFindings, Sums]:
     assert job.setting is not None
     W0, *models = read_all(plan, job)
-    basis = None if plan.basis is None else {job.name: _atoms(plan.basis[job.name])}
+    basis = None if plan.basis is None else {job.name: plan.basis[job.name].atoms}
     metrics, fixed = _checked(job.name, W0, models, plan.curvatures, basis)
     deltas = task_vectors(W0, models, matrix=True)
     return _examined(job.name, W0, deltas, metrics, fixed, job.setting.weights, ask)
-
-
-def _atoms(basis: Tagged | Pairs) -> Tagged:
-    return basis.atoms if isinstance(basis, Pairs) else basis

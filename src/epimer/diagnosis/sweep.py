@@ -13,22 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from epimer.diagnosis.fitting import check_kind, find_method
 from epimer.errors import ParameterError
 from epimer.evaluation.statistics import Scores
 from epimer.geometry.metric import Metric
-from epimer.geometry.subspace import pairs
+from epimer.geometry.subspace import tensor_product
 from epimer.methods.merge import build_basis, merge_state_dicts
-from epimer.methods.registry import Method
+from epimer.methods.registry import Method, default_sweep, describe_method
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
-METHODS = ("average", "tsv", "iso_c", "epimer_free")
-CURVED = {
-    "diagonal": ("fisher", "epimer"),
-    "kronecker": ("regmean", "epimer_kron"),
-    "ekfac": ("epimer_kron",),
-    "samples": ("epimer_exact",),
-}
 STEPS = 20  # of conjugate gradients while settings are compared
 
 State = Mapping[str, Tensor]
@@ -162,20 +154,20 @@ def sweep(
 
     def ways() -> Iterator[Way]:
         for row in rows:
-            named = {parameter.name: parameter for parameter in row.parameters}
+            named = row.defaults
             for rank in (ranks or (None,)) if "rank" in named else (None,):
                 given: dict[str, Any] = {**(parameters or {}).get(row.name, {})}
                 if rank is not None:
                     given["rank"] = rank
                 if "iterations" in named:
                     given.setdefault("iterations", STEPS)
-                shape = str(given.get("basis", named["basis"].default)) if "basis" in named else ""
+                shape = str(given.get("basis", named["basis"])) if "basis" in named else ""
                 if shape in ("tagged", "tensor"):
-                    size = given.get("rank", named["rank"].default)
+                    size = given.get("rank", named["rank"])
                     given["basis"] = shared_basis(bases, base, models, size, shape, rules)
                 given |= {"curvature": curvature if row.needs_curvature else None, "weights": weights, "rules": rules}
                 merged = partial(merge_state_dicts, dict(base), [dict(model) for model in models], row.name, **given)
-                yield row.name, given.get("rank"), at_scales(row.name, base, lambda scale, m=merged: m(scale=scale))  # type: ignore[misc]
+                yield row.name, given.get("rank"), at_scales(row, base, lambda scale, m=merged: m(scale=scale))  # type: ignore[misc]
 
     return compare(ways(), evaluate, scales=scales, evaluation=evaluation, progress=progress)
 
@@ -212,9 +204,9 @@ def compare(
     return Sweep(tried, evaluation, notes)
 
 
-def at_scales(method: str, base: State, merged: Callable[[float], State]) -> Callable[[float], State]:
+def at_scales(method: Method, base: State, merged: Callable[[float], State]) -> Callable[[float], State]:
     """Return the merge at any scale, all from one; where scale sits inside a fraction, each from its own."""
-    if method == "gradient_matching":
+    if not method.linear_in_scale:
         return merged
     whole = merged(1.0)
 
@@ -237,18 +229,18 @@ def shared_basis(
     if rank not in known:
         known[rank] = dict(build_basis(dict(base), [dict(model) for model in models], rank=rank, rules=rules))
     atoms = known[rank]
-    return atoms if shape == "tagged" else {name: pairs(one) for name, one in atoms.items()}
+    return atoms if shape == "tagged" else {name: tensor_product(one) for name, one in atoms.items()}
 
 
 def check_methods(methods: Sequence[str] | None, kind: str | None) -> list[Method]:
     """Return the methods to try; refuse those that cannot be."""
-    wanted = methods if methods is not None else (*METHODS, *CURVED.get(kind or "", ()))
+    wanted = methods if methods is not None else default_sweep(kind)
     rows = []
     for name in wanted:
-        row = find_method(name)
-        if any(parameter.kind == "callable" for parameter in row.parameters):
+        row = describe_method(name)
+        if row.needs_function:
             raise ParameterError(f"{name} chooses by a function of its own; leave it out of a sweep.")
-        check_kind(row, kind)
+        row.check_kind(kind)
         rows.append(row)
     return rows
 

@@ -14,7 +14,7 @@ from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import HEADER, StoredBasis, save_basis
 from epimer.engine.merge import check_plan
 from epimer.errors import ParameterError
-from epimer.geometry.subspace import Pairs, Tagged, clamp_rank, pairs, tagged
+from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
 from epimer.methods.inputs import check_finite, matrix_shape, task_vectors
 from epimer.methods.registry import describe_method
 from epimer.plan.jobs import Job, Plan, make_plan
@@ -59,7 +59,7 @@ def make_basis(
     with Progress(progress) as bar, torch.no_grad():
         stage = bar.begin("building", sum(job.reads for job in jobs))
 
-        def built() -> Iterator[tuple[str, Tagged | Pairs]]:
+        def built() -> Iterator[tuple[str, Basis]]:
             for job in jobs:
                 basis = _basis(plan, job, chosen)
                 if basis is not None:
@@ -73,7 +73,7 @@ def make_basis(
 
 def _kind(recipe: Recipe) -> str:
     """Return the kind of basis a recipe's method is merged in."""
-    defaults = {p.name: p.default for p in describe_method(recipe.merge_method).parameters}
+    defaults = describe_method(recipe.merge_method).defaults
     if "basis" not in defaults:
         raise ParameterError(f"{recipe.merge_method} is not merged in a basis; take epimer_kron, or say --kind.")
     return str(recipe.parameters.get("basis", defaults["basis"]))
@@ -81,13 +81,13 @@ def _kind(recipe: Recipe) -> str:
 
 def _without_curvature(recipe: Recipe, rank: int | None) -> Recipe:
     """Return a recipe of the same models that needs no curvature: what it merges is not of interest."""
-    defaults = {p.name: p.default for p in describe_method(recipe.merge_method).parameters}
+    defaults = describe_method(recipe.merge_method).defaults
     plain = recipe.plain({"rank": rank or recipe.parameters.get("rank", defaults.get("rank", 32))}, basis=None)
     models = tuple(entry.model_copy(update={"curvature": None}) for entry in plain.models)
     return plain.model_copy(update={"models": models})
 
 
-def _basis(plan: Plan, job: Job, kind: str) -> Tagged | Pairs | None:
+def _basis(plan: Plan, job: Job, kind: str) -> Basis | None:
     assert plan.base is not None
     assert job.setting is not None
     rank = clamp_rank(matrix_shape(job.template), len(plan.models), job.setting.p.rank)
@@ -95,7 +95,7 @@ def _basis(plan: Plan, job: Job, kind: str) -> Tagged | Pairs | None:
         return None
     base, *models = read_all(plan, job)
     atoms = tagged(task_vectors(base, models, matrix=True), rank)
-    return atoms if kind == "tagged" else pairs(atoms)
+    return atoms if kind == "tagged" else tensor_product(atoms)
 
 
 def read_all(plan: Plan, job: Job) -> list[Tensor]:

@@ -308,7 +308,7 @@ def _record(
     timings: dict[str, float],
 ) -> MergeRecord:
     settings = [job.setting for job in plan.jobs if job.setting is not None]
-    shown = {key: plain(value) for key, value in vars(settings[0].p).items()} if settings else {}
+    shown = {key: plain(value) for key, value in settings[0].method.values(settings[0].p).items()} if settings else {}
     weights = (prepared and prepared.weights) or (settings[0].weights if settings else ())
     return MergeRecord(
         method=plan.method.name,

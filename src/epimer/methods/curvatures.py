@@ -11,8 +11,10 @@ from torch import Tensor
 
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.metric import Diagonal, Metric, Projected
-from epimer.geometry.subspace import Pairs, Tagged, clamp_rank
+from epimer.geometry.subspace import Basis, TensorProduct, clamp_rank
+from epimer.methods.frechet import FrechetOptions
 from epimer.methods.inputs import matrix_shape
+from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method
 from epimer.methods.rules import is_matrix
 
@@ -27,7 +29,7 @@ class Checked:
 
     metrics: tuple[Metric, ...] = ()
     base_metric: Metric | None = None
-    basis: Tagged | Pairs | None = None
+    basis: Basis | None = None
 
 
 NOTHING = Checked()
@@ -58,7 +60,7 @@ def check_layer(
     W0: Tensor | None,
     tensors: Sequence[Tensor],
     method: Method,
-    p: Any,
+    p: MethodOptions,
     curvatures: Curvatures | None,
 ) -> Checked:
     """Check everything about curvature and bases that the merge of one tensor will use."""
@@ -67,10 +69,7 @@ def check_layer(
     matrix = rule == "matrix"
     metrics: tuple[Metric, ...] = ()
     if rule == "fisher" or method.needs_curvature:
-        kind = "diagonal" if rule == "fisher" else method.curvature or ""
-        kinds: tuple[str, ...] = (kind, "projected") if matrix else (kind,)
-        kinds += ("ekfac",) if kind == "kronecker" else ()
-        kinds = (kind,) if method.name == "regmean" else kinds
+        kinds = accepted(method, rule)
         metrics = layer_metrics(curvatures or (), name, [W0, *tensors], matrix=matrix, kinds=kinds, user=method.name)
         if not metrics and needs_metric(name, rule, tensors[0]):
             raise missing_metric(name, method)
@@ -81,16 +80,16 @@ def check_layer(
             base_metric, where, [W0, *tensors], matrix=False, kinds=("diagonal",), user=method.name
         )
     basis = None
-    if matrix and hasattr(p, "basis"):
+    if matrix and isinstance(p, FrechetOptions):
         basis = layer_basis(p.basis, metrics, name, tensors)
         if basis is not None and W0 is None:
             raise CurvatureError(f"{method.name} without a base model cannot use a basis for {name!r}; pass base.")
     return Checked(metrics, base_metric, basis)
 
 
-def serves(kind: str | None, wanted: str | None) -> bool:
-    """Whether curvature of a kind will do where another is wanted: EKFAC's factors are Kronecker's."""
-    return kind == wanted or (kind == "ekfac" and wanted == "kronecker")
+def accepted(method: Method, rule: str) -> tuple[str, ...]:
+    """Return the kinds of curvature that a tensor with this rule can be merged under."""
+    return ("diagonal",) if rule == "fisher" else method.accepts
 
 
 def needs_metric(name: str, rule: str, W: Tensor) -> bool:
@@ -168,9 +167,9 @@ def check_metric(
     return Diagonal(metric.F.reshape(shape)) if isinstance(metric, Diagonal) else metric
 
 
-def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, tensors: Sequence[Tensor]) -> Tagged | Pairs | None:
+def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, tensors: Sequence[Tensor]) -> Basis | None:
     """Return the basis the caller fixed for a matrix, from `basis=` or from its projected curvature, if any."""
-    chosen: Tagged | Pairs | None = None
+    chosen: Basis | None = None
     if isinstance(bases, Mapping):
         chosen = bases.get(name)
         if chosen is not None:
@@ -197,7 +196,7 @@ def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, tensors: Seque
 
 
 def _check_basis(basis: Any, where: str, W: Tensor) -> None:
-    if not isinstance(basis, Tagged | Pairs):
+    if not isinstance(basis, Basis):
         raise ParameterError(f"{where} must be a basis made by epimer.build_basis, got {type(basis).__name__}.")
     if (len(basis.U), len(basis.V)) != matrix_shape(W):
         raise ParameterError(
@@ -216,12 +215,12 @@ def _same_basis(one: Any, other: Any) -> bool:
     )
 
 
-def _check_projected(metric: Projected, where: str, basis: Tagged | Pairs) -> None:
+def _check_projected(metric: Projected, where: str, basis: Basis) -> None:
     """Refuse projected curvature whose sizes do not fit the basis."""
-    if metric.H is not None and isinstance(basis, Pairs):
+    if metric.H is not None and isinstance(basis, TensorProduct):
         raise CurvatureError(f"{where} has a matrix H, which only a tagged basis takes; give A and G.")
     p, q = basis.U.shape[1], basis.V.shape[1]
-    dimension = p if isinstance(basis, Pairs) or basis.mix is None else basis.mix.shape[1]
+    dimension = p if isinstance(basis, TensorProduct) or basis.mix is None else basis.mix.shape[1]
     for label, M, expected in (("H", metric.H, dimension), ("G", metric.G, p), ("A", metric.A, q)):
         if M is not None and len(M) != expected:
             raise CurvatureError(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from epimer.errors import EpimerError, ParameterError, TensorError, listed
 from epimer.geometry.linalg import nonfinite
-from epimer.methods.registry import Method, is_number
+from epimer.methods.options import is_number
+from epimer.methods.registry import Method
 from epimer.methods.rules import is_matrix, matching
 
 StateDict = Mapping[str, Tensor]

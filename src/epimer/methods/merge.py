@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from epimer.errors import EpimerWarning, ParameterError, TensorError, listed
-from epimer.geometry.linalg import dense, nonfinite, working
+from epimer.geometry.linalg import as_compute_dtype, dense, nonfinite
 from epimer.geometry.metric import Metric
-from epimer.geometry.subspace import Subspace, clamp_rank, pairs, tagged
+from epimer.geometry.solution import Solution
+from epimer.geometry.subspace import Subspace, clamp_rank, tagged, tensor_product
 from epimer.methods.averaging import average
 from epimer.methods.curvatures import NOTHING, Checked, check_curvatures, check_layer
-from epimer.methods.frechet import FISHER, check_without_base, entrywise
+from epimer.methods.frechet import FISHER, FrechetOptions, check_without_base, fisher
 from epimer.methods.inputs import (
     Inputs,
     StateDict,
@@ -27,8 +28,9 @@ from epimer.methods.inputs import (
     precision,
     task_vectors,
 )
-from epimer.methods.registry import Layer, Method, Outcome, Prepared, Prepass, describe_method
-from epimer.records import MergeRecord, TensorRecord
+from epimer.methods.options import MethodOptions
+from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_method
+from epimer.records import MergeRecord, Status, TensorRecord
 
 
 class MergedState(dict[str, Tensor]):
@@ -96,7 +98,7 @@ def merge_state_dicts(
         settings = {name: s.prepared(prepared) for name, s in settings.items()}
         merged, records = _run(inputs, settings, where)
     warn_of(row.name, records)
-    shown = {key: plain(value) for key, value in vars(p).items()}
+    shown = {key: plain(value) for key, value in row.values(p).items()}
     return MergedState(merged, MergeRecord(row.name, shown, tuple(prepared.weights or lam), records))
 
 
@@ -122,7 +124,7 @@ def build_basis(
         k = clamp_rank(matrix_shape(tensors[0]), len(models), p.rank) if inputs.rules[name] == "matrix" else 0
         if k:
             atoms = tagged(task_vectors(W0, tensors, matrix=True), k)
-            bases[name] = atoms if basis == "tagged" else pairs(atoms)
+            bases[name] = atoms if basis == "tagged" else tensor_product(atoms)
     return bases
 
 
@@ -133,7 +135,7 @@ class Setting:
     name: str
     rule: str
     method: Method
-    p: Any
+    p: MethodOptions
     weights: list[float]
     context: Any = None
     """what the method's pre-pass found"""
@@ -151,7 +153,8 @@ class Setting:
     @property
     def factored(self) -> bool:
         """Whether task vectors of low rank are taken as they are."""
-        return self.rule == "matrix" and self.method.factored and getattr(self.p, "basis", "") != "full"
+        full = isinstance(self.p, FrechetOptions) and self.p.basis == "full"
+        return self.rule == "matrix" and self.method.factored and not full
 
 
 def merge_tensor(
@@ -159,20 +162,26 @@ def merge_tensor(
 ) -> tuple[Tensor, TensorRecord]:
     """Merge one tensor's task vectors onto the base; the result has the template's shape, dtype and device."""
     name = setting.name
-    outcome = _outcome(setting, deltas)
-    total = setting.p.scale * dense(outcome.delta).reshape(template.shape)
+    solution = _solution(setting, deltas)
+    total = setting.p.scale * dense(solution.value).reshape(template.shape)
     if W0 is not None:
-        total += working(W0)
+        total += as_compute_dtype(W0)
     result = total.to(device="cpu" if template.is_meta else template.device, dtype=template.dtype)
     if nonfinite(result):
         raise TensorError(f"the merged {name!r} does not fit in {template.dtype}; lower scale, or widen its dtype.")
     record = TensorRecord(
-        setting.rule, tuple(template.shape), outcome.status, outcome.rank, outcome.residual, outcome.eta, outcome.note
+        setting.rule,
+        tuple(template.shape),
+        solution.status,
+        solution.rank,
+        solution.residual,
+        solution.eta,
+        solution.note,
     )
     return result, record
 
 
-def _outcome(setting: Setting, deltas: list[Any]) -> Outcome:
+def _solution(setting: Setting, deltas: list[Any]) -> Solution:
     layer = Layer(setting.name, deltas, setting.weights, context=setting.context)
     if setting.rule == "average":
         return average(layer, setting.p)
@@ -186,7 +195,7 @@ def _outcome(setting: Setting, deltas: list[Any]) -> Outcome:
         base_metric=None if base_metric is None else base_metric.to(like.device, like.dtype),
         basis=None if checked.basis is None else checked.basis.to(like),
     )
-    return entrywise(layer, FISHER) if setting.rule == "fisher" else setting.method.merge(layer, setting.p)
+    return fisher(layer, FISHER) if setting.rule == "fisher" else setting.method.merge(layer, setting.p)
 
 
 def check_delta(who: str, name: str, D: Tensor) -> None:
@@ -195,7 +204,7 @@ def check_delta(who: str, name: str, D: Tensor) -> None:
         raise TensorError(f"{who}[{name!r}] is too far from base for {D.dtype}; pass both in float64.")
 
 
-def check_per_model(p: Any, method: Method, tasks: int) -> None:
+def check_per_model(p: MethodOptions, method: Method, tasks: int) -> None:
     """Refuse parameters that come as a list of another length than there are models."""
     for parameter in method.parameters:
         value = getattr(p, parameter.name)
@@ -234,7 +243,7 @@ def _run(
 
 def tied(record: TensorRecord, twin: str) -> TensorRecord:
     """Return the record of a tensor that shares another's."""
-    return replace(record, status="tied", note=f"tied to {twin}")
+    return replace(record, status=Status.TIED, note=f"tied to {twin}")
 
 
 def check_copy(name: str, W: Tensor, base: object) -> None:
@@ -283,17 +292,14 @@ def plain(value: Any) -> Any:
 
 def warn_of(method: str, records: Mapping[str, TensorRecord]) -> None:
     """Say once per kind what did not go exactly as asked."""
-    lowered = [name for name, r in records.items() if r.note.startswith("rank") and r.status != "tied"]
+    lowered = [name for name, r in records.items() if r.note.startswith("rank") and r.status is not Status.TIED]
     if lowered:
         ranks = sorted({r for name in lowered if (r := records[name].rank) is not None})
         note = records[lowered[0]].note
         note = note if len(ranks) < 2 else f"{note.rpartition(' ')[0]} {ranks[0]} to {ranks[-1]}"
         warnings.warn(f"{method}: {note} in {listed(lowered)}: floor(min(m, n) / T).", EpimerWarning, stacklevel=3)
-    for status, meaning in (
-        ("clamped", "too small to give every task a direction, averaged"),
-        ("damped", "singular curvature, damped"),
-        ("stalled", "conjugate gradients stopped above the tolerance"),
-    ):
-        names = [name for name, r in records.items() if r.status == status]
+    for status in (Status.CLAMPED, Status.DAMPED, Status.STALLED):
+        names = [name for name, r in records.items() if r.status is status]
         if names:
-            warnings.warn(f"{method}: {meaning}: {listed(names)}.", EpimerWarning, stacklevel=3)
+            text = f"{method}: {status.meaning}: {listed(names)}. {status.remedy}"
+            warnings.warn(text, EpimerWarning, stacklevel=3)

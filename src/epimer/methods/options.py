@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from inspect import get_annotations
 from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -149,7 +150,7 @@ def parameters_of(options: MethodOptions) -> tuple[Parameter, ...]:
     """
     hints = get_type_hints(type(options), include_extras=True)
     classes = [one for one in type(options).__mro__ if issubclass(one, MethodOptions) and one is not MethodOptions]
-    own = [name for one in classes for name in one.__dict__.get("__annotations__", {})]
+    own = [name for one in classes for name in get_annotations(one)]
     names = dict.fromkeys(["scale", *(name for name in own if name not in ("rules", "seed")), "rules", "seed"])
     return tuple(_parameter(name, hints[name], getattr(options, name)) for name in names)
 
@@ -179,7 +180,14 @@ def _kind(name: str, types: list[Any]) -> tuple[str, tuple[str, ...]]:
         return "rules", ()
     if origins == [Literal, Mapping]:
         return "basis", ()
-    simple = {float: "number", int: "integer", bool: "boolean", list: "numbers", Callable: "callable", Mapping: "mapping"}
+    simple = {
+        float: "number",
+        int: "integer",
+        bool: "boolean",
+        list: "numbers",
+        Callable: "callable",
+        Mapping: "mapping",
+    }
     if len(origins) != 1 or origins[0] not in simple:
         raise ParameterError(f"The type of the option {name!r} is not one that options can have (see MethodOptions).")
     return simple[origins[0]], ()

@@ -36,7 +36,7 @@ RESERVED = ("auto", "linear", "dare_linear")
 ARGUMENTS = ("base", "models", "method", "weights", "weight", "lambda", "curvature", "device")
 """words that merge_state_dicts and recipes take themselves, so that no option can have them"""
 
-O = TypeVar("O", bound=MethodOptions, default=Any)
+OptionsT = TypeVar("OptionsT", bound=MethodOptions, default=Any)
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,16 @@ class Prepared:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Method(Generic[O]):
+class Method(Generic[OptionsT]):
     """One row of the registry."""
 
     name: str
     summary: str
     equation: str
     citation: str
-    merge: Callable[[Layer, O], Solution]
+    merge: Callable[[Layer, OptionsT], Solution]
     """returns the merged task vector of one layer; scale is applied by the caller"""
-    options: O
+    options: OptionsT
     """the method's options at their defaults"""
     needs_base: bool = True
     curvature: str | None = None
@@ -116,7 +116,7 @@ class Method(Generic[O]):
     """a diagnosis forecasts it by default"""
     minimises_forecast: bool = False
     """minimises the form that forecasts where no curvature was measured, so that its own forecast says nothing"""
-    prepare: Callable[[Prepass, O], Prepared] | None = None
+    prepare: Callable[[Prepass, OptionsT], Prepared] | None = None
     passes: int = 1
     """how often the pre-pass reads float32 models"""
     whole_model: frozenset[str] = frozenset()
@@ -154,11 +154,11 @@ class Method(Generic[O]):
         """The options' default values, by name."""
         return self.values(self.options)
 
-    def values(self, options: O) -> dict[str, Any]:
+    def values(self, options: OptionsT) -> dict[str, Any]:
         """Return the values of options by name, in the order of `parameters`."""
         return {parameter.name: getattr(options, parameter.name) for parameter in self.parameters}
 
-    def resolve(self, given: Mapping[str, Any]) -> O:
+    def resolve(self, given: Mapping[str, Any]) -> OptionsT:
         """Return the method's options with the given values, each checked; the rest are at their defaults."""
         known = {parameter.name: parameter for parameter in self.parameters}
         for name in given:
@@ -166,7 +166,7 @@ class Method(Generic[O]):
                 raise ParameterError(
                     f"{self.name} has no parameter {name!r}.{nearest(name, known)} It takes: {', '.join(known)}."
                 )
-        checked = {name: known[name].check(self.name, value) for name, value in given.items()}
+        checked = {name: known[name].check(self.name, given[name]) for name in known if name in given}
         return replace(self.options, **checked)
 
     def takes(self, kind: str | None) -> bool:
@@ -261,7 +261,9 @@ def _check_row(method: Any) -> None:
     if not isinstance(method.options, MethodOptions):
         raise ParameterError(f"The options of {method.name} must be an instance of a subclass of MethodOptions.")
     if not method.name.isidentifier() or method.name in RESERVED:
-        raise ParameterError(f"A method cannot be called {method.name!r}; take a Python name, not {', '.join(RESERVED)}.")
+        raise ParameterError(
+            f"A method cannot be called {method.name!r}; take a Python name, not {', '.join(RESERVED)}."
+        )
     if taken := [one.name for one in fields(method.options) if one.name in ARGUMENTS]:
         raise ParameterError(f"An option of {method.name} cannot be called {taken[0]!r}: a merge has that argument.")
     if not all(parameter.meaning for parameter in method.parameters):  # derives them all, and so checks their types

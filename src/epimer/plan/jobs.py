@@ -22,7 +22,7 @@ from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import CurvatureError, EpimerError, ParameterError, RecipeError
 from epimer.geometry.subspace import clamp_rank
-from epimer.methods.curvatures import missing_metric, needs_metric, serves
+from epimer.methods.curvatures import accepted, missing_metric, needs_metric
 from epimer.methods.frechet import check_without_base
 from epimer.methods.inputs import Inputs, check_inputs, check_weights, matrix_shape, precision
 from epimer.methods.merge import Setting, check_copy, check_per_model
@@ -233,7 +233,7 @@ def make_plan(
     present = [model for model in models if model is not None]
     donor = base if base is not None else present[0]
     # mergekit's `normalize: false` sums the models themselves, so there is nothing to take differences from.
-    summed = method.name == "average" and recipe.normalize_weights is False
+    summed = method.sums_models and recipe.normalize_weights is False
     roles, base_role, ties = assign_roles(None if summed else base, present, [entry.model for entry in recipe.models])
     for t, role in enumerate(roles):
         if base is not None and role.checkpoint is not base and role.checkpoint.fingerprint == base.fingerprint:
@@ -308,7 +308,7 @@ class _Planner:
                     "differ between tensors; give one number."
                 )
             )
-        if any(parameter.kind == "callable" for parameter in self.method.parameters):
+        if self.method.needs_function:
             self.problems.append(
                 RecipeError(f"{self.method.name} takes a Python function: use merge_state_dicts instead of a recipe.")
             )
@@ -356,8 +356,7 @@ class _Planner:
         wanted = "diagonal" if rule == "fisher" else self.method.curvature
         for curvature in self.curvatures:
             projected = curvature.about.basis is not None and rule == "matrix"
-            fits = projected or serves(curvature.kind, wanted)
-            if not fits or (self.method.name == "regmean" and (projected or curvature.kind == "ekfac")):
+            if ("projected" if projected else curvature.kind) not in accepted(self.method, rule):
                 raise CurvatureError(
                     f"{curvature.where} is {curvature.kind} curvature, but {self.method.name} needs {wanted} "
                     f"for {name!r}; measure that kind, or take a method that uses this one."
@@ -406,7 +405,7 @@ class _Planner:
             if not sum(weights):
                 raise ParameterError(f"weights {weights} sum to 0 and cannot be normalised; remove normalize.")
             return [w / sum(weights) for w in weights]
-        if self.method.name != "average":
+        if not self.method.sums_models:
             raise ParameterError(
                 f"{self.method.name} takes a mean, so `normalize: false` means nothing to it; remove it, or set scale."
             )

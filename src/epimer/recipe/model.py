@@ -17,7 +17,8 @@ from epimer.errors import ParameterError, RecipeError, nearest
 from epimer.recipe.yaml_lines import Path, Source, spell
 
 if TYPE_CHECKING:  # the registry imports torch; functions import it when they must know the methods
-    from epimer.methods.registry import Method, Parameter
+    from epimer.methods.options import Parameter
+    from epimer.methods.registry import Method
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 ALIASES = {"linear": "average", "dare_linear": "dare"}
@@ -246,15 +247,20 @@ def _plain(data: Any) -> Any:
     return [_plain(value) for value in data] if isinstance(data, list | tuple) else data
 
 
-@cache
 def _known(method: str) -> dict[str, Parameter]:
     """Return what a recipe may say of a method: its parameters, and the weight of a model."""
-    from epimer.methods.registry import BASES, Parameter, describe_method
+    from epimer.methods.registry import describe_method
 
-    found = describe_method(method)
-    low = None if found.absolute_weights else 0
+    return _parameters(describe_method(method))
+
+
+@cache
+def _parameters(method: Method) -> dict[str, Parameter]:
+    from epimer.methods.options import BASES, Parameter
+
+    low = None if method.absolute_weights else 0
     weight = Parameter("weight", "number", None, "weight of a model", low=low, per_model=True)
-    ours = [p for p in found.parameters if p.kind not in ("callable", "mapping", "rules")]
+    ours = [p for p in method.parameters if p.kind not in ("callable", "mapping", "rules")]
     ours = [replace(p, kind="choice", choices=BASES) if p.kind == "basis" else p for p in ours]
     return {p.name: p for p in (weight, *ours)}
 
@@ -345,7 +351,7 @@ class _Reader:
         name = self.text(("merge_method",), given.get("merge_method"))
         if name is None:
             raise self.error((), f"the recipe has no 'merge_method'. Methods: {ours}.")
-        if name in NOT_OUR_METHODS:
+        if name in NOT_OUR_METHODS and name not in list_methods():
             near = f"; nearest: {NOT_OUR_METHODS[name]}" if NOT_OUR_METHODS[name] else ""
             raise self.error(("merge_method",), f"mergekit's method {name!r} is not one of ours{near}. Ours: {ours}.")
         if name not in list_methods() and name not in ALIASES:
