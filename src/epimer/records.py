@@ -14,7 +14,7 @@ class Status(StrEnum):
     meaning: str
     remedy: str
 
-    def __new__(cls, value: str, meaning: str, remedy: str = "") -> Status:
+    def __new__(cls, value: str, meaning: str = "", remedy: str = "") -> Status:
         member = str.__new__(cls, value)
         member._value_ = value
         member.meaning, member.remedy = meaning, remedy

@@ -26,7 +26,7 @@ from epimer.curvature.format import model_fingerprint
 from epimer.curvature.per_sample_gradients import alike
 from epimer.curvature.recorder import Tape, quietly
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
-from epimer.geometry.diagonal import AtomDiagonal
+from epimer.geometry.diagonal import TaggedDiagonal
 from epimer.geometry.metric import Diagonal, Kronecker, Metric, Projected
 from epimer.geometry.subspace import Tagged, TensorProduct
 from epimer.progress import Progress, Stage
@@ -340,7 +340,7 @@ def _project(metric: Metric, basis: Any) -> Projected:
     assert isinstance(basis, Tagged)
     F_mn = metric.F.reshape(len(metric.F), -1)
     form = basis.to(F_mn).restrict(Diagonal(F_mn))
-    assert isinstance(form, AtomDiagonal)
+    assert isinstance(form, TaggedDiagonal)
     return Projected(H=form.dense().to(F_mn.dtype))
 
 

@@ -15,6 +15,7 @@ from epimer.curvature.basis import HEADER, StoredBasis, save_basis
 from epimer.engine.merge import check_plan
 from epimer.errors import ParameterError
 from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
+from epimer.methods.frechet import FrechetOptions
 from epimer.methods.inputs import check_finite, matrix_shape, task_vectors
 from epimer.methods.registry import describe_method
 from epimer.plan.jobs import Job, Plan, make_plan
@@ -90,6 +91,7 @@ def _without_curvature(recipe: Recipe, rank: int | None) -> Recipe:
 def _basis(plan: Plan, job: Job, kind: str) -> Basis | None:
     assert plan.base is not None
     assert job.setting is not None
+    assert isinstance(job.setting.p, FrechetOptions)
     rank = clamp_rank(matrix_shape(job.template), len(plan.models), job.setting.p.rank)
     if not rank:
         return None
