@@ -28,15 +28,23 @@ if TYPE_CHECKING:
     from epimer.errors import ParameterError as ParameterError
     from epimer.errors import RecipeError as RecipeError
     from epimer.errors import TensorError as TensorError
+    from epimer.geometry.metric import EKFAC as EKFAC
     from epimer.geometry.metric import Corrected as Corrected
     from epimer.geometry.metric import Diagonal as Diagonal
     from epimer.geometry.metric import Kronecker as Kronecker
     from epimer.geometry.metric import Projected as Projected
     from epimer.geometry.metric import Samples as Samples
+    from epimer.geometry.solution import Solution as Solution
     from epimer.methods.merge import build_basis as build_basis
     from epimer.methods.merge import merge_state_dicts as merge_state_dicts
+    from epimer.methods.options import MethodOptions as MethodOptions
+    from epimer.methods.options import Option as Option
+    from epimer.methods.registry import Layer as Layer
+    from epimer.methods.registry import Method as Method
     from epimer.methods.registry import describe_method as describe_method
     from epimer.methods.registry import list_methods as list_methods
+    from epimer.methods.registry import register_method as register_method
+    from epimer.methods.registry import unregister_method as unregister_method
     from epimer.records import Diagnosis as Diagnosis
     from epimer.records import MergeRecord as MergeRecord
 
@@ -56,11 +64,20 @@ _HOMES = {
         "RecipeError",
         "TensorError",
     ),
-    "epimer.geometry.metric": ("Corrected", "Diagonal", "Kronecker", "Projected", "Samples"),
+    "epimer.geometry.metric": ("Corrected", "Diagonal", "EKFAC", "Kronecker", "Projected", "Samples"),
     "epimer.diagnosis.diagnose": ("diagnose", "diagnose_state_dicts"),
     "epimer.diagnosis.landscape": ("landscape",),
     "epimer.methods.merge": ("build_basis", "merge_state_dicts"),
-    "epimer.methods.registry": ("describe_method", "list_methods"),
+    "epimer.geometry.solution": ("Solution",),
+    "epimer.methods.options": ("MethodOptions", "Option"),
+    "epimer.methods.registry": (
+        "Layer",
+        "Method",
+        "describe_method",
+        "list_methods",
+        "register_method",
+        "unregister_method",
+    ),
     "epimer.records": ("Diagnosis", "MergeRecord"),
     "epimer.api": ("merge", "sweep"),
 }

@@ -25,7 +25,8 @@ from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorErro
 from epimer.evaluation.judges import Evaluate
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, Tagged
-from epimer.methods.registry import RULES_PARAMETER, Method, describe_method
+from epimer.methods.options import RULES_PARAMETER
+from epimer.methods.registry import Method, describe_method
 from epimer.plan.curvature_inputs import python_curvatures
 from epimer.plan.inputs import check_weights
 from epimer.plan.jobs import Plan
@@ -180,7 +181,7 @@ def warn_of(record: MergeRecord, stacklevel: int = 3) -> None:
     for status in (Status.CLAMPED, Status.DAMPED, Status.STALLED):
         names = [name for name, one in records.items() if one.status == status]
         if names:
-            text = f"{record.method}: {status.meaning}: {listed(names)}."
+            text = f"{record.method}: {status.meaning}: {listed(names)}. {status.remedy}"
             warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
 
 
@@ -380,8 +381,7 @@ def sweep_state_dicts(
     merges = Merges(participants, _checked("a sweep", rules=rules)["rules"], workers=torch.get_num_threads())
 
     def plan(row: Method, rank: int | None, scale: float) -> Plan:
-        known = {parameter.name for parameter in row.parameters}
-        options = {"scale": scale, "rules": rules} | ({"iterations": STEPS} if "iterations" in known else {})
+        options = {"scale": scale, "rules": rules} | ({"iterations": STEPS} if "iterations" in row.defaults else {})
         options |= (parameters or {}).get(row.name, {}) | ({} if rank is None else {"rank": rank})
         measured = curvature if row.needs_curvature else None
         return plan_state_dicts(participants, row, row.resolve(options), weights, measured)

@@ -13,7 +13,7 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_table
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.errors import CheckpointError, listed
-from epimer.geometry.linalg import LowRank, working
+from epimer.geometry.linalg import LowRank, as_compute_dtype
 
 PREFIX = "base_model.model."
 PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
@@ -54,7 +54,9 @@ class Adapted(Checkpoint):
     def read(self, name: str, rows: Rows = None) -> Tensor:
         W = self.adapter.read(self.replaced[name], rows) if name in self.replaced else self.base.read(name, rows)
         update = self._factors(name, rows)
-        return W if update is None else working(W) + update.dense().to(working(W).dtype).reshape(W.shape)
+        return (
+            W if update is None else as_compute_dtype(W) + update.dense().to(as_compute_dtype(W).dtype).reshape(W.shape)
+        )
 
     def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
         if name in self.replaced or base.fingerprint != self.base.fingerprint:
@@ -70,7 +72,7 @@ class Adapted(Checkpoint):
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return None
-        A, B = (working(self.adapter.read(part)) for part in (update.A, update.B))
+        A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
         factors = LowRank(update.scaling * B.flatten(1), A.flatten(1))
         factors = factors.T if update.transposed else factors
         return factors if rows is None else LowRank(factors.B[slice(*rows)], factors.A)

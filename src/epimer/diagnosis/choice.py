@@ -12,8 +12,8 @@ from epimer.diagnosis.diagnose import diagnose_models, forecasts
 from epimer.diagnosis.sweep import Merges, Sweep, check_methods, sweep_plans
 from epimer.errors import ParameterError, RecipeError
 from epimer.evaluation.judges import Evaluate
-from epimer.geometry.linalg import working
-from epimer.geometry.subspace import Pairs, Tagged
+from epimer.geometry.linalg import as_compute_dtype
+from epimer.geometry.subspace import Basis, Tagged
 from epimer.methods.registry import Method, default_forecasts, describe_method
 from epimer.plan.inputs import check_models, check_weights, refuse
 from epimer.plan.jobs import Plan
@@ -90,7 +90,7 @@ def settled(recipe: Recipe, method: str, scale: float | None = None, rank: int |
     """
     row = describe_method(method)
     own = "merge_method" in recipe.auto or method == recipe.merge_method
-    known = ({parameter.name for parameter in row.parameters} if own else set()) | {"weight"}
+    known = {*(row.defaults if own else ()), "weight"}
     parameters = {key: value for key, value in recipe.parameters.items() if key in known}
     if not own and scale is None and "scale" in recipe.parameters:
         parameters["scale"] = recipe.parameters["scale"]
@@ -167,12 +167,11 @@ def diagnose_recipe(
 class _Atoms(Mapping[str, Tagged]):
     """The tagged atoms of stored bases, read when they are asked for; a tensor basis holds those it was built from."""
 
-    def __init__(self, bases: Mapping[str, Tagged | Pairs]) -> None:
+    def __init__(self, bases: Mapping[str, Basis]) -> None:
         self.bases = bases
 
     def __getitem__(self, name: str) -> Tagged:
-        basis = self.bases[name]
-        return basis.atoms if isinstance(basis, Pairs) else basis
+        return self.bases[name].atoms
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.bases)
@@ -254,7 +253,7 @@ def sweep_recipe(
             merges,
             rows,
             plan,
-            {name: working(W) if W.is_floating_point() else W for name, W in tensors.items()},
+            {name: as_compute_dtype(W) if W.is_floating_point() else W for name, W in tensors.items()},
             evaluate,
             ranks=ranks,
             scales=scales,

@@ -18,10 +18,9 @@ from epimer.engine.merge import Tensors, read_tensors
 from epimer.engine.threads import Threads, worker_devices
 from epimer.errors import ParameterError, TensorError
 from epimer.geometry.metric import Metric, TaskGram
-from epimer.geometry.subspace import Pairs, Tagged, clamp_rank
+from epimer.geometry.subspace import Basis, Tagged, clamp_rank
 from epimer.geometry.theory import total
-from epimer.methods.frechet import rank_of
-from epimer.methods.registry import check_kind, default_forecasts, describe_method
+from epimer.methods.registry import default_forecasts, describe_method
 from epimer.plan.curvature_inputs import metric_bytes
 from epimer.plan.inputs import check_models, refuse
 from epimer.plan.jobs import Job, memory_of
@@ -57,7 +56,7 @@ class DiagnosisWalk:
     participants: Participants
     jobs: Sequence[Job]
     curvatures: Curvatures | None
-    bases: Mapping[str, Tagged | Pairs] | None
+    bases: Mapping[str, Basis] | None
     question: Question
 
     def read(self, job: Job) -> MatrixInputs:
@@ -82,7 +81,7 @@ class DiagnosisWalk:
         deltas = read_deltas(self.participants, job, loaded.tensors, device)
         like, basis = deltas[0], loaded.basis
         metrics = [metric.to(like.device, like.dtype) for metric in loaded.metrics] or [TaskGram(D) for D in deltas]
-        rank = clamp_rank(like.shape, len(deltas), self.question.rank) if basis is None else rank_of(basis) or 0
+        rank = clamp_rank(like.shape, len(deltas), self.question.rank) if basis is None else basis.rank
         fixed = None if basis is None else basis.to(like)
         return examine(job.name, W0.to(like), deltas, metrics, job.weights, rank, self.question, fixed)
 
@@ -94,7 +93,7 @@ def diagnose_models(
     *,
     curvatures: Curvatures | None = None,
     kind: str | None = None,
-    bases: Mapping[str, Tagged | Pairs] | None = None,
+    bases: Mapping[str, Basis] | None = None,
     rules: Sequence[tuple[str, str]] = (),
     rank: int | None = 32,
     damping: float = 1e-2,
@@ -173,15 +172,15 @@ def _memory(job: Job, curvatures: Curvatures | None, methods: Mapping[str, Any],
 
 def forecasts(methods: Methods | None, kind: str) -> dict[str, dict[str, Any]]:
     """Return the merges to forecast with their parameters; refuse what cannot be merged one matrix at a time."""
-    wanted = methods if methods is not None else [row.name for row in default_forecasts(kind)]
+    wanted = methods if methods is not None else default_forecasts(kind)
     chosen: dict[str, dict[str, Any]] = {}
     for name in wanted:
         row = describe_method(name)
-        if row.prepare is not None or any(parameter.kind == "callable" for parameter in row.parameters):
+        if row.prepare is not None or row.needs_function:
             raise ParameterError(f"{name} looks at the whole model, so its loss cannot be forecast layer by layer.")
-        check_kind(row, kind)
+        row.check_kind(kind)
         parameters = dict(methods[name]) if isinstance(methods, Mapping) else {}
-        if any(parameter.name == "iterations" for parameter in row.parameters):
+        if "iterations" in row.defaults:
             parameters.setdefault("iterations", STEPS)
         chosen[name] = parameters
     return chosen

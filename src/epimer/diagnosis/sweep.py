@@ -22,8 +22,8 @@ from epimer.engine.threads import Threads, worker_devices
 from epimer.errors import EpimerWarning, ParameterError
 from epimer.evaluation.judges import Evaluate, SplitScores
 from epimer.evaluation.suite import State
-from epimer.geometry.subspace import Pairs, Tagged, pairs
-from epimer.methods.registry import Method, check_kind, default_sweep, find_method
+from epimer.geometry.subspace import Basis, Tagged, tensor_product
+from epimer.methods.registry import Method, default_sweep, describe_method
 from epimer.plan.jobs import Job, Plan
 from epimer.plan.participants import Participants
 
@@ -131,9 +131,9 @@ class Merges:
         if job.rule != "matrix" or kind not in ("tagged", "tensor"):
             return job
         atoms = self._atoms(job.options.rank)
-        bases: Mapping[str, Tagged | Pairs] = atoms
+        bases: Mapping[str, Basis] = atoms
         if kind == "tensor":
-            bases = {name: pairs(one) for name, one in atoms.items() if name == job.name}
+            bases = {name: tensor_product(one) for name, one in atoms.items() if name == job.name}
         return replace(job, options=replace(job.options, basis=bases))
 
     def _atoms(self, rank: int | None) -> dict[str, Tagged]:
@@ -175,8 +175,7 @@ def sweep_plans(
 
     def ways() -> Iterator[Way]:
         for row in rows:
-            ranked = any(parameter.name == "rank" for parameter in row.parameters)
-            for rank in (ranks or (None,)) if ranked else (None,):
+            for rank in (ranks or (None,)) if "rank" in row.defaults else (None,):
 
                 def at(scale: float, row: Method = row, rank: int | None = rank) -> State:
                     return merges.merge(planner(row, rank, scale))
@@ -239,10 +238,10 @@ def check_methods(methods: Sequence[str] | None, kind: str | None) -> list[Metho
     """Return the methods to try; refuse those that cannot be."""
     rows = []
     for name in methods if methods is not None else default_sweep(kind):
-        row = find_method(name)
-        if any(parameter.kind == "callable" for parameter in row.parameters):
+        row = describe_method(name)
+        if row.needs_function:
             raise ParameterError(f"{name} chooses by a function of its own; leave it out of a sweep.")
-        check_kind(row, kind)
+        row.check_kind(kind)
         rows.append(row)
     return rows
 

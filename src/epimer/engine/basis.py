@@ -12,7 +12,7 @@ from epimer.checkpoints.checkpoint import header, nbytes
 from epimer.engine.memory import memory_budget
 from epimer.engine.merge import Tensors, read_tensors, task_vectors
 from epimer.engine.threads import Threads, worker_devices
-from epimer.geometry.subspace import Pairs, Tagged, clamp_rank, pairs, tagged
+from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
 from epimer.methods.registry import Method, describe_method
 from epimer.methods.rules import matrix_shape
 from epimer.plan.inputs import Fates, check_finite, check_models, refuse
@@ -25,7 +25,7 @@ KINDS = ("tagged", "tensor")
 
 @dataclass(frozen=True)
 class BasisWalk:
-    """Builds the basis of every matrix; tensor names to Tagged or Pairs."""
+    """Builds the basis of every matrix; tensor names to Tagged or TensorProduct."""
 
     participants: Participants
     jobs: Sequence[Job]
@@ -36,11 +36,11 @@ class BasisWalk:
         """Read one matrix of the base and of every model."""
         return read_tensors(self.participants, job)
 
-    def work(self, job: Job, tensors: Tensors, device: torch.device) -> Tagged | Pairs:
+    def work(self, job: Job, tensors: Tensors, device: torch.device) -> Basis:
         """Return the basis of one matrix."""
         deltas = read_deltas(self.participants, job, tensors, device)
         atoms = tagged(deltas, clamp_rank(deltas[0].shape, len(deltas), self.rank))
-        return atoms if self.kind == "tagged" else pairs(atoms)
+        return atoms if self.kind == "tagged" else tensor_product(atoms)
 
 
 def matrix_jobs(participants: Participants, fates: Fates, method: Method, rank: int | None) -> list[Job]:
@@ -75,7 +75,7 @@ def build_bases(
     workers: int | None = None,
     max_memory: str | int | None = None,
     progress: Progress | None = None,
-) -> Iterator[tuple[str, Tagged | Pairs]]:
+) -> Iterator[tuple[str, Basis]]:
     """Yield the basis of every matrix with its name, in the order of the template.
 
     Args:

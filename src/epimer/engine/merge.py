@@ -14,17 +14,18 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import fresh, header
 from epimer.engine.protocol import Engine
 from epimer.errors import TensorError
-from epimer.geometry.linalg import LowRank, chunks, dense, nonfinite, working
+from epimer.geometry.linalg import LowRank, as_compute_dtype, chunks, dense, nonfinite
+from epimer.geometry.solution import Solution
 from epimer.methods.averaging import average
-from epimer.methods.frechet import FISHER, entrywise
-from epimer.methods.registry import Layer, Method, Outcome, Prepared, Prepass, describe_method
+from epimer.methods.frechet import FISHER, fisher
+from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_method
 from epimer.methods.rules import matrix_shape
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job, Plan, precision
 from epimer.plan.layer_curvature import NOTHING, LayerCurvature, layer_curvature
 from epimer.plan.participants import Participant, Participants
 from epimer.progress import Stage
-from epimer.records import TensorRecord
+from epimer.records import Status, TensorRecord
 
 SMALL = 1 << 20  # jobs below this many bytes are handed over together
 TOGETHER = 1 << 23
@@ -163,10 +164,10 @@ class MergeWalk:
     ) -> tuple[Tensor, TensorRecord]:
         """Merge task vectors onto the base; the result has the template's shape and dtype."""
         context = None if self.prepared is None else self.prepared.context
-        outcome = merge_layer(job, Layer(job.name, deltas, job.weights, context=context), curvature)
-        total = job.options.scale * dense(outcome.delta).reshape(template.shape)
+        solution = merge_layer(job, Layer(job.name, deltas, job.weights, context=context), curvature)
+        total = job.options.scale * dense(solution.value).reshape(template.shape)
         if W0 is not None:
-            total += working(W0)
+            total += as_compute_dtype(W0)
         result = total.to(template.dtype)
         if nonfinite(result):
             raise TensorError(
@@ -175,16 +176,16 @@ class MergeWalk:
         record = TensorRecord(
             job.rule,
             tuple(template.shape),
-            outcome.status,
-            outcome.rank,
-            outcome.residual,
-            outcome.eta,
-            outcome.note,
+            solution.status,
+            solution.rank,
+            solution.residual,
+            solution.eta,
+            solution.note,
         )
         return result, record
 
 
-def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Outcome:
+def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
     """Return the merged task vector of one tensor under its rule."""
     assert job.method is not None
     if job.rule == "average":
@@ -198,7 +199,7 @@ def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Outcome:
         base_metric=None if base_metric is None else base_metric.to(like.device, like.dtype),
         basis=None if curvature.basis is None else curvature.basis.to(like),
     )
-    return entrywise(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
+    return fisher(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
 
 
 def batches(jobs: Sequence[Job]) -> Iterator[Batch]:
@@ -364,6 +365,6 @@ def all_records(plan: Plan, records: dict[str, TensorRecord]) -> dict[str, Tenso
     for name, W in plan.skipped.items():
         records[name] = TensorRecord("skip", tuple(W.shape))
     for name, twin in plan.ties.items():
-        records[name] = replace(records[twin], status="tied", note=f"tied to {twin}")
+        records[name] = replace(records[twin], status=Status.TIED, note=f"tied to {twin}")
     order = (name for name in plan.participants.template.headers if name in records)
     return {name: records[name] for name in order}

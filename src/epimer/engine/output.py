@@ -98,7 +98,7 @@ def merge_record(
 ) -> MergeRecord:
     """Return the record of a merge; of one in memory it tells the method, its options, the weights and the tensors."""
     first = next((job for job in plan.jobs if job.method is not None), None)
-    shown = {} if first is None else {p.name: _plain(getattr(first.options, p.name)) for p in plan.method.parameters}
+    shown = {} if first is None else {name: _plain(value) for name, value in plan.method.values(first.options).items()}
     weights = (prepared and prepared.weights) or (first.weights if first is not None else ())
     known: dict[str, Any] = {}
     if plan.recipe is not None:

@@ -268,7 +268,7 @@ class Bench:
         validation: dict[float, float] = {}
 
         def made(scale: float) -> State:
-            if candidate.method == "gradient_matching":  # whose scale sits inside a fraction
+            if not describe_method(candidate.method).linear_in_scale:
                 return self.merge(candidate, scale=scale)
             return self.scaled(merged, scale)
 

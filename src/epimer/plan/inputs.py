@@ -10,7 +10,9 @@ from torch import Tensor
 
 from epimer.errors import EpimerError, ParameterError, TensorError, listed
 from epimer.geometry.linalg import nonfinite
-from epimer.methods.registry import Method, is_number
+from epimer.methods.frechet import FrechetOptions
+from epimer.methods.options import MethodOptions, is_number
+from epimer.methods.registry import Method
 from epimer.methods.rules import is_matrix, matching
 from epimer.plan.participants import Participant, Participants
 
@@ -194,7 +196,7 @@ def check_weights(weights: Sequence[float] | None, tasks: int, user: str, *, abs
     return [w / total for w in values]
 
 
-def check_options(options: object, method: Method, tasks: int, *, based: bool) -> None:
+def check_options(options: MethodOptions, method: Method, tasks: int, *, based: bool) -> None:
     """Refuse lists of another length than there are models, and what depends on a base that is not there."""
     for parameter in method.parameters:
         value = getattr(options, parameter.name)
@@ -205,11 +207,11 @@ def check_options(options: object, method: Method, tasks: int, *, based: bool) -
             )
     if based:
         return
-    if getattr(options, "scale", 1) != 1:
+    if options.scale != 1:
         raise ParameterError(
             f"The 'scale' parameter of {method.name} needs a base model; pass base or leave scale at 1."
         )
-    if getattr(options, "basis", "full") != "full" or getattr(options, "aggregator", "mean") != "mean":
+    if isinstance(options, FrechetOptions) and (options.basis != "full" or options.aggregator != "mean"):
         raise ParameterError(
             f"{method.name} without a base model must have basis='full' and aggregator='mean'; pass base."
         )

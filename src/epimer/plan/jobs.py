@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,8 @@ from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, TensorError
+from epimer.methods.frechet import FrechetOptions
+from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method, describe_method
 from epimer.methods.rules import matrix_shape
 from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
@@ -29,7 +30,7 @@ from epimer.recipe.model import Recipe, depths
 
 PART = 1 << 28  # a job that takes more memory than this is divided if it can be
 
-Settings = Callable[[str, float], tuple[Any, list[float]]]
+Settings = Callable[[str, float], tuple[MethodOptions, list[float]]]
 """a tensor's name and depth -> the method's options and the weights of the models for it"""
 
 
@@ -43,7 +44,7 @@ class Job:
     """shape and dtype of the result, without data"""
     method: Method | None
     """None where the tensor is copied"""
-    options: Any
+    options: MethodOptions | None
     weights: list[float]
     reads: int
     """bytes to read"""
@@ -82,7 +83,7 @@ class Job:
         """Whether task vectors of low rank are merged as their factors."""
         if self.method is None or self.rule != "matrix" or not self.method.factored:
             return False
-        return getattr(self.options, "basis", "") != "full"
+        return not (isinstance(self.options, FrechetOptions) and self.options.basis == "full")
 
     def parts(self) -> list[Job]:
         """Divide a wide tensor whose entries do not depend on each other into blocks of rows."""

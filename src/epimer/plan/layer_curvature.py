@@ -11,7 +11,9 @@ from torch import Tensor
 
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.metric import Diagonal, Metric, Projected
-from epimer.geometry.subspace import Pairs, Tagged, clamp_rank
+from epimer.geometry.subspace import Basis, TensorProduct, clamp_rank
+from epimer.methods.frechet import FrechetOptions
+from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method
 from epimer.methods.rules import is_matrix, matrix_shape
 
@@ -27,7 +29,7 @@ class LayerCurvature:
 
     metrics: tuple[Metric, ...] = ()
     base_metric: Metric | None = None
-    basis: Tagged | Pairs | None = None
+    basis: Basis | None = None
 
 
 NOTHING = LayerCurvature()
@@ -39,7 +41,7 @@ def layer_curvature(
     W: Tensor,
     tasks: int,
     method: Method,
-    options: Any,
+    options: MethodOptions,
     curvatures: Curvatures | None,
     *,
     based: bool,
@@ -70,7 +72,7 @@ def layer_curvature(
         where = f"base_curvature[{name!r}]"
         base_metric = check_metric(base_metric, where, W, matrix=False, kinds=("diagonal",), user=method.name)
     basis = None
-    if matrix and hasattr(options, "basis"):
+    if matrix and isinstance(options, FrechetOptions):
         basis = layer_basis(options.basis, metrics, name, W, tasks)
         if basis is not None and not based:
             raise CurvatureError(f"{method.name} without a base model cannot use a basis for {name!r}; pass base.")
@@ -78,13 +80,8 @@ def layer_curvature(
 
 
 def accepted_kinds(method: Method, rule: str) -> tuple[str, ...]:
-    """Return the kinds of curvature a method takes for a tensor under a rule, the one to measure first."""
-    if rule == "fisher":
-        return ("diagonal",)
-    kind = method.curvature or ""
-    kinds: tuple[str, ...] = (kind, "projected") if rule == "matrix" else (kind,)
-    kinds += ("ekfac",) if kind == "kronecker" else ()
-    return (kind,) if method.name == "regmean" else kinds
+    """Return the kinds of curvature that a tensor with this rule can be merged under."""
+    return ("diagonal",) if rule == "fisher" else method.accepts
 
 
 def needs_metric(name: str, rule: str, W: Tensor) -> bool:
@@ -150,9 +147,9 @@ def check_metric(metric: Any, where: str, W: Tensor, *, matrix: bool, kinds: Seq
     return Diagonal(metric.F.reshape(shape)) if isinstance(metric, Diagonal) else metric
 
 
-def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, W: Tensor, tasks: int) -> Tagged | Pairs | None:
+def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, W: Tensor, tasks: int) -> Basis | None:
     """Return the basis the caller fixed for a matrix, from `basis=` or from its projected curvature, if any."""
-    chosen: Tagged | Pairs | None = None
+    chosen: Basis | None = None
     if isinstance(bases, Mapping):
         chosen = bases.get(name)
         if chosen is not None:
@@ -179,7 +176,7 @@ def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, W: Tensor, tas
 
 
 def _check_basis(basis: Any, where: str, W: Tensor) -> None:
-    if not isinstance(basis, Tagged | Pairs):
+    if not isinstance(basis, Basis):
         raise ParameterError(f"{where} must be a basis made by epimer.build_basis, got {type(basis).__name__}.")
     if (len(basis.U), len(basis.V)) != matrix_shape(W):
         raise ParameterError(
@@ -198,12 +195,12 @@ def _same_basis(one: Any, other: Any) -> bool:
     )
 
 
-def _check_projected(metric: Projected, where: str, basis: Tagged | Pairs) -> None:
+def _check_projected(metric: Projected, where: str, basis: Basis) -> None:
     """Refuse projected curvature whose sizes do not fit the basis."""
-    if metric.H is not None and isinstance(basis, Pairs):
+    if metric.H is not None and isinstance(basis, TensorProduct):
         raise CurvatureError(f"{where} has a matrix H, which only a tagged basis takes; give A and G.")
     p, q = basis.U.shape[1], basis.V.shape[1]
-    dimension = p if isinstance(basis, Pairs) or basis.mix is None else basis.mix.shape[1]
+    dimension = p if isinstance(basis, TensorProduct) or basis.mix is None else basis.mix.shape[1]
     for label, M, expected in (("H", metric.H, dimension), ("G", metric.G, p), ("A", metric.A, q)):
         if M is not None and len(M) != expected:
             raise CurvatureError(

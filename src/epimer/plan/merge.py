@@ -85,7 +85,7 @@ def plan_recipe(recipe: Recipe, opened: Opened) -> Plan:
     problems, notes = list(opened.problems), list(opened.notes)
     participants = opened.participants
     # mergekit's `normalize: false` sums the models themselves, so there is nothing to take differences from.
-    if method.name == "average" and recipe.normalize_weights is False:
+    if method.sums_models and recipe.normalize_weights is False:
         participants = participants.without_base()
     basis = opened.basis if recipe.basis is not None else None
     curvatures = opened.curvatures if any(entry.curvature for entry in recipe.models) else None
@@ -165,7 +165,7 @@ def _check_recipe(recipe: Recipe, method: Method, problems: list[EpimerError]) -
                 "differ between tensors; give one number."
             )
         )
-    if any(parameter.kind == "callable" for parameter in method.parameters):
+    if method.needs_function:
         problems.append(
             RecipeError(f"{method.name} takes a Python function: use merge_state_dicts instead of a recipe.")
         )
@@ -203,7 +203,7 @@ def recipe_weights(recipe: Recipe, given: list[float] | None, tasks: int, method
         if not sum(weights):
             raise ParameterError(f"weights {weights} sum to 0 and cannot be normalised; remove normalize.")
         return [w / sum(weights) for w in weights]
-    if method.name != "average":
+    if not method.sums_models:
         raise ParameterError(
             f"{method.name} takes a mean, so `normalize: false` means nothing to it; remove it, or set scale."
         )

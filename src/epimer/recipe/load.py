@@ -13,7 +13,8 @@ from epimer.recipe.model import AUTO, Filtered, ModelEntry, Recipe, Scalar, Valu
 from epimer.recipe.yaml_lines import Location, YamlFile, spell
 
 if TYPE_CHECKING:
-    from epimer.methods.registry import Method, Parameter
+    from epimer.methods.options import Parameter
+    from epimer.methods.registry import Method
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 ALIASES = {"linear": "average", "dare_linear": "dare"}
@@ -173,7 +174,7 @@ class _Reader:
         name = self.text(("merge_method",), given.get("merge_method"))
         if name is None:
             raise self.error((), f"the recipe has no 'merge_method'. Methods: {ours}.")
-        if name in NOT_OUR_METHODS:
+        if name in NOT_OUR_METHODS and name not in list_methods():
             near = f"; nearest: {NOT_OUR_METHODS[name]}" if NOT_OUR_METHODS[name] else ""
             raise self.error(("merge_method",), f"mergekit's method {name!r} is not one of ours{near}. Ours: {ours}.")
         if name not in list_methods() and name not in ALIASES:
@@ -252,7 +253,7 @@ class _Reader:
         if not isinstance(raw, list | dict):
             raise self.wrong(("rules",), raw, "a list of [pattern, rule] pairs, or a mapping of patterns to rules")
         pairs = [(key, [key, rule]) for key, rule in raw.items()] if isinstance(raw, dict) else list(enumerate(raw))
-        from epimer.methods.registry import RULES_PARAMETER
+        from epimer.methods.options import RULES_PARAMETER
 
         return tuple(self.checked(("rules", key), RULES_PARAMETER, [pair])[0] for key, pair in pairs)
 

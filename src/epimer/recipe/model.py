@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from epimer.errors import RecipeError
 
 if TYPE_CHECKING:  # the registry imports torch; functions import it when they must know the methods
-    from epimer.methods.registry import Parameter
+    from epimer.methods.options import Parameter
+    from epimer.methods.registry import Method
 
 AUTO = "auto"
 
@@ -181,14 +182,21 @@ def depths(names: Sequence[str]) -> dict[str, float]:
     return found
 
 
-@cache
 def known_parameters(method: str) -> dict[str, Parameter]:
-    """Return what a recipe may say of a method, or of the method that is to be chosen; and the weight of a model."""
-    from epimer.methods.registry import BASES, CHOSEN, Parameter, describe_method
+    """Return what a recipe may say of a method, or of one that is to be chosen; and the weight of a model."""
+    from epimer.methods.registry import describe_method
 
-    row = describe_method(CHOSEN if method == AUTO else method)
-    low = None if row.absolute_weights else 0
+    return _parameters(None if method == AUTO else describe_method(method))
+
+
+@cache
+def _parameters(method: Method | None) -> dict[str, Parameter]:
+    from epimer.methods.frechet import FrechetOptions
+    from epimer.methods.options import BASES, Parameter, parameters_of
+
+    low = None if method is not None and method.absolute_weights else 0
     weight = Parameter("weight", "number", None, "weight of a model", low=low, per_model=True)
-    ours = [p for p in row.parameters if p.kind not in ("callable", "mapping", "rules")]
+    every = parameters_of(FrechetOptions(basis="tensor")) if method is None else method.parameters
+    ours = [p for p in every if p.kind not in ("callable", "mapping", "rules")]
     ours = [replace(p, kind="choice", choices=BASES) if p.kind == "basis" else p for p in ours]
     return {p.name: p for p in (weight, *ours)}

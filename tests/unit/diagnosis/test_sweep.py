@@ -343,7 +343,8 @@ def test_methods_that_cannot_be_tried_are_refused(suite):
             sweep(suite.base, suite.models, by_suite(suite), methods=methods, scales=[1], curvature=curvature)
         return str(caught.value)
 
-    assert refused(["tvs"]) == "There is no method 'tvs'. Did you mean 'tsv'?"
+    methods = ", ".join(epimer.list_methods())
+    assert refused(["tvs"]) == f"There is no method 'tvs'. Did you mean 'tsv'? Methods: {methods}."
     assert refused(["greedy_soup"]) == "greedy_soup chooses by a function of its own; leave it out of a sweep."
     assert refused(["tsv", "epimer_kron"]) == (
         "epimer_kron needs kronecker curvature, and there is none; measure it, or leave epimer_kron out."

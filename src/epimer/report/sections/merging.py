@@ -110,7 +110,7 @@ def recipe(content: str) -> Markup:
 def _tensors(tensors: dict[str, TensorRecord]) -> Markup:
     """Return how many tensors went which way, and all of them to unfold."""
     rules = Counter(one.rule for one in tensors.values())
-    states = Counter(one.status for one in tensors.values() if one.rule != "skip")
+    states: Counter[str] = Counter(one.status for one in tensors.values() if one.rule != "skip")
     odd = {name: one for name, one in tensors.items() if one.status not in (*WELL, "tied") or one.note}
     said = f"{len(tensors)} tensors: {_counted(rules)}. Solved: {_counted(states)}."
     parts = [paragraph(said)]
