@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from epimer.errors import ParameterError as ParameterError
     from epimer.errors import RecipeError as RecipeError
     from epimer.errors import TensorError as TensorError
+    from epimer.evaluation.suite import Split as Split
+    from epimer.evaluation.suite import Suite as Suite
+    from epimer.evaluation.suite import SuiteTask as SuiteTask
     from epimer.geometry.metric import Corrected as Corrected
     from epimer.geometry.metric import Diagonal as Diagonal
     from epimer.geometry.metric import Kronecker as Kronecker
@@ -59,6 +62,7 @@ _HOMES = {
     "epimer.geometry.metric": ("Corrected", "Diagonal", "Kronecker", "Projected", "Samples"),
     "epimer.diagnosis.diagnose": ("diagnose", "diagnose_state_dicts"),
     "epimer.diagnosis.landscape": ("landscape",),
+    "epimer.evaluation.suite": ("Split", "Suite", "SuiteTask"),
     "epimer.methods.merge": ("build_basis", "merge_state_dicts"),
     "epimer.methods.registry": ("describe_method", "list_methods"),
     "epimer.records": ("Diagnosis", "MergeRecord"),

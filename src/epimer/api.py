@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from epimer.diagnosis import choice as auto
-from epimer.diagnosis.sweep import Evaluate, Sweep
+from epimer.diagnosis.sweep import Sweep
 from epimer.engine import merge as engine
 from epimer.errors import RecipeError
+from epimer.evaluation.judges import Evaluate
 from epimer.plan.jobs import make_plan
 from epimer.recipe.model import PROVISIONAL, Recipe, open_recipe
 from epimer.records import MergeRecord
@@ -78,9 +79,9 @@ def resolve(
 
     def judge(text: str, folder: Path | None) -> Evaluate:
         from epimer.evaluation.judges import evaluator
-        from epimer.evaluation.user_code import is_entry
+        from epimer.evaluation.user_code import is_entry_point
 
-        if is_entry(text.removeprefix("agreement:")):
+        if is_entry_point(text.removeprefix("agreement:")):
             raise RecipeError(
                 f"'eval: {text}' names Python code, which a recipe may not run; use `epimer sweep --eval {text}`."
             )

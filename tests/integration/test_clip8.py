@@ -41,7 +41,7 @@ import json, sys
 from contextlib import redirect_stderr
 from io import StringIO
 from epimer.cli import main
-from epimer.experiments.run import open_suite
+from epimer.evaluation.open_suite import open_suite
 
 limit, *sys.argv[1:] = sys.argv[1:]
 suite = open_suite("clip8", limit=int(limit), progress=False)

@@ -15,17 +15,19 @@ from torch import Tensor
 
 from epimer.diagnosis.advice import choice
 from epimer.diagnosis.diagnose import diagnose
-from epimer.diagnosis.sweep import Evaluate, State, Sweep, Way, at_scales, check_methods, compare, shared_basis
+from epimer.diagnosis.sweep import Sweep, Way, at_scales, check_methods, compare, shared_basis
 from epimer.engine.merge import check_plan
 from epimer.engine.threads import Runner
 from epimer.errors import EpimerWarning, RecipeError
+from epimer.evaluation.judges import Evaluate
+from epimer.evaluation.suite import State
 from epimer.geometry.linalg import working
 from epimer.methods.registry import describe_method
 from epimer.methods.rules import matching
 from epimer.plan.jobs import Job, Plan, make_plan
 from epimer.progress import Progress
 from epimer.recipe.model import Recipe, open_recipe
-from epimer.score_format import shown
+from epimer.score_format import format_score
 
 Choice = tuple[Recipe, str]
 """a recipe with nothing left open, and why it is so"""
@@ -86,7 +88,7 @@ def by_sweep(given: Recipe, evaluate: Evaluate, *, folder: Path | None, progress
         any_curvature=any_curvature, evaluation=given.eval or "", keep_scale=not free,
     )  # fmt: skip
     best = found.best
-    why = f"{shown(best.validation.unit, best.validation.all.average)} on validation data of {given.eval}"
+    why = f"{format_score(best.validation.unit, best.validation.all.average)} on validation data of {given.eval}"
     if not free:
         return settled(given, best.method), f"{best.method}: {why}"
     return settled(given, best.method, best.scale), f"{best.method} at scale {best.scale:g}: {why}"

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from epimer.diagnosis.fitting import check_kind, find_method
 from epimer.errors import ParameterError
-from epimer.evaluation.statistics import Scores
+from epimer.evaluation.judges import Evaluate, SplitScores
+from epimer.evaluation.suite import State
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import pairs
 from epimer.methods.merge import build_basis, merge_state_dicts
@@ -31,39 +32,6 @@ CURVED = {
 }
 STEPS = 20  # of conjugate gradients while settings are compared
 
-State = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Judged:
-    """How a model does on one split."""
-
-    scores: Mapping[str, Tensor]
-    """task -> every sample's score, or one number; higher is better"""
-    kl: Mapping[str, float] = field(default_factory=dict)
-    """task -> mean KL from the task's own model's predictions, where it was asked for"""
-    unit: str = "accuracy"
-    """what scores are: accuracy, loss or perplexity (minus the loss), or score"""
-
-    def __post_init__(self) -> None:
-        for task, scores in self.scores.items():
-            if not scores.numel() or not bool(scores.isfinite().all()):
-                what = "no score" if not scores.numel() else "a score that is not finite"
-                raise ParameterError(f"the merge got {what} on {task!r}; a sweep needs finite numbers to choose by.")
-
-    @property
-    def all(self) -> Scores:
-        """The scores of all tasks."""
-        return Scores(list(self.scores.values()))
-
-    @property
-    def order(self) -> tuple[float, float]:
-        """What settings are compared by: the average score, then closeness."""
-        return self.all.average, -sum(self.kl.values())
-
-
-Evaluate = Callable[[State, str], Judged]
-"""(state dict, "val" or "test") -> scores"""
 Way = tuple[str, int | None, Callable[[float], State]]
 """a method, its rank, and its merge at any scale"""
 
@@ -75,8 +43,8 @@ class Tried:
     method: str
     rank: int | None
     scale: float
-    validation: Judged
-    test: Judged | None = None
+    validation: SplitScores
+    test: SplitScores | None = None
     """where it is the best of its method and rank"""
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,7 +162,7 @@ def compare(
             raise ParameterError(f"a scale must be a finite number, got {scale}.")
     tried: list[Tried] = []
     for method, rank, at in ways:
-        found: dict[float, Judged] = {}
+        found: dict[float, SplitScores] = {}
 
         def score(scale: float, method: str = method, at: Any = at, found: Any = found) -> tuple[float, float]:
             if scale not in found:

@@ -267,7 +267,7 @@ def cost(bench: Bench, runs: int = 4) -> Result:
         for _ in range(runs):
             started = time.perf_counter()
             fresh.merge(candidate)
-            times.append(time.perf_counter() - started + fresh.preparing(candidate))
+            times.append(time.perf_counter() - started + fresh.basis_seconds(candidate))
         row = {"method": candidate.name, "median": statistics.median(times), "least": min(times)}
         data.append({**row, "curvature": candidate.curvature or ""})
     notes = [f"Median of {runs} runs, on {torch.get_num_threads()} threads where the models are on the CPU."]
@@ -359,7 +359,7 @@ def tasks(bench: Bench) -> Result:
 
 def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
     """Return every task's loss on the plane of the fine-tuned models' first two principal components."""
-    suite = bench.suite.some(test=seen)
+    suite = bench.suite.truncated(test=seen)
     merged: dict[str, Mapping[str, Any]] = {}
     for method in bench.each(SHOWN):
         candidate = Candidate(method)
@@ -369,7 +369,7 @@ def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
     points, done = 1 + len(models) + len(merged) + grid**2, itertools.count(1)
     found = survey(
         dict(suite.base), models, lambda state: suite.losses(state, "test"), merged=merged, tasks=names, grid=grid,
-        progress=lambda _: bench.watch(next(done), points, "losses"),
+        progress=lambda _: bench.report_progress(next(done), points, "losses"),
     )  # fmt: skip
     data = [{"point": point.name, "kind": point.kind, **point.shown(names)} for point in found.points]
     columns = {
