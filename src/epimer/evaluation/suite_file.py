@@ -150,8 +150,9 @@ class _Reader:
 
     def data(self, path: Location, raw: Any, kind: str) -> tuple[dict[str, Table], dict[str, str]]:
         """Open the splits; check that they have the columns to read."""
-        inputs = {"image": IMAGES} if kind == IMAGE else {"text": TEXTS}
-        columns: dict[str, tuple[str, ...]] = inputs if kind == CAUSAL_LM else {**inputs, "label": LABELS}
+        columns: dict[str, tuple[str, ...]] = {"image": IMAGES} if kind == IMAGE else {"text": TEXTS}
+        if kind != CAUSAL_LM:
+            columns["label"] = LABELS
         refused = {
             key: f"'{key}' is not a column of {kind}." for key in ("text", "label", "image") if key not in columns
         }

@@ -57,11 +57,11 @@ def load_entry_point(text: str) -> Callable[..., Any]:
         ) from error
     except Exception as error:
         raise _failure(f"importing {name}", error) from error
-    function: Any = getattr(module, attribute, None)
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ParameterError(f"{text}: {name} has no function {attribute!r}.{nearest(attribute, known)}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _guarded(text: str, suite: Suite) -> Suite:
         return f"{text}: task {task.name!r}: {part}"
 
     def network(state: State, task: SuiteTask) -> nn.Module:
-        module = one_line_errors(label(task, "network"))(suite.network)(state, task)
+        module: Any = one_line_errors(label(task, "network"))(suite.network)(state, task)
         if not isinstance(module, nn.Module):
             returned = label(task, f"network returned {type(module).__name__}")
             raise ParameterError(f"{returned}, expected a torch.nn.Module.")
