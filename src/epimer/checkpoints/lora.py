@@ -54,9 +54,10 @@ class Adapted(Checkpoint):
     def read(self, name: str, rows: Rows = None) -> Tensor:
         W = self.adapter.read(self.replaced[name], rows) if name in self.replaced else self.base.read(name, rows)
         update = self._factors(name, rows)
-        return (
-            W if update is None else as_compute_dtype(W) + update.dense().to(as_compute_dtype(W).dtype).reshape(W.shape)
-        )
+        if update is None:
+            return W
+        W = as_compute_dtype(W)
+        return W + update.dense().to(W.dtype).reshape(W.shape)
 
     def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
         if name in self.replaced or base.fingerprint != self.base.fingerprint:

@@ -112,7 +112,7 @@ def listed(text: str | None, kind: Callable[[str], T], option: str) -> list[T] |
 
 def sweep(found: Sweep, kept: Path | None) -> None:
     """Print the best scale of every method and rank, the best first."""
-    from epimer.score_format import between, shown
+    from epimer.score_format import format_interval, format_score
 
     page, close = console(), any(one.validation.kl for one in found.tried)
     headings = ["method", "rank", "scale", "validation", *(["its KL"] if close else []), "test [95%]", "worst", "tried"]
@@ -120,15 +120,15 @@ def sweep(found: Sweep, kept: Path | None) -> None:
     for one in sorted(found.finalists, key=lambda one: one.validation.order, reverse=True):
         row, unit = one.to_dict(), one.validation.unit
         count = sum((other.method, other.rank) == (one.method, one.rank) for other in found.tried)
-        bounds = "" if row["low"] is None else f" {between(unit, row['low'], row['high'])}"
+        bounds = "" if row["low"] is None else f" {format_interval(unit, row['low'], row['high'])}"
         table.add_row(
             escape(one.method),
             "" if one.rank is None else str(one.rank),
             f"{one.scale:g}",
-            shown(unit, row["validation"]),
+            format_score(unit, row["validation"]),
             *([f"{row['kl']:.3f}"] if close else []),
-            shown(unit, row["average"]) + escape(bounds),
-            shown(unit, row["worst"]),
+            format_score(unit, row["average"]) + escape(bounds),
+            format_score(unit, row["worst"]),
             f"{count} scales",
         )
     page.print(table)

@@ -9,7 +9,7 @@ from typing import Any
 
 from epimer.checkpoints.writer import as_json, explained, whole_file
 from epimer.experiments.results import Result
-from epimer.score_format import LOSSES, natural
+from epimer.score_format import LOSSES, metric_value
 
 
 def write(result: Result, folder: Path) -> list[Path]:
@@ -83,7 +83,7 @@ def _draw_dots(figure: Mapping[str, Any], title: str, axes: Any) -> None:
 def _read_as(axis: Any, metric: str | None) -> None:
     """Label scores as their metric is known; the better end stays where it is."""
     if metric in LOSSES:
-        axis.set_major_formatter(lambda value, _: f"{natural(metric, value):.4g}")
+        axis.set_major_formatter(lambda value, _: f"{metric_value(metric, value):.4g}")
 
 
 DASHES = ("-", "--", ":", "-.")  # after ten lines, which are as many as there are colours

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from epimer.diagnosis.diagnose import diagnose_state_dicts
+from epimer.api import diagnose_state_dicts
 from epimer.diagnosis.landscape import landscape as survey
 from epimer.evaluation.statistics import Scores
 from epimer.experiments.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, Outcome, references
@@ -30,8 +30,7 @@ from epimer.experiments.results import (
     text,
 )
 from epimer.geometry.subspace import clamp_rank
-from epimer.methods.inputs import matrix_shape
-from epimer.methods.rules import is_matrix
+from epimer.methods.rules import is_matrix, matrix_shape
 
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 RANKS = (2, 4, 8, 16, 32)
@@ -267,7 +266,7 @@ def cost(bench: Bench, runs: int = 4) -> Result:
         for _ in range(runs):
             started = time.perf_counter()
             fresh.merge(candidate)
-            times.append(time.perf_counter() - started + fresh.preparing(candidate))
+            times.append(time.perf_counter() - started + fresh.basis_seconds(candidate))
         row = {"method": candidate.name, "median": statistics.median(times), "least": min(times)}
         data.append({**row, "curvature": candidate.curvature or ""})
     notes = [f"Median of {runs} runs, on {torch.get_num_threads()} threads where the models are on the CPU."]
@@ -359,7 +358,7 @@ def tasks(bench: Bench) -> Result:
 
 def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
     """Return every task's loss on the plane of the fine-tuned models' first two principal components."""
-    suite = bench.suite.some(test=seen)
+    suite = bench.suite.truncated(test=seen)
     merged: dict[str, Mapping[str, Any]] = {}
     for method in bench.each(SHOWN):
         candidate = Candidate(method)
@@ -369,7 +368,7 @@ def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
     points, done = 1 + len(models) + len(merged) + grid**2, itertools.count(1)
     found = survey(
         dict(suite.base), models, lambda state: suite.losses(state, "test"), merged=merged, tasks=names, grid=grid,
-        progress=lambda _: bench.watch(next(done), points, "losses"),
+        progress=lambda _: bench.report_progress(next(done), points, "losses"),
     )  # fmt: skip
     data = [{"point": point.name, "kind": point.kind, **point.shown(names)} for point in found.points]
     columns = {

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from typing import Any
 
-import torch
-
-import epimer
 from epimer.evaluation.statistics import Scores, compare
-from epimer.score_format import LOSSES, SHARES, apart, between, chance, ends, shown
+from epimer.score_format import (
+    LOSSES,
+    SHARES,
+    format_interval,
+    format_p_value,
+    format_score,
+    metric_difference,
+    order_bounds,
+)
 
 FORMAT = 1  # of the JSON file
 Row = dict[str, Any]
@@ -109,11 +113,6 @@ def summary(scores: Scores, names: Sequence[str]) -> Row:
     return {**found, "tasks": tasks, "intervals": intervals}
 
 
-def made_by(**more: Any) -> Row:
-    """Return by which versions something was made, and when."""
-    return {"epimer": epimer.__version__, "torch": torch.__version__, "date": str(date.today()), **more}
-
-
 def against(one: Scores, other: Scores) -> Row:
     """Return by how much a merge is better than another: the difference, its 95% interval, and a paired test's p."""
     found = compare(one, other)
@@ -132,7 +131,7 @@ def text(key: str) -> Callable[[Row], str]:
 
 def share(key: str) -> Callable[[Row], str]:
     """Show a share in percent."""
-    return lambda row: "" if row.get(key) is None else shown("accuracy", row[key])
+    return lambda row: "" if row.get(key) is None else format_score("accuracy", row[key])
 
 
 def starred(row: Row) -> str:
@@ -154,11 +153,11 @@ class Cells:
 
     def score(self, key: str) -> Callable[[Row], str]:
         """Show a score, or nothing where a row has none."""
-        return lambda row: "" if row.get(key) is None else shown(self.metric, row[key])
+        return lambda row: "" if row.get(key) is None else format_score(self.metric, row[key])
 
     def on_task(self, name: str) -> Callable[[Row], str]:
         """Show the score on one task."""
-        return lambda row: shown(self.metric, row["tasks"][name])
+        return lambda row: format_score(self.metric, row["tasks"][name])
 
     def spread(self, key: str) -> Callable[[Row], str]:
         """Show how far scores lie apart."""
@@ -166,22 +165,22 @@ class Cells:
 
     def interval(self, row: Row) -> str:
         """Show an average with its interval."""
-        return f"{shown(self.metric, row['average'])} {between(self.metric, row['low'], row['high'])}"
+        return f"{format_score(self.metric, row['average'])} {format_interval(self.metric, row['low'], row['high'])}"
 
     def worst(self, row: Row) -> str:
         """Show the worst task's score with its interval."""
         name = min(row["tasks"], key=lambda task: row["tasks"][task])
-        return f"{shown(self.metric, row['worst'])} {between(self.metric, *row['intervals'][name])}"
+        return f"{format_score(self.metric, row['worst'])} {format_interval(self.metric, *row['intervals'][name])}"
 
     def difference(self, row: Row) -> str:
         """Show the difference from another merge, with its interval and its p."""
         if row.get("difference") is None:
             return ""
-        low, high = map(self._signed, ends(self.metric, *row["between"]))
-        return f"{self._signed(row['difference'])} [{low}, {high}], p {chance(row['p'])}"
+        low, high = map(self._signed, order_bounds(self.metric, *row["between"]))
+        return f"{self._signed(row['difference'])} [{low}, {high}], p {format_p_value(row['p'])}"
 
     def _signed(self, by: float) -> str:
-        return f"{100 * by:+.1f}" if self.metric in SHARES else f"{apart(self.metric, by):+.3f}"
+        return f"{100 * by:+.1f}" if self.metric in SHARES else f"{metric_difference(self.metric, by):+.3f}"
 
     @property
     def margin(self) -> str:

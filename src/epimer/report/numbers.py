@@ -72,7 +72,7 @@ class Unit:
 
     def plain(self, value: float | None) -> float | None:
         """Return a score as its metric is known: a loss is minus the score."""
-        return value if value is None or math.isnan(value) else units.natural(self.metric, value)
+        return value if value is None or math.isnan(value) else units.metric_value(self.metric, value)
 
     def show(self, value: float | None) -> str:
         """Return a score as tables have it."""
@@ -80,7 +80,7 @@ class Unit:
 
     def ends(self, low: float | None, high: float | None) -> tuple[float | None, float | None]:
         """Return the ends of an interval in the order in which they read."""
-        return units.ends(self.metric, low, high)
+        return units.order_bounds(self.metric, low, high)
 
     def between(
         self, low: float | None, high: float | None, to: str = ", ", show: Callable[[float | None], str] | None = None
@@ -102,7 +102,7 @@ class Unit:
 
     def apart(self, value: float | None) -> float | None:
         """Return a difference of two scores as one of what they read as."""
-        return None if value is None else units.apart(self.metric, value)
+        return None if value is None else units.metric_difference(self.metric, value)
 
     @property
     def suffix(self) -> str:

@@ -14,9 +14,9 @@ import epimer
 import models as made
 from epimer.diagnosis import choice as auto
 from epimer.diagnosis import sweep as sweeping
-from epimer.diagnosis.sweep import SCALES, STEPS, Judged, sweep
+from epimer.diagnosis.sweep import SCALES, STEPS, sweep
 from epimer.errors import EpimerError, ParameterError, RecipeError
-from epimer.evaluation.judges import by_agreement, by_function, by_suite, evaluator
+from epimer.evaluation.judges import SplitScores, by_agreement, by_function, by_suite, evaluator
 from epimer.evaluation.suite import Split, Suite, SuiteTask
 from epimer.recipe.model import load_recipe
 from trained import make_suite, network
@@ -94,7 +94,7 @@ def test_one_merge_at_every_scale_is_the_merge_at_that_scale(kind):
     def remember(state, split):
         if split == "val":
             seen.setdefault(len(seen), state)
-        return Judged({"task": torch.zeros(1)})
+        return SplitScores({"task": torch.zeros(1)})
 
     rules = [("conv.weight", "skip"), ("block.0.bias", "copy")]
     sweep(base, models, remember, methods=methods, scales=[0.5, 2.0], curvature=curvature, rules=rules, ranks=[2])
@@ -152,7 +152,7 @@ def sweep_of(validation, test=None, **given):
     def evaluate(state, split):
         asked[split].append(scale_of(state))
         score = validation if split == "val" else test or validation
-        return Judged({"one": torch.tensor([score(scale_of(state))])})
+        return SplitScores({"one": torch.tensor([score(scale_of(state))])})
 
     base = {"w": torch.zeros(6, 6)}
     return sweep(base, [STEP, STEP], evaluate, **{"methods": ["average"]} | given), asked
@@ -236,7 +236,7 @@ def test_agreement_equals_softmax_and_kl_by_hand_and_reads_no_label(suite, split
 
 
 def test_equal_agreement_is_decided_by_closeness(suite):
-    one, two = Judged({"a": torch.ones(3)}, {"a": 0.5}), Judged({"a": torch.ones(3)}, {"a": 0.25})
+    one, two = SplitScores({"a": torch.ones(3)}, {"a": 0.5}), SplitScores({"a": torch.ones(3)}, {"a": 0.25})
     assert two.order > one.order
     judge = by_agreement(replace(suite, tasks=suite.tasks[:1], models=suite.models[:1]))
     near = {n: W + 1.001 * (suite.models[0][n] - W) for n, W in suite.base.items()}

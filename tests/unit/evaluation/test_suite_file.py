@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 import epimer
 from epimer.evaluation.evaluate import evaluate
-from epimer.evaluation.metrics import CLASSES, TOKENS, unit
-from epimer.evaluation.user_code import is_entry
+from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES, unit
+from epimer.evaluation.user_code import is_entry_point
 from epimer.experiments.bench import Bench, Candidate
-from epimer.score_format import natural, shown
+from epimer.score_format import format_score, metric_value
 from epimer.tasks.task import sample_losses
 
 transformers = pytest.importorskip("transformers")
@@ -27,7 +27,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 import tiny  # noqa: E402
 from epimer.evaluation.hf_suite import read_suite  # noqa: E402
-from epimer.evaluation.suite_file import describe_suite  # noqa: E402
+from epimer.evaluation.suite_file import read_suite_file  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,16 +58,16 @@ def test_what_a_file_says(made):
     described["tasks"][0]["metric"] = "loss"
     described["tasks"][1]["classifier"] = "bert.pooler.*"
     del described["tasks"][1]["name"]
-    found = describe_suite(write(made / "said.yaml", described))
-    one, two = found.entries
-    assert (found.name, found.batch, found.longest, found.dtype) == ("words", 5, 12, torch.float64)
+    found = read_suite_file(write(made / "said.yaml", described))
+    one, two = found.tasks
+    assert (found.name, found.batch, found.max_length, found.dtype) == ("words", 5, 12, torch.float64)
     assert (one.metric, two.metric, two.name) == ("loss", "accuracy", "pace")
-    assert one.own == ("classifier.*",)
-    assert two.own == ("classifier.*", "bert.pooler.*")
+    assert one.classifier == ("classifier.*",)
+    assert two.classifier == ("classifier.*", "bert.pooler.*")
     assert {split: len(table) for split, table in one.tables.items()} == tiny.COUNTS
     assert one.model == str(made / "animal")
     del described["name"]
-    assert describe_suite(write(made / "said.yaml", described)).name == "said"
+    assert read_suite_file(write(made / "said.yaml", described)).name == "said"
 
 
 def test_splits_of_one_dataset(made, tmp_path):
@@ -78,7 +78,7 @@ def test_splits_of_one_dataset(made, tmp_path):
     data = {"dataset": "set", "subset": "small", "train": "train", "val": "validation", "test": "test"}
     suite = tiny.suite_of(base=str(made / "base"))
     suite["tasks"] = [{"model": str(made / "pace"), "data": data | {"text": "sentence"}}]
-    (entry,) = describe_suite(write(tmp_path / "suite.yaml", suite)).entries
+    (entry,) = read_suite_file(write(tmp_path / "suite.yaml", suite)).tasks
     assert {split: len(table) for split, table in entry.tables.items()} == tiny.COUNTS
     for change, words in (
         ({"val": "holdout"}, r"suite.yaml:12: .*no split 'holdout'"),
@@ -86,7 +86,7 @@ def test_splits_of_one_dataset(made, tmp_path):
     ):
         suite["tasks"][0]["data"] = data | {"text": "sentence"} | change
         with pytest.raises(epimer.RecipeError, match=words):
-            describe_suite(write(tmp_path / "suite.yaml", suite))
+            read_suite_file(write(tmp_path / "suite.yaml", suite))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_splits_of_one_dataset(made, tmp_path):
         ("base: b\ntasks: [{model: m, task: causal-lm, head: h}]", "has no classes; leave out 'head'"),
         ("base: b\ntasks: [{model: m}]", r"tasks\[0\] has no 'task'"),
         ("base: b\ntasks: [{task: causal-lm}]", r"tasks\[0\] has no 'model'"),
-        ("base: b\ntasks: [{model: m, task: causal-lm, data: {label: x}}]", "'label' is no column of causal-lm"),
+        ("base: b\ntasks: [{model: m, task: causal-lm, data: {label: x}}]", "'label' is not a column of causal-lm"),
         ("base: b\ntasks: [{model: m, task: text-classification, data: {subset: x, test: y}}]", "'subset' is one of"),
         ("base: b\ntasks: [{model: m, task: text-classification, classes: [a, a]}]", "none of them twice"),
         ("base: b\nbase: c", "'base' is given twice"),
@@ -108,12 +108,14 @@ def test_splits_of_one_dataset(made, tmp_path):
 def test_files_that_are_refused(tmp_path, text, words):
     (tmp_path / "suite.yaml").write_text(text)
     with pytest.raises(epimer.RecipeError, match=words):
-        describe_suite(tmp_path / "suite.yaml")
+        read_suite_file(tmp_path / "suite.yaml")
 
 
 def test_entry_points_are_told_from_files_and_names():
-    assert all(map(is_entry, ("a:b", "my_package.my_suite:make")))
-    assert not any(map(is_entry, ("suite.yaml", "glyphs8", "a:b:c", "../x:y", "a b:c", ":make", "C:/suite", "1a:b")))
+    assert all(map(is_entry_point, ("a:b", "my_package.my_suite:make")))
+    assert not any(
+        map(is_entry_point, ("suite.yaml", "glyphs8", "a:b:c", "../x:y", "a b:c", ":make", "C:/suite", "1a:b"))
+    )
 
 
 # networks
@@ -258,10 +260,12 @@ def test_metrics_of_tokens():
         losses = [-float(p[i, j, targets[i, j]]) for j in real]
         hits = [float(logits[i, j].argmax() == targets[i, j]) for j in real]
         assert float(sample_losses(outputs, targets)[i]) == pytest.approx(sum(losses), rel=1e-5)
-        assert float(TOKENS["loss"](outputs, targets)[i]) == pytest.approx(-sum(losses) / len(real), rel=1e-5)
-        assert float(TOKENS["perplexity"](outputs, targets)[i]) == pytest.approx(-sum(losses) / len(real), rel=1e-5)
-        assert float(TOKENS["token-accuracy"](outputs, targets)[i]) == pytest.approx(sum(hits) / len(real))
-    whole = CLASSES["loss"](logits[:, 0], targets[:, 0])
+        assert float(TOKEN_SCORES["loss"](outputs, targets)[i]) == pytest.approx(-sum(losses) / len(real), rel=1e-5)
+        assert float(TOKEN_SCORES["perplexity"](outputs, targets)[i]) == pytest.approx(
+            -sum(losses) / len(real), rel=1e-5
+        )
+        assert float(TOKEN_SCORES["token-accuracy"](outputs, targets)[i]) == pytest.approx(sum(hits) / len(real))
+    whole = CLASSIFIER_SCORES["loss"](logits[:, 0], targets[:, 0])
     assert torch.allclose(whole, -cross_entropy(logits[:, 0], targets[:, 0], reduction="none"))
 
 
@@ -269,18 +273,18 @@ def test_logits_that_are_no_numbers_get_no_score():
     logits = torch.randn(4, 3)
     targets = logits.argmax(1)
     logits[1, 0], logits[2, targets[2]] = math.nan, math.inf
-    assert CLASSES["accuracy"](logits, targets).nan_to_num(-1).tolist() == [1, -1, 1, 1]
+    assert CLASSIFIER_SCORES["accuracy"](logits, targets).nan_to_num(-1).tolist() == [1, -1, 1, 1]
     logits = torch.randn(3, 4, 5)
     targets = logits.argmax(-1)
     targets[:, 2:] = -100
     logits[0, 3, 0], logits[1, 1, 0] = math.nan, math.nan  # a place that does not count, and one that does
-    assert TOKENS["token-accuracy"](logits, targets).nan_to_num(-1).tolist() == [1, -1, 1]
+    assert TOKEN_SCORES["token-accuracy"](logits, targets).nan_to_num(-1).tolist() == [1, -1, 1]
 
 
 def test_scores_as_people_know_them():
-    assert shown("accuracy", 0.8125) == "81.2"
-    assert shown("loss", -0.5) == "0.500"
-    assert natural("perplexity", -2.0) == pytest.approx(math.exp(2))
-    assert natural("perplexity", -1e6) < math.inf
-    assert shown("f1", 0.25) == "0.250"
+    assert format_score("accuracy", 0.8125) == "81.2"
+    assert format_score("loss", -0.5) == "0.500"
+    assert metric_value("perplexity", -2.0) == pytest.approx(math.exp(2))
+    assert metric_value("perplexity", -1e6) < math.inf
+    assert format_score("f1", 0.25) == "0.250"
     assert unit("token-accuracy") == unit("accuracy") != unit("loss")

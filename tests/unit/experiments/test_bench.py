@@ -12,10 +12,10 @@ import epimer
 from epimer.diagnosis.sweep import climb
 from epimer.errors import DataError
 from epimer.evaluation import statistics as stats
-from epimer.evaluation.metrics import CLASSES
+from epimer.evaluation.metrics import CLASSIFIER_SCORES
 from epimer.evaluation.statistics import Scores, compare
 from epimer.experiments import paper as experiments
-from epimer.experiments.bench import CANDIDATES, ESTIMATE, Bench, Candidate, references
+from epimer.experiments.bench import CANDIDATES, CURVATURE_VERSION, Bench, Candidate, references
 from epimer.experiments.output import write
 from trained import make_suite, network
 
@@ -72,7 +72,7 @@ def test_scores_that_are_no_numbers_are_refused_and_never_chosen(suite):
         far = (state["one.weight"] - suite.base["one.weight"]).norm() > limit
         return made.requires_grad_(False).apply(lambda m: m.bias.fill_(torch.nan) if far and m is made.head else None)
 
-    tasks = [replace(task, score=CLASSES["loss"], metric="loss") for task in suite.tasks]
+    tasks = [replace(task, score=CLASSIFIER_SCORES["loss"], metric="loss") for task in suite.tasks]
     merged = Bench(suite).merge(Candidate("average"))
     limit = 1.2 * (merged["one.weight"] - suite.base["one.weight"]).norm()  # where a loss runs out of range
     bench = Bench(replace(suite, tasks=tasks, network=broken))
@@ -83,7 +83,7 @@ def test_scores_that_are_no_numbers_are_refused_and_never_chosen(suite):
 
 
 def test_some_is_the_first_samples(suite):
-    some = suite.some(test=30)
+    some = suite.truncated(test=30)
     whole, part = suite.scores(suite.base, "test"), some.scores(suite.base, "test")
     assert [len(scores) for scores in part] == [30] * 3
     assert all(torch.equal(a[:30], b) for a, b in zip(whole, part, strict=True))
@@ -149,7 +149,7 @@ def test_curvature_is_measured_once_and_kept(suite):
     for one, other in zip(measured, again, strict=True):
         assert all(torch.equal(one[name].F, other[name].F) for name in one)
         assert one.about.samples == 32
-    folder = suite.folder / "curvature" / f"diagonal-32-0-v{ESTIMATE}" / "task0"
+    folder = suite.folder / "curvature" / f"diagonal-32-0-v{CURVATURE_VERSION}" / "task0"
     (folder / "curvature.json").write_text("{}")
     with pytest.raises(DataError, match=re.escape(f"Delete {folder}, and it is measured again.")):
         Bench(suite, samples=32).curvature("diagonal")
@@ -167,7 +167,7 @@ def test_performance_has_every_method_and_the_references(bench):
 @pytest.mark.parametrize("name", ["performance", "worst-task", "alpha", "eta", "cost", "tasks", "landscape"])
 def test_experiments_write_tables_and_figures(bench, tmp_path, name, monkeypatch):
     told = []
-    monkeypatch.setattr(bench, "watch", lambda *step: told.append(step))
+    monkeypatch.setattr(bench, "report_progress", lambda *step: told.append(step))
     result = experiments.landscape(bench, grid=4) if name == "landscape" else experiments.EXPERIMENTS[name](bench)
     assert result.rows
     assert all(len(row) == len(result.headings) for row in result.rows)

@@ -8,7 +8,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from epimer.errors import DataError
-from epimer.experiments.clip8.pictures import Pictures, card_names, label_names, split_rows
+from epimer.experiments.clip8.images import ImageSplit, card_names, label_names, split_rows
 from epimer.experiments.clip8.published import FUSION_BENCH, PAPER, PUBLISHED, remarks
 from epimer.experiments.clip8.tasks import TASKS, VARIANTS, class_names
 from epimer.tasks.data import open_data
@@ -191,7 +191,7 @@ def test_images_are_decoded_when_they_are_asked_for_and_small_splits_once(tmp_pa
     order = [0, 2, 4, 6, 1, 3, 5]  # by folder
     mean, std = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.5, 0.6, 0.7])
     expected = ((content.float() / 255 - mean) / std).permute(0, 3, 1, 2)
-    rows = Pictures(table, [1, 2, 4, 6], processor, {"a": 0, "b": 1}, 2, torch.device("cpu"))
+    rows = ImageSplit(table, [1, 2, 4, 6], processor, {"a": 0, "b": 1}, 2, torch.device("cpu"))
     assert processor.seen == 0
     for _ in range(2):
         batches = list(rows.batches(3))
@@ -203,8 +203,8 @@ def test_images_are_decoded_when_they_are_asked_for_and_small_splits_once(tmp_pa
     ((inputs, labels),) = rows.batches(10, torch.tensor([3, 0]))
     torch.testing.assert_close(inputs["pixel_values"], expected[[order[6], order[1]]], rtol=0, atol=1e-6)
     assert labels.tolist() == [1, 0]
-    monkeypatch.setattr("epimer.experiments.clip8.pictures.KEPT", 0)
-    large = Pictures(table, [0, 1], processor, {"a": 0, "b": 1}, 2, torch.device("cpu"))
+    monkeypatch.setattr("epimer.experiments.clip8.images.CACHE_BYTES", 0)
+    large = ImageSplit(table, [0, 1], processor, {"a": 0, "b": 1}, 2, torch.device("cpu"))
     assert len([*large.batches(1), *large.batches(1)]) == 4
     assert processor.seen == 8
 
@@ -212,7 +212,7 @@ def test_images_are_decoded_when_they_are_asked_for_and_small_splits_once(tmp_pa
 def test_labels_that_are_none_are_refused(tmp_path):
     (tmp_path / "x.parquet").write_bytes(shard([0, 5], None, 0))
     assert parquet.read_table(tmp_path / "x.parquet").num_rows == 2
-    rows = Pictures(open_data(str(tmp_path / "x.parquet")), [0, 1], Bytes(), {}, 3, torch.device("cpu"))
+    rows = ImageSplit(open_data(str(tmp_path / "x.parquet")), [0, 1], Bytes(), {}, 3, torch.device("cpu"))
     with pytest.raises(DataError, match=r"x\.parquet row 1, has label 5; expected 0 to 2 or the name of a class"):
         list(rows.batches(2))
 

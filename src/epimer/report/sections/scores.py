@@ -11,7 +11,7 @@ from epimer.report.charts.heat import Scale, heat
 from epimer.report.kinds import Performance, Score
 from epimer.report.markup import Markup
 from epimer.report.numbers import NOTHING, finite, number, percent
-from epimer.score_format import LOSSES, chance
+from epimer.score_format import LOSSES, format_p_value
 
 
 def section(found: Performance, *, named: bool) -> Section:
@@ -49,7 +49,7 @@ def headline(found: Performance) -> Table:
         if compared:
             by = unit.difference(score.difference) if score.difference is not None else ""
             row += [Cell(by, unit.apart(score.difference))]
-            row += [Cell("" if score.p is None else chance(score.p), score.p)]
+            row += [Cell("" if score.p is None else format_p_value(score.p), score.p)]
         row.append(Cell("" if score.scale is None else number(score.scale) + ("*" if score.edge else ""), score.scale))
         if timed:
             row.append(Cell("" if score.seconds is None else number(score.seconds), score.seconds))
