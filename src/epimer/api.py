@@ -382,7 +382,7 @@ def sweep_state_dicts(
 
     def plan(row: Method, rank: int | None, scale: float) -> Plan:
         options = {"scale": scale, "rules": rules} | ({"iterations": STEPS} if "iterations" in row.defaults else {})
-        options |= (parameters or {}).get(row.name, {}) | ({} if rank is None else {"rank": rank})
+        options |= dict((parameters or {}).get(row.name, {})) | ({} if rank is None else {"rank": rank})
         measured = curvature if row.needs_curvature else None
         return plan_state_dicts(participants, row, row.resolve(options), weights, measured)
 

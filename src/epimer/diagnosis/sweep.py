@@ -23,6 +23,7 @@ from epimer.errors import EpimerWarning, ParameterError
 from epimer.evaluation.judges import Evaluate, SplitScores
 from epimer.evaluation.suite import State
 from epimer.geometry.subspace import Basis, Tagged, tensor_product
+from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Method, default_sweep, describe_method
 from epimer.plan.jobs import Job, Plan
 from epimer.plan.participants import Participants
@@ -127,20 +128,26 @@ class Merges:
 
     def _sharing(self, job: Job) -> Job:
         """Return a job that is merged in a basis which other methods use too."""
-        kind = getattr(job.options, "basis", "full")
-        if job.rule != "matrix" or kind not in ("tagged", "tensor"):
+        options = job.options
+        if job.rule != "matrix" or not isinstance(options, FrechetOptions) or options.basis not in ("tagged", "tensor"):
             return job
-        atoms = self._atoms(job.options.rank)
+        atoms = self._atoms(options.rank)
         bases: Mapping[str, Basis] = atoms
-        if kind == "tensor":
-            bases = {name: tensor_product(one) for name, one in atoms.items() if name == job.name}
-        return replace(job, options=replace(job.options, basis=bases))
+        if options.basis == "tensor":
+            bases = {job.name: tensor_product(atoms[job.name])} if job.name in atoms else {}
+        return replace(job, options=replace(options, basis=bases))
 
     def _atoms(self, rank: int | None) -> dict[str, Tagged]:
         """Return the tagged basis of every matrix, built once per rank."""
         if rank not in self._bases:
-            limits = {"workers": self.workers, "max_memory": self.max_memory}
-            built = build_bases(self.participants, self.rules, rank=rank, kind="tagged", **limits)
+            built = build_bases(
+                self.participants,
+                self.rules,
+                rank=rank,
+                kind="tagged",
+                workers=self.workers,
+                max_memory=self.max_memory,
+            )
             self._bases[rank] = {name: basis for name, basis in built if isinstance(basis, Tagged)}
         return self._bases[rank]
 

@@ -13,6 +13,7 @@ from epimer.engine.memory import memory_budget
 from epimer.engine.merge import Tensors, read_tensors, task_vectors
 from epimer.engine.threads import Threads, worker_devices
 from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
+from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method, describe_method
 from epimer.methods.rules import matrix_shape
 from epimer.plan.inputs import Fates, check_finite, check_models, refuse
@@ -54,7 +55,9 @@ def matrix_jobs(participants: Participants, fates: Fates, method: Method, rank: 
         reads, dtype = sum(map(nbytes, tensors)), precision(tensors)
         device = torch.device("cpu") if W.is_meta else W.device
         memory = memory_of(method, "matrix", reads, W, dtype, 0, tasks)
-        jobs.append(Job(name, "matrix", header(W.shape, dtype), None, None, [], reads, memory, dtype, device=device))
+        jobs.append(
+            Job(name, "matrix", header(W.shape, dtype), None, MethodOptions(), [], reads, memory, dtype, device=device)
+        )
     return jobs
 
 

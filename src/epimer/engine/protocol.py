@@ -23,7 +23,7 @@ class Sized(Protocol):
 
 JobT = TypeVar("JobT", bound=Sized)
 LoadedT = TypeVar("LoadedT")
-ResultT = TypeVar("ResultT")
+ResultT = TypeVar("ResultT", covariant=True)
 
 
 class Walk(Protocol[JobT, LoadedT, ResultT]):

@@ -14,7 +14,9 @@ import torch
 from epimer.engine.protocol import JobT, LoadedT, ResultT, Walk
 from epimer.errors import OutputError, ParameterError
 
-J, L, R = TypeVar("J"), TypeVar("L"), TypeVar("R")
+J = TypeVar("J")
+L = TypeVar("L")
+R = TypeVar("R")
 AHEAD = 2  # jobs that are read ahead, per worker
 
 

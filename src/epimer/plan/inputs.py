@@ -84,7 +84,7 @@ def _asked_rules(
                     f"The rule pattern {pattern!r} matches no tensor; patterns are globs over whole names: '*.bias'."
                 )
             )
-    return {name: rule for name in names if (rule := matching(name, rules))}
+    return {name: chosen for name in names if (chosen := matching(name, rules))}
 
 
 def _resolve_rules(

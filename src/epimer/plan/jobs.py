@@ -44,7 +44,7 @@ class Job:
     """shape and dtype of the result, without data"""
     method: Method | None
     """None where the tensor is copied"""
-    options: MethodOptions | None
+    options: MethodOptions
     weights: list[float]
     reads: int
     """bytes to read"""
@@ -216,7 +216,7 @@ def plan_jobs(
             if rule == "copy":
                 check_copy(name, W, participants)
                 reads = 0 if name in fates.ties else nbytes(W)
-                jobs.append(Job(name, rule, result, None, None, [], reads, 2 * nbytes(W), device=device))
+                jobs.append(Job(name, rule, result, None, MethodOptions(), [], reads, 2 * nbytes(W), device=device))
                 continue
             options, weights = settings(name, depth[name])
             tensors = [one.headers[name] for one in participants.all]

@@ -97,8 +97,8 @@ def state_dict_participants(base: Mapping[str, Tensor] | None, models: Sequence[
     if isinstance(models, Mapping) or not isinstance(models, Sequence) or not models:
         raise TensorError("models must be a non-empty list of state dicts, one per fine-tuned model.")
     labels = [f"models[{t}]" for t in range(len(models))]
-    states = [StateDict(model, label) for model, label in zip(models, labels, strict=True)]
-    return align(None if base is None else StateDict(base, "base"), states, labels)
+    ancestor = None if base is None else StateDict(base, "base")
+    return align(ancestor, [StateDict(model, label) for model, label in zip(models, labels, strict=True)], labels)
 
 
 def open_participants(
