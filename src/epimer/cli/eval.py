@@ -10,7 +10,6 @@ import typer
 from epimer.cli import options, render
 from epimer.cli.app import app, stoppable
 from epimer.cli.options import argument, option
-from epimer.errors import ParameterError, nearest
 
 if TYPE_CHECKING:
     from epimer.evaluation.evaluate import Evaluation
@@ -40,75 +39,25 @@ def evaluate(
     A suite is a YAML file (docs/evaluating.md) or a Python function. For language models there is lm-eval:
     epimer eval --harness lm-eval --tasks hellaswag --model PATH
     """
-    from epimer.checkpoints.writer import check_file
-    from epimer.evaluation.evaluate import evaluate as run
-    from epimer.evaluation.lm_eval import run_harness
-    from epimer.experiments.run import open_suite
+    from epimer.experiments.ask import Question, ask
 
-    if model is None:
-        raise ParameterError("give the model to evaluate: --model PATH.")
-    if (suite is None) == (harness is None):
-        raise ParameterError("give either a suite, epimer eval SUITE.yaml, or --harness lm-eval with --tasks.")
-    _check_device(device, suite)
-    check_file(out)
-    progress = not (quiet or as_json)
-    result: Evaluation | HarnessResult
+    question = Question(
+        suite=suite,
+        model=model,
+        split=split,
+        limit=limit,
+        references=references,
+        harness=harness,
+        tasks=tasks,
+        include=include_path,
+        batch_size=batch_size,
+        device=device,
+        out=out,
+        progress=not (quiet or as_json),
+    )
     with stoppable("nothing was written"):
-        if suite is not None:
-            _refuse_harness_options({"--tasks": tasks, "--include-path": include_path, "--batch-size": batch_size})
-            opened = open_suite(suite, device=device, keep=False, progress=progress)
-            result = run(opened, model, split=split, limit=limit, references=references, progress=progress)
-        else:
-            _check_harness(harness, split, batch_size)
-            result = run_harness(
-                model,
-                [name.strip() for name in (tasks or "").split(",") if name.strip()],
-                include=include_path,
-                limit=limit,
-                batch_size=batch_size or 16,
-                device=device,
-                progress=progress,
-            )
+        result = ask(question)
     render.output(result.to_dict(), lambda: _print_result(result), file=out, as_json=as_json, quiet=quiet)
-
-
-def _check_device(device: str, suite: str | None) -> None:
-    """Refuse a device that does not exist, is not there, or that the suite would not use."""
-    import torch
-
-    from epimer.experiments.run import is_file
-    from epimer.tasks.loading import check_device_option
-
-    check_device_option(device)
-    if not device.startswith("cuda"):
-        return
-    if suite is not None and not is_file(suite):
-        raise ParameterError(
-            f"--device is for suites in YAML files and for --harness; leave it out for {suite}, which chooses "
-            "its device itself."
-        )
-    there = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    if device not in ("cuda", *there) or not there:
-        has = ", ".join(there) or "no CUDA device that torch can use"
-        raise ParameterError(f"--device {device}: this machine has {has}; take another, or leave it out.")
-
-
-def _refuse_harness_options(options: dict[str, object]) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ParameterError(f"{name} is for --harness; leave it out for a suite.")
-
-
-def _check_harness(harness: str | None, split: str, batch_size: int | None) -> None:
-    from epimer.evaluation.lm_eval import HARNESSES
-
-    if harness not in HARNESSES:
-        hint = nearest(str(harness), HARNESSES)
-        raise ParameterError(f"--harness must be one of {', '.join(HARNESSES)}, got {harness!r}.{hint}")
-    if split != "test":
-        raise ParameterError("--split is for suites: which split a task of lm-eval uses is in its own file.")
-    if batch_size is not None and batch_size < 1:
-        raise ParameterError(f"--batch-size must be at least 1, got {batch_size}.")
 
 
 def _print_result(result: Evaluation | HarnessResult) -> None:
