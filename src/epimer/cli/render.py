@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+UNLIMITED = 10_000  # characters of a line
+
+
 class PipeConsole(Console):
     """A console whose reader may leave early, as `head` does."""
 
@@ -27,7 +30,7 @@ class PipeConsole(Console):
 
 def console() -> Console:
     """Return the console for standard output; lines are wrapped only on a terminal."""
-    return PipeConsole() if sys.stdout.isatty() else PipeConsole(width=10_000)
+    return PipeConsole() if sys.stdout.isatty() else PipeConsole(width=UNLIMITED)
 
 
 def print_text(text: str, *, markup: bool = False) -> None:
@@ -60,12 +63,10 @@ def print_table(
         table.add_column(escape(heading), justify="right" if right else "left", no_wrap=numeric)
     for cells in rows:
         table.add_row(*map(escape, cells))
-    page = console()
     if numeric:
-        width = max(page.width, page.measure(table).minimum)
-        page.print(table, width=width, crop=False, no_wrap=True, overflow="ignore")
+        console().print(table, width=UNLIMITED, crop=False, no_wrap=True, overflow="ignore")
     else:
-        page.print(table)
+        console().print(table)
 
 
 def print_json(value: Any) -> None:
