@@ -28,9 +28,9 @@ class PipeConsole(Console):
         sys.exit(0)
 
 
-def console() -> Console:
-    """Return the console for standard output; lines are wrapped only on a terminal."""
-    return PipeConsole() if sys.stdout.isatty() else PipeConsole(width=UNLIMITED)
+def console(*, wrap: bool = True) -> Console:
+    """Return the console for standard output; lines are wrapped only where `wrap`, and only on a terminal."""
+    return PipeConsole(width=None if wrap and sys.stdout.isatty() else UNLIMITED)
 
 
 def print_text(text: str, *, markup: bool = False) -> None:
@@ -63,10 +63,7 @@ def print_table(
         table.add_column(escape(heading), justify="right" if right else "left", no_wrap=numeric)
     for cells in rows:
         table.add_row(*map(escape, cells))
-    if numeric:
-        console().print(table, width=UNLIMITED, crop=False, no_wrap=True, overflow="ignore")
-    else:
-        console().print(table)
+    console(wrap=not numeric).print(table, no_wrap=numeric, overflow="ignore" if numeric else None)
 
 
 def print_json(value: Any) -> None:

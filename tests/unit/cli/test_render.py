@@ -1,6 +1,7 @@
 """What commands print."""
 
 import json
+import re
 
 import pytest
 
@@ -42,11 +43,17 @@ def test_a_table_of_text(capsys):
 
 
 def test_a_narrow_terminal_wraps_text_and_cuts_no_number(capsys, monkeypatch):
-    monkeypatch.setattr(render, "console", lambda: render.PipeConsole(width=20))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     render.print_table(["name", "text"], [["a", "some words that are long"]])
     assert len(capsys.readouterr().out.splitlines()) > 2
     render.print_table(["name", "number"], [["a long name of a layer", "0.123456789"]], text_columns=1)
-    assert capsys.readouterr().out.splitlines()[1] == " a long name of a layer  0.123456789 "
+    assert (
+        re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()[1]
+        == " a long name of a layer  0.123456789 "
+    )
 
 
 @pytest.mark.parametrize("as_json", [False, True])
