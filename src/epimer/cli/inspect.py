@@ -35,8 +35,10 @@ def inspect(
     if as_json:
         totals = {"name": model.name, "fingerprint": model.fingerprint, "bytes": total, "entries": entries}
         return render.print_json({**totals, "tensors": tensors})
-    formats = {"shape": render.shape, "bytes": render.size, "tied_to": lambda name: name or ""}
-    rows = [[formats.get(key, str)(value) for key, value in tensor.items()] for tensor in tensors]
+    rows = []
+    for tensor in tensors:
+        sizes = [render.shape(tensor["shape"]), tensor["dtype"], render.size(tensor["bytes"])]
+        rows.append([tensor["name"], *sizes, tensor["fingerprint"], tensor["tied_to"] or ""])
     render.print_table(["tensor", "shape", "dtype", "size", "fingerprint", "tied to"], rows)
     summary = f"{len(rows)} tensors, {entries:,} entries, {render.size(total)}"
     render.print_text(f"{summary}, fingerprint {model.fingerprint}")
