@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny  # noqa: E402
 from commands import ENVIRONMENT, Ran, run, start  # noqa: E402
-from epimer.cli.judging import NAMED  # noqa: E402
+from epimer.cli.bench import EXPERIMENTS as NAMED  # noqa: E402
 from epimer.experiments.paper import EXPERIMENTS  # noqa: E402
 
 RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
