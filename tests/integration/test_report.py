@@ -6,7 +6,7 @@ import re
 import pytest
 
 import epimer
-from epimer.diagnosis.sweep import sweep
+from epimer.api import sweep_state_dicts as sweep
 from epimer.evaluation.judges import SplitScores
 from epimer.experiments import paper as experiments
 from epimer.experiments.bench import Bench

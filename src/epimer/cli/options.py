@@ -50,8 +50,3 @@ def split_commas(text: str | None, kind: Callable[[str], T], name: str) -> list[
     if not values:
         raise ParameterError(f"{name} names nothing; leave it out, or give values with commas between them.")
     return values
-
-
-def drop_none(**options: Any) -> dict[str, Any]:
-    """Return the options that were set, as keyword arguments; the others keep their defaults."""
-    return {name: value for name, value in options.items() if value is not None}

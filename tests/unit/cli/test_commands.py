@@ -48,9 +48,9 @@ def test_curvature_passes_every_option_on():
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        ("epimer.diagnosis.diagnose.diagnose", ["diagnose", "recipe.yaml"]),
+        ("epimer.api.diagnose", ["diagnose", "recipe.yaml"]),
         ("epimer.api.sweep", ["sweep", "recipe.yaml", "--eval", "suite.yaml"]),
-        ("epimer.engine.basis.make_basis", ["basis", "recipe.yaml", "out"]),
+        ("epimer.api.make_basis", ["basis", "recipe.yaml", "out"]),
     ],
     ids=["diagnose", "sweep", "basis"],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from epimer.cli.options import drop_none, split_commas
+from epimer.cli.options import split_commas
 from epimer.errors import ParameterError
 
 
@@ -24,6 +24,3 @@ def test_values_that_are_none(text, message):
         split_commas(text, int, "--rank")
     assert str(caught.value) == message
 
-
-def test_options_that_were_not_set_are_dropped():
-    assert drop_none(workers=0, max_memory=None, rank=3) == {"workers": 0, "rank": 3}
