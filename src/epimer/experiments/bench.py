@@ -64,6 +64,12 @@ class Candidate:
         return self.kind or (row.curvature if row.needs_curvature else None)
 
     @property
+    def in_subspace(self) -> bool:
+        """Whether it merges in a basis of `rank` directions per task, by its parameters or by default."""
+        defaults = {parameter.name: parameter.default for parameter in describe_method(self.method).parameters}
+        return self.parameters.get("basis", defaults.get("basis", "full")) != "full"
+
+    @property
     def linear_in_scale(self) -> bool:
         """Whether the merged delta is proportional to the scale, so that one merge serves all scales."""
         row = describe_method(self.method)
