@@ -163,9 +163,9 @@ class Bench:
 
     def with_provenance(self, result: Result, *notes: str) -> Result:
         """Return a result with the suite's name, and the versions, settings and date it was made with."""
-        made = provenance(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
+        origin = provenance(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
         note = (
-            f"Made by epimer {made['epimer']} with torch {made['torch']} on {made['date']}; seed {self.seed}, "
+            f"Made by epimer {origin['epimer']} with torch {origin['torch']} on {origin['date']}; seed {self.seed}, "
             f"curvature of {self.samples} samples per task at most, unless the table says otherwise."
         )
         return replace(
@@ -173,7 +173,7 @@ class Bench:
             title=f"{self.suite.name}: {result.title}",
             suite=self.suite.name,
             metric=self.metric,
-            made=made,
+            made=origin,
             notes=[*result.notes, *notes, note],
         )
 

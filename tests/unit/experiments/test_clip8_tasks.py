@@ -1,4 +1,4 @@
-"""The tasks of clip8: counts of the papers behind the datasets, public lists of names, and names in the data's order."""
+"""The tasks of clip8: counts of the papers behind the datasets, public lists of names, the order of the data."""
 
 import pytest
 
