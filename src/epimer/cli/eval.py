@@ -39,24 +39,23 @@ def evaluate(
     A suite is a YAML file (docs/evaluating.md) or a Python function. For language models there is lm-eval:
     epimer eval --harness lm-eval --tasks hellaswag --model PATH
     """
-    from epimer.experiments.ask import Question, ask
+    from epimer.evaluation.run_evaluation import run_evaluation
 
-    question = Question(
-        suite=suite,
-        model=model,
-        split=split,
-        limit=limit,
-        references=references,
-        harness=harness,
-        tasks=tasks,
-        include=include_path,
-        batch_size=batch_size,
-        device=device,
-        out=out,
-        progress=not (quiet or as_json),
-    )
     with stoppable("nothing was written"):
-        result = ask(question)
+        result = run_evaluation(
+            suite=suite,
+            model=model,
+            split=split,
+            limit=limit,
+            references=references,
+            harness=harness,
+            tasks=tasks,
+            include=include_path,
+            batch_size=batch_size,
+            device=device,
+            out=out,
+            progress=not (quiet or as_json),
+        )
     render.output(result.to_dict(), lambda: _print_result(result), file=out, as_json=as_json, quiet=quiet)
 
 

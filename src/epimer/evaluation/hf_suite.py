@@ -206,12 +206,7 @@ class Networks:
 
     def _load(self, entry: TaskEntry, model: Participant) -> Loaded:
         task = load_task(
-            entry.model,
-            entry.kind,
-            head=entry.head,
-            pooling=entry.pooling,
-            dtype=self.file.dtype,
-            device=self.device,
+            entry.model, entry.kind, head=entry.head, pooling=entry.pooling, dtype=self.file.dtype, device=self.device
         )
         task.require_labels = self.labels
         if isinstance(task.model, WithHead):

@@ -161,7 +161,7 @@ class _Reader:
         if not splits:
             raise self.error(path, f"{spell(path)} names no data; add test, and val and train for benches.")
         if "subset" in keys and "dataset" not in keys:
-            raise self.error((*path, "subset"), "'subset' is one of a 'dataset', which is not given; add it.")
+            raise self.error((*path, "subset"), "'subset' is one of a 'dataset', which is missing; add it.")
         if "val" in keys and "test" in keys and self.origin(keys, "val") == self.origin(keys, "test"):
             raise self.error((*path, "test"), "val and test are the same data; what was chosen on val proves nothing.")
         tables, chosen = {}, {key: keys[key] for key in columns if key in keys}

@@ -64,6 +64,12 @@ class Candidate:
         return self.kind or (row.curvature if row.needs_curvature else None)
 
     @property
+    def in_subspace(self) -> bool:
+        """Whether it merges in a basis of `rank` directions per task, by its parameters or by default."""
+        defaults = {parameter.name: parameter.default for parameter in describe_method(self.method).parameters}
+        return self.parameters.get("basis", defaults.get("basis", "full")) != "full"
+
+    @property
     def linear_in_scale(self) -> bool:
         """Whether the merged delta is proportional to the scale, so that one merge serves all scales."""
         return describe_method(self.method).linear_in_scale
@@ -156,9 +162,9 @@ class Bench:
 
     def with_provenance(self, result: Result, *notes: str) -> Result:
         """Return a result with the suite's name, and the versions, settings and date it was made with."""
-        made = provenance(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
+        origin = provenance(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
         note = (
-            f"Made by epimer {made['epimer']} with torch {made['torch']} on {made['date']}; seed {self.seed}, "
+            f"Made by epimer {origin['epimer']} with torch {origin['torch']} on {origin['date']}; seed {self.seed}, "
             f"curvature of {self.samples} samples per task at most, unless the table says otherwise."
         )
         return replace(
@@ -166,7 +172,7 @@ class Bench:
             title=f"{self.suite.name}: {result.title}",
             suite=self.suite.name,
             metric=self.metric,
-            made=made,
+            made=origin,
             notes=[*result.notes, *notes, note],
         )
 

@@ -60,7 +60,7 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> R
     for outcome in outcomes:
         row = {"method": outcome.candidate.name, **summary(outcome.test, names), "scale": outcome.scale}
         row |= {"edge": outcome.edge, "seconds": outcome.seconds, "validation": outcome.validation}
-        other = matched if outcome.candidate.method.startswith("epimer") else first
+        other = matched if outcome.candidate.in_subspace else first
         if outcome is not other:
             row |= against(outcome.test, other.test)
         data.append(row)

@@ -74,29 +74,25 @@ class Networks:
 
     def __init__(self, clip: Any, device: torch.device) -> None:
         self._clip, self._device = clip, device
-        self._latest: list[tuple[str, Tensor, int]] = []
         self._towers: tuple[nn.Module, nn.Module] | None = None
+        self._versions: list[tuple[str, int, int]] = []
+        self._tensors: dict[str, Tensor] = {}
 
     def __call__(self, state: Mapping[str, Tensor], head: Tensor) -> nn.Module:
         """Return a network in eval mode, on the device."""
-        tensors = [(name, W, W._version) for name, W in state.items()]
-        if self._towers is None or not self._is_latest(tensors):
-            self._towers, self._latest = self._build(state), tensors
+        tensors = dict(state)
+        versions = [(name, id(W), W._version) for name, W in tensors.items()]
+        if self._towers is None or versions != self._versions:
+            self._towers, self._versions = self._build(tensors), versions
+            self._tensors = tensors  # while they are alive, no other tensor has their ids
         return ZeroShot(*self._towers, head.to(self._device)).eval()
 
-    def _is_latest(self, tensors: list[tuple[str, Tensor, int]]) -> bool:
-        """Whether these are the same tensor objects that the tower was built from, unchanged since."""
-        return len(tensors) == len(self._latest) and all(
-            name == n and W is V and version == v
-            for (name, W, version), (n, V, v) in zip(tensors, self._latest, strict=True)
-        )
-
-    def _build(self, state: Mapping[str, Tensor]) -> tuple[nn.Module, nn.Module]:
+    def _build(self, state: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
         """Return copies of the base's vision tower and projection with the state loaded."""
         parts = nn.ModuleDict(
             {name: copy.deepcopy(getattr(self._clip, name)) for name in ("vision_model", "visual_projection")}
         )
-        _, unknown = parts.load_state_dict(dict(state), strict=False)
+        _, unknown = parts.load_state_dict(state, strict=False)
         if unknown:
             raise CheckpointError(f"the vision tower has no tensor {listed(unknown)}; give models of this variant.")
         parts.visual_projection.requires_grad_("visual_projection.weight" in state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,18 +47,6 @@ class Attention(nn.Module):
         return self.proj(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Mlp(nn.Module):
-    """Two linear maps with a GELU between them."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(functional.gelu(self.fc1(x)))
-
-
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
@@ -66,7 +55,9 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(shape.width)
         self.attn = Attention(shape.width, shape.heads)
         self.norm2 = nn.LayerNorm(shape.width)
-        self.mlp = Mlp(shape.width, shape.hidden * shape.width)
+        hidden = shape.hidden * shape.width
+        layers = {"fc1": nn.Linear(shape.width, hidden), "act": nn.GELU(), "fc2": nn.Linear(hidden, shape.width)}
+        self.mlp = nn.Sequential(OrderedDict(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
