@@ -23,4 +23,3 @@ def test_values_that_are_none(text, message):
     with pytest.raises(ParameterError) as caught:
         split_commas(text, int, "--rank")
     assert str(caught.value) == message
-
