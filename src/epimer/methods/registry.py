@@ -232,9 +232,13 @@ class _Registry:
     def remove(self, name: str) -> None:
         """Remove a method that is not epimer's own."""
         with self._lock:
-            if describe_method(name) and self._origins[name] == "epimer":
-                raise ParameterError(f"{name} is epimer's own method and cannot be unregistered.")
+            if name not in self.added():
+                raise ParameterError(f"{short(name)} was not added by register_method, so it cannot be removed.")
             del self._rows[name], self._origins[name]
+
+    def added(self) -> list[str]:
+        """Return the names of the methods that are not epimer's own."""
+        return [name for name in self.rows() if self._origins[name] != "epimer"]
 
     def _load(self, point: EntryPoint) -> None:
         package = point.dist.name if point.dist is not None else point.value
@@ -288,6 +292,11 @@ def unregister_method(name: str) -> None:
 def list_methods() -> list[str]:
     """Return the names of all merging methods."""
     return list(_REGISTRY.rows())
+
+
+def added_methods() -> list[str]:
+    """Return the names of the methods that other packages or the user's code added."""
+    return _REGISTRY.added()
 
 
 def describe_method(name: str) -> Method:
