@@ -20,7 +20,7 @@ from epimer.engine.basis import read_all
 from epimer.engine.merge import Options, check_memory, check_plan
 from epimer.errors import CurvatureError, ParameterError, TensorError, short
 from epimer.geometry.metric import Metric, TaskGram
-from epimer.geometry.subspace import Tagged, clamp_rank
+from epimer.geometry.subspace import Tagged, atoms_of, clamp_rank
 from epimer.geometry.theory import total
 from epimer.methods.curvatures import Curvatures, check_curvatures, layer_basis, layer_metrics
 from epimer.methods.inputs import StateDict, check_inputs, check_weights, matrix_shape, task_vectors
@@ -280,7 +280,7 @@ def _single() -> None:
 def _job(plan: Plan, job: Job, ask: Question) -> tuple[LayerFindings, Sums]:
     assert job.setting is not None
     W0, *models = read_all(plan, job)
-    basis = None if plan.basis is None else {job.name: plan.basis[job.name].atoms}
+    basis = None if plan.basis is None else {job.name: atoms_of(plan.basis[job.name])}
     metrics, fixed = _checked(job.name, W0, models, plan.curvatures, basis)
     deltas = task_vectors(W0, models, matrix=True)
     return _examined(job.name, W0, deltas, metrics, fixed, job.setting.weights, ask)

@@ -1,4 +1,4 @@
-"""Where a merge is solved: the full space, the tagged atoms u_i v_iᵀ, or all pairs u_i v_jᵀ.
+"""The subspaces a merge is solved in: the full space, the tagged atoms u_i v_iᵀ, or all pairs u_i v_jᵀ.
 
 Every subspace is orthonormal in the Frobenius inner product: SᵀS = I.
 """
@@ -23,9 +23,9 @@ from epimer.geometry.linalg import (
     uses_krylov,
 )
 from epimer.geometry.metric import Metric
-from epimer.geometry.operator import Dense, SubspaceOperator
+from epimer.geometry.operator import SubspaceOperator
 
-NEAR_DUPLICATE = 0.02  # a stack's weakest direction below this calls for exact SVDs
+NEAR_DUPLICATE = 0.02  # where a stack's weakest direction is below this, SVDs are taken exactly
 
 
 def clamp_rank(shape: Sequence[int], tasks: int, rank: int | None) -> int:
@@ -52,7 +52,7 @@ class Subspace(ABC):
 
 @dataclass(frozen=True)
 class Full(Subspace):
-    """The whole space: S = I, coordinates of the layer's own shape."""
+    """The full space: S = I, coordinates of the layer's own shape."""
 
     dtype: torch.dtype = torch.float32
 
@@ -83,13 +83,8 @@ class Tagged(Subspace):
     mix: Tensor | None = None
 
     @property
-    def atoms(self) -> Tagged:
-        """The basis itself, as a tensor product has the one it was made from."""
-        return self
-
-    @property
     def rank(self) -> int:
-        """Directions of the task that has most."""
+        """Directions per task; the most, where tasks differ."""
         return int(self.owner.bincount().max()) if self.owner.numel() else 0
 
     def project(self, D: Tensor) -> Tensor:
@@ -119,11 +114,11 @@ class TensorProduct(Subspace):
     U: Tensor
     V: Tensor
     atoms: Tagged
-    """the tagged basis it was made from"""
+    """the tagged basis that U and V belong to"""
 
     @property
     def rank(self) -> int:
-        """Directions of the task that has most."""
+        """Directions per task; the most, where tasks differ."""
         return self.atoms.rank
 
     def project(self, D: Tensor) -> Tensor:
@@ -140,31 +135,13 @@ class TensorProduct(Subspace):
         return metric.on_tensor_product(self.U, self.V)
 
 
-@dataclass(frozen=True)
-class Span(Subspace):
-    """The span of explicit orthonormal directions S (p x m x n)."""
-
-    S: Tensor
-
-    def project(self, D: Tensor) -> Tensor:
-        return (self.S.flatten(1) @ D.flatten()).double()
-
-    def lift(self, x: Tensor) -> Tensor:
-        return torch.tensordot(x.to(self.S.dtype), self.S, dims=1)
-
-    def restrict(self, metric: Metric, tolerance: float = 0.0) -> SubspaceOperator:
-        images = [metric.apply(direction).flatten() for direction in self.S]
-        flat = self.S.flatten(1)
-        return Dense((flat @ torch.stack(images, dim=1) if images else flat @ flat.T).double())
-
-
 def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
     """Return the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor."""
     return tagged_with_triples(deltas, rank)[0]
 
 
 def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, list[Svd]]:
-    """Return the tagged basis and every task's leading triples, from which it was made.
+    """Return the tagged basis and every task's leading singular triples, which it is built from.
 
     Near-duplicate models make the stack near-singular, which magnifies errors; then the SVDs are taken exactly.
     """
@@ -199,12 +176,10 @@ def tensor_product(atoms: Tagged) -> TensorProduct:
     return TensorProduct(column_basis(atoms.U), column_basis(atoms.V), atoms)
 
 
-def joint(deltas: Sequence[Tensor], rank: int) -> Span:
-    """Return the paper's case 4: the top-`rank` left singular subspace of [vec D_1 … vec D_T], of rank T at most."""
-    stacked = torch.stack([D.flatten() for D in deltas], dim=1)
-    directions = top_svd(stacked, rank).U
-    return Span(directions.T.reshape(-1, *deltas[0].shape))
-
-
 Basis = Tagged | TensorProduct
-"""a basis that can be built ahead of a merge, stored, and given to it"""
+"""a basis that can be built before a merge, stored, and passed to it"""
+
+
+def atoms_of(basis: Basis) -> Tagged:
+    """Return the tagged atoms of a basis."""
+    return basis.atoms if isinstance(basis, TensorProduct) else basis

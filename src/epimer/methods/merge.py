@@ -148,7 +148,7 @@ class Setting:
     @property
     def entrywise(self) -> bool:
         """Whether each entry is merged without a look at the others."""
-        return self.rule == "average" or (self.rule == "elementwise" and self.method.entrywise)
+        return self.rule == "average" or (self.rule == "elementwise" and self.method.separable)
 
     @property
     def factored(self) -> bool:
@@ -302,4 +302,4 @@ def warn_of(method: str, records: Mapping[str, TensorRecord]) -> None:
         names = [name for name, r in records.items() if r.status is status]
         if names:
             text = f"{method}: {status.meaning}: {listed(names)}. {status.remedy}"
-            warnings.warn(text, EpimerWarning, stacklevel=3)
+            warnings.warn(text.rstrip(), EpimerWarning, stacklevel=3)
