@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import top_svd
 from epimer.geometry.metric import Diagonal, Identity, Kronecker, Metric, Samples, TaskGram
-from epimer.geometry.operator import Dense, SubspaceOperator
+from epimer.geometry.operator import SubspaceOperator
 from epimer.geometry.subspace import Full, Subspace
 
 METRICS = ("identity", "diagonal", "kronecker", "inputs", "outputs", "samples", "task-gram")
@@ -74,31 +72,6 @@ def basis_of(subspace: Subspace, m: int, n: int) -> Tensor:
 def operator_matrix(operator: SubspaceOperator, shape: torch.Size) -> Tensor:
     """Return an operator as a matrix on row-major coordinates, one product at a time."""
     return _columns(lambda unit: operator.apply(unit).flatten(), shape, shape.numel())
-
-
-@dataclass(frozen=True)
-class Span(Subspace):
-    """The span of explicit orthonormal directions S (p x m x n)."""
-
-    S: Tensor
-
-    def project(self, D: Tensor) -> Tensor:
-        return (self.S.flatten(1) @ D.flatten()).double()
-
-    def lift(self, x: Tensor) -> Tensor:
-        return torch.tensordot(x.to(self.S.dtype), self.S, dims=1)
-
-    def restrict(self, metric: Metric, tolerance: float = 0.0) -> SubspaceOperator:
-        images = [metric.apply(direction).flatten() for direction in self.S]
-        flat = self.S.flatten(1)
-        return Dense((flat @ torch.stack(images, dim=1) if images else flat @ flat.T).double())
-
-
-def joint(deltas: Sequence[Tensor], rank: int) -> Span:
-    """Return the paper's case 4: the top-`rank` left singular subspace of [vec D_1 … vec D_T], of rank T at most."""
-    stacked = torch.stack([D.flatten() for D in deltas], dim=1)
-    directions = top_svd(stacked, rank).U
-    return Span(directions.T.reshape(-1, *deltas[0].shape))
 
 
 def _columns(image: Callable[[Tensor], Tensor], shape: torch.Size, rows: int) -> Tensor:

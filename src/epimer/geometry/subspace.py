@@ -23,7 +23,7 @@ from epimer.geometry.linalg import (
     uses_krylov,
 )
 from epimer.geometry.metric import Metric
-from epimer.geometry.operator import SubspaceOperator
+from epimer.geometry.operator import Dense, SubspaceOperator
 
 NEAR_DUPLICATE = 0.02  # where a stack's weakest direction is below this, SVDs are taken exactly
 
@@ -135,6 +135,24 @@ class TensorProduct(Subspace):
         return metric.on_tensor_product(self.U, self.V)
 
 
+@dataclass(frozen=True)
+class Span(Subspace):
+    """The span of explicit orthonormal directions S (p x m x n)."""
+
+    S: Tensor
+
+    def project(self, D: Tensor) -> Tensor:
+        return (self.S.flatten(1) @ D.flatten()).double()
+
+    def lift(self, x: Tensor) -> Tensor:
+        return torch.tensordot(x.to(self.S.dtype), self.S, dims=1)
+
+    def restrict(self, metric: Metric, tolerance: float = 0.0) -> SubspaceOperator:
+        images = [metric.apply(direction).flatten() for direction in self.S]
+        flat = self.S.flatten(1)
+        return Dense((flat @ torch.stack(images, dim=1) if images else flat @ flat.T).double())
+
+
 def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
     """Return the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor."""
     return tagged_with_triples(deltas, rank)[0]
@@ -174,6 +192,13 @@ def tensor_product(atoms: Tagged) -> TensorProduct:
     if atoms.mix is None:
         return TensorProduct(atoms.U, atoms.V, atoms)
     return TensorProduct(column_basis(atoms.U), column_basis(atoms.V), atoms)
+
+
+def joint(deltas: Sequence[Tensor], rank: int) -> Span:
+    """Return the paper's case 4: the top-`rank` left singular subspace of [vec D_1 … vec D_T], of rank T at most."""
+    stacked = torch.stack([D.flatten() for D in deltas], dim=1)
+    directions = top_svd(stacked, rank).U
+    return Span(directions.T.reshape(-1, *deltas[0].shape))
 
 
 Basis = Tagged | TensorProduct

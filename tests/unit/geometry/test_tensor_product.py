@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dense import METRICS, basis_of, close, joint, matrix_of, operator_matrix, random_metric
+from dense import METRICS, basis_of, close, matrix_of, operator_matrix, random_metric
 from epimer.geometry.diagonal import TaggedDiagonal, project_diagonal_lowrank
 from epimer.geometry.frechet import build_problem
 from epimer.geometry.metric import Diagonal
 from epimer.geometry.operator import linear_combination
-from epimer.geometry.subspace import Full, clamp_rank, tagged, tensor_product
+from epimer.geometry.subspace import Full, clamp_rank, joint, tagged, tensor_product
 
 SUBSPACES = ("full", "tagged", "tensor", "joint")
 

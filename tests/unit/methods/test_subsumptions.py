@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import epimer
-from dense import basis_of, close, joint, matrix_of
+from dense import basis_of, close, matrix_of
 from epimer.geometry.aggregator import iso_c_delta, tsv_delta
 from epimer.geometry.frechet import build_problem
 from epimer.geometry.metric import Identity
-from epimer.geometry.subspace import Full, tagged, tensor_product
+from epimer.geometry.subspace import Full, joint, tagged, tensor_product
 from models import MATRICES, make_base, make_curvature, make_models
 
 BASE = make_base(torch.float64)
