@@ -18,7 +18,7 @@ from epimer.checkpoints.tensor_parts import StoredParts, read_header
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
 from epimer.curvature.format import model_fingerprint
 from epimer.errors import CurvatureError, ParameterError
-from epimer.geometry.subspace import Tagged, TensorProduct
+from epimer.geometry.subspace import Tagged, TensorProduct, atoms_of
 
 FORMAT = 1
 NUMBERS, HEADER = "basis.safetensors", "basis.json"
@@ -87,7 +87,7 @@ def save_basis(
         prints: list[tuple[str, str]] = []
         kind = "tagged"
         for name, basis in bases:
-            atoms = basis.atoms if isinstance(basis, TensorProduct) else basis
+            atoms = atoms_of(basis)
             parts = {"U": atoms.U, "V": atoms.V, "sigma": atoms.sigma, "owner": atoms.owner, "mix": atoms.mix}
             if isinstance(basis, TensorProduct):
                 kind = "tensor"

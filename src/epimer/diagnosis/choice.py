@@ -14,7 +14,7 @@ from epimer.engine.options import RunOptions
 from epimer.errors import ParameterError, RecipeError
 from epimer.evaluation.judges import Evaluate
 from epimer.geometry.linalg import as_compute_dtype
-from epimer.geometry.subspace import Basis, Tagged
+from epimer.geometry.subspace import Basis, Tagged, atoms_of
 from epimer.methods.registry import Method, default_forecasts, describe_method
 from epimer.plan.inputs import check_models, check_weights, refuse
 from epimer.plan.jobs import Plan
@@ -168,7 +168,7 @@ class _Atoms(Mapping[str, Tagged]):
         self.bases = bases
 
     def __getitem__(self, name: str) -> Tagged:
-        return self.bases[name].atoms
+        return atoms_of(self.bases[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.bases)

@@ -120,7 +120,7 @@ def warn_of(record: MergeRecord, stacklevel: int = 3) -> None:
     for status in (Status.CLAMPED, Status.DAMPED, Status.STALLED):
         names = [name for name, one in records.items() if one.status == status]
         if names:
-            text = f"{record.method}: {status.meaning}: {listed(names)}. {status.remedy}"
+            text = f"{record.method}: {status.meaning}: {listed(names)}. {status.remedy}".rstrip()
             warnings.warn(EpimerWarning(text, status), stacklevel=stacklevel)
 
 

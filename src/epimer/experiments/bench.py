@@ -24,7 +24,7 @@ from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Suite
 from epimer.experiments.results import Result
 from epimer.geometry.metric import Metric
-from epimer.methods.registry import describe_method
+from epimer.methods.registry import added_methods, describe_method
 from epimer.records import Status
 
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
@@ -94,6 +94,12 @@ CANDIDATES = (
     Candidate("epimer_free", {"iterations": STEPS}),
     Candidate("epimer_kron", {"iterations": STEPS}),
 )
+
+
+def all_candidates() -> tuple[Candidate, ...]:
+    """Return the methods to compare: epimer's own, and those that others added."""
+    added = [name for name in added_methods() if not describe_method(name).needs_function]
+    return (*CANDIDATES, *map(Candidate, added))
 
 
 @dataclass(frozen=True)
