@@ -75,7 +75,7 @@ def size(count: float) -> str:
 
 def curvature(found: Curvature, out: Path, notes: Sequence[str], *, as_json: bool) -> None:
     """Say what was measured."""
-    about = found.about
+    about = found.provenance
     if as_json:
         dump({**asdict(about), "tensors": len(found), "bytes": found.nbytes, "clipped": found.clipped})
         return

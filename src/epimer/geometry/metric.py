@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class Metric(ABC):
     """One task's curvature on one layer."""
 
     kind: str
+    serves: ClassVar[tuple[str, ...]] = ()
+    """other kinds of curvature that methods may take this one in place of"""
 
     @abstractmethod
     def apply(self, D_mn: Tensor) -> Tensor:
@@ -209,6 +212,7 @@ class Corrected(Metric):
     Q: Tensor
     """n x n, orthogonal: the eigenvectors of A"""
     kind = "ekfac"
+    serves = ("kronecker",)
 
     def apply(self, D_mn: Tensor) -> Tensor:
         return self.P @ (self.S * (self.P.T @ D_mn @ self.Q)) @ self.Q.T

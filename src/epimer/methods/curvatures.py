@@ -69,7 +69,7 @@ def check_layer(
     if rule == "fisher" or method.needs_curvature:
         kind = "diagonal" if rule == "fisher" else method.curvature or ""
         kinds: tuple[str, ...] = (kind, "projected") if matrix else (kind,)
-        kinds += ("ekfac",) if kind == "kronecker" else ()
+        kinds += tuple(other.kind for other in Metric.__subclasses__() if kind in other.serves)
         kinds = (kind,) if method.name == "regmean" else kinds
         metrics = layer_metrics(curvatures or (), name, [W0, *tensors], matrix=matrix, kinds=kinds, user=method.name)
         if not metrics and needs_metric(name, rule, tensors[0]):
@@ -89,8 +89,8 @@ def check_layer(
 
 
 def serves(kind: str | None, wanted: str | None) -> bool:
-    """Whether curvature of a kind will do where another is wanted: EKFAC's factors are Kronecker's."""
-    return kind == wanted or (kind == "ekfac" and wanted == "kronecker")
+    """Whether methods that want one kind of curvature can take another, as EKFAC in place of Kronecker factors."""
+    return kind == wanted or any(metric.kind == kind and wanted in metric.serves for metric in Metric.__subclasses__())
 
 
 def needs_metric(name: str, rule: str, W: Tensor) -> bool:

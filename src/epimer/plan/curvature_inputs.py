@@ -52,7 +52,7 @@ def check_models(
     """Refuse curvature that was measured on another model, unless it was asked for."""
     for role, curvature in zip(roles, curvatures or (), strict=False):
         names = {name: stored_under(name, role, curvature) for name in curvature}
-        if curvature.about.model in (None, stored_fingerprint(role.checkpoint, names)):
+        if curvature.provenance.model in (None, stored_fingerprint(role.checkpoint, names)):
             continue
         foreign = [name for name, stored in names.items() if stored not in role.checkpoint.headers]
         if foreign:
@@ -72,7 +72,7 @@ def check_models(
 
 def stored_under(name: str, role: Role, curvature: Curvature) -> str:
     """Return the name under which a checkpoint holds a tensor that may have several."""
-    aliases = [alias for alias, twin in curvature.about.ties.items() if twin == name]
+    aliases = [alias for alias, twin in curvature.provenance.ties.items() if twin == name]
     known = (found for found in (role.stored.get(name, name), *aliases) if found in role.checkpoint.headers)
     return next(known, name)
 
@@ -91,8 +91,8 @@ def open_basis(recipe: Recipe, folder: Path | None, problems: list[EpimerError])
 def check_curvatures(curvatures: list[Curvature], basis: StoredBasis | None, problems: list[EpimerError]) -> None:
     """Refuse curvature of several kinds, and projected curvature whose basis is not the merge's."""
     for curvature in curvatures:
-        first, about = curvatures[0], curvature.about
-        if (about.kind, about.basis) != (first.kind, first.about.basis):
+        first, about = curvatures[0], curvature.provenance
+        if (about.kind, about.basis) != (first.kind, first.provenance.basis):
             other = curvature.kind if about.kind != first.kind else "on another basis"
             problems.append(
                 CurvatureError(

@@ -355,7 +355,7 @@ class _Planner:
             )
         wanted = "diagonal" if rule == "fisher" else self.method.curvature
         for curvature in self.curvatures:
-            projected = curvature.about.basis is not None and rule == "matrix"
+            projected = curvature.provenance.basis is not None and rule == "matrix"
             fits = projected or serves(curvature.kind, wanted)
             if not fits or (self.method.name == "regmean" and (projected or curvature.kind == "ekfac")):
                 raise CurvatureError(

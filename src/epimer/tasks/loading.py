@@ -26,6 +26,7 @@ AUTO = {
     IMAGE: "AutoModelForImageClassification",
 }
 POOLINGS = ("auto", "pooler", "cls", "mean")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Output(NamedTuple):
