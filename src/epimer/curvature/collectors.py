@@ -47,13 +47,12 @@ class Collector(ABC):
         """
         self.shapes = {name: shape for name, shape in shapes.items() if len(shape) > 1 or not self.matrices_only}
         self.dtype, self.device, self.reduce = dtype, device, reduce
-        self.basis: dict[str, Any] | None = None
-        self.own_basis: dict[str, Any] | None = None
-        """the basis in the precision and on the device of the sums"""
-        if basis is not None:
-            self.basis = {name: basis[name] for name in self.shapes}
-            like = torch.empty(0, dtype=dtype, device=device)
-            self.own_basis = {name: one.to(like) for name, one in self.basis.items()}
+        self.basis: dict[str, Any] | None = None if basis is None else {name: basis[name] for name in self.shapes}
+        like = torch.empty(0, dtype=dtype, device=device)
+        self.projection = {name: one.to(like) for name, one in (self.basis or {}).items()}
+        """the basis in the dtype and on the device of the sums"""
+        self.totals: dict[Hashable, Tensor] = {}
+        """sums over the samples so far, by keys of the subclass"""
         self.tokens: dict[str, int] = dict.fromkeys(self.shapes, 0)
         self.refused: dict[str, str] = {}
         """parameters that this kind of curvature cannot describe, and why"""
@@ -66,23 +65,26 @@ class Collector(ABC):
         """Add one batch: a parameter's per-sample gradients are the sum over `gradients`, one for each use."""
 
     @abstractmethod
+    def metric(self, name: str, shape: torch.Size) -> Metric:
+        """Return one parameter's curvature, the mean over all samples."""
+
     def finish(self) -> dict[str, Metric]:
-        """Return each parameter's curvature, the mean over all samples."""
+        """Return the curvature of every parameter that could be measured, and free the sums."""
+        return {name: self.metric(name, shape) for name, shape in self.shapes.items() if name not in self.refused}
 
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+    def total(self, key: Hashable, *shape: int) -> Tensor:
+        """Return the sum under a key, to add to; it starts at zero."""
+        if key not in self.totals:
+            self.totals[key] = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return self.totals[key]
 
-    def _total(self, totals: dict[Any, Tensor], key: Hashable, *shape: int) -> Tensor:
-        """Return the running total of a key, which starts at zero."""
-        if key not in totals:
-            totals[key] = self._zeros(*shape)
-        return totals[key]
+    def take(self, key: Hashable, *shape: int) -> Tensor:
+        """Return the final sum under a key, and free it."""
+        total = self.total(key, *shape)
+        del self.totals[key]
+        return total
 
-    def _mean(self, total: Tensor | None, *shape: int) -> Tensor:
-        """Return a total divided by the samples; zeros where nothing was added."""
-        return self._zeros(*shape) if total is None else total / self.samples
-
-    def _concatenated(self, name: str, gradients: Sequence[SampleGradients]) -> OuterProducts | None:
+    def concatenated(self, name: str, gradients: Sequence[SampleGradients]) -> OuterProducts | None:
         """Return all uses as outer products over their tokens together; None for a parameter that is also a table."""
         outers = [use for use in gradients if isinstance(use, OuterProducts)]
         if len(outers) < len(gradients):
@@ -94,7 +96,7 @@ class Collector(ABC):
         left, right = torch.cat([use.left for use in outers], dim=1), torch.cat([use.right for use in outers], dim=1)
         return OuterProducts(left, right, outers[0].inputs)
 
-    def _count(self, name: str, gradients: Sequence[SampleGradients]) -> Tensor | None:
+    def count(self, name: str, gradients: Sequence[SampleGradients]) -> Tensor | None:
         """Count the tokens that are not padding; return their mask over all uses, None where none is padding."""
         pairs = [(use.per_token.shape[:2], use.mask) for use in gradients]
         self.tokens[name] += sum(shape.numel() if mask is None else int(mask.sum()) for shape, mask in pairs)
@@ -109,16 +111,12 @@ class DiagonalCollector(Collector):
 
     matrices_only = False
 
-    def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device, **more: Any) -> None:
-        super().__init__(shapes, dtype, device, **more)
-        self.F: dict[str, Tensor] = {}
-
     def add(self, name: str, gradients: Sequence[SampleGradients]) -> None:
-        F = self._total(self.F, name, *self.shapes[name])
+        F = self.total(name, *self.shapes[name])
         if not self.repeated:
-            self._count(name, gradients[:1])
+            self.count(name, gradients[:1])
         if all(isinstance(use, OuterProducts) for use in gradients):
-            outer = self._concatenated(name, gradients)
+            outer = self.concatenated(name, gradients)
             assert outer is not None
             add_squares(F.view(len(F), -1), outer.left, outer.right)
         elif all(isinstance(use, TokenSums) for use in gradients):
@@ -133,16 +131,13 @@ class DiagonalCollector(Collector):
                     use.add_sample(gradient, n)
                 F.addcmul_(gradient, gradient)
 
-    def finish(self) -> dict[str, Metric]:
-        means = {name: self._mean(self.F.pop(name, None), *shape) for name, shape in self.shapes.items()}
-        if self.basis is None or self.own_basis is None:
-            return {name: Diagonal(F) for name, F in means.items()}
-        projected: dict[str, Metric] = {}
-        for name, F in means.items():
-            atoms, F_mn = self.own_basis[name], F.reshape(len(F), -1)
-            H = AtomDiagonal(F_mn, atoms.U, atoms.V, atoms.mix, 0.0).dense()
-            projected[name] = Projected(H=H.to(self.dtype), basis=self.basis[name])
-        return projected
+    def metric(self, name: str, shape: torch.Size) -> Metric:
+        F = self.take(name, *shape) / self.samples
+        if self.basis is None:
+            return Diagonal(F)
+        atoms = self.projection[name]
+        H = AtomDiagonal(F.reshape(len(F), -1), atoms.U, atoms.V, atoms.mix, 0.0).dense()
+        return Projected(H=H.to(self.dtype), basis=self.basis[name])
 
 
 def add_squares(F_mn: Tensor, left: Tensor, right: Tensor) -> None:
@@ -181,15 +176,13 @@ class KroneckerCollector(Collector):
 
     def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device, **more: Any) -> None:
         super().__init__(shapes, dtype, device, **more)
-        self.grams: dict[tuple[str, int], Tensor] = {}
-        """(parameter, dimension of the stored weight) -> the sum of outer products, on and above its diagonal"""
         self.inputs: dict[str, int] = {}
         for name, shape in self.shapes.items():
             if self.basis is None and (widest := max(shape[0], shape[1:].numel())) > WIDEST:
                 self.refused[name] = f"a factor of side {widest} is too large to keep"
 
     def add(self, name: str, gradients: Sequence[SampleGradients]) -> None:
-        outer = self._concatenated(name, gradients)
+        outer = self.concatenated(name, gradients)
         if outer is None:
             return
         self.inputs[name] = outer.inputs
@@ -197,7 +190,7 @@ class KroneckerCollector(Collector):
         g, x = sides[1 - outer.inputs], sides[outer.inputs]
         self._add(name, 1 - outer.inputs, g.to(self.dtype).sum(1) if self.reduce else g.flatten(0, 1))
         if not self.repeated:
-            self._add(name, outer.inputs, self._input_rows(x, self._count(name, gradients)))
+            self._add(name, outer.inputs, self._input_rows(x, self.count(name, gradients)))
 
     def _input_rows(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Return the tokens that are not padding, or each sample's mean over them."""
@@ -209,35 +202,25 @@ class KroneckerCollector(Collector):
         return x.mean(1)
 
     def _add(self, name: str, side: int, rows: Tensor) -> None:
+        """Add rows to the factor of dimension `side` of the stored weight."""
         rows = rows.to(self.dtype)
-        if self.own_basis is not None:
-            basis = self.own_basis[name]
+        if self.basis is not None:
+            basis = self.projection[name]
             rows = rows @ (basis.V if side else basis.U)
         size = rows.shape[1]
-        add_gram(self._total(self.grams, (name, side), size, size), rows)
+        add_gram(self.total((name, side), size, size), rows)
 
-    def finish(self) -> dict[str, Metric]:
-        metrics: dict[str, Metric] = {}
-        for name, shape in self.shapes.items():
-            if name in self.refused:
-                continue
-            inputs = self.inputs.get(name, 1)
-            tokens = self.samples if self.reduce else max(1, self.tokens[name])
-            sizes = shape[0], shape[1:].numel()
-            if self.basis is not None:
-                sizes = self.basis[name].U.shape[1], self.basis[name].V.shape[1]
-            G, A = (
-                symmetric(self._total(self.grams, (name, side), size, size)).div_(
-                    tokens if side == inputs else self.samples
-                )
-                for side, size in enumerate(sizes)
-            )
-            del self.grams[name, 0], self.grams[name, 1]
-            if self.basis is None:
-                metrics[name] = Kronecker(A=A, G=G, inputs=inputs)
-            else:
-                metrics[name] = Projected(A=A, G=G, inputs=inputs, basis=self.basis[name])
-        return metrics
+    def metric(self, name: str, shape: torch.Size) -> Metric:
+        inputs = self.inputs.get(name, 1)
+        sizes = shape[0], shape[1:].numel()
+        if self.basis is not None:
+            sizes = self.basis[name].U.shape[1], self.basis[name].V.shape[1]
+        tokens = self.samples if self.reduce else max(1, self.tokens[name])
+        counts = [tokens if side == inputs else self.samples for side in (0, 1)]
+        G, A = (symmetric(self.take((name, side), size, size)).div_(counts[side]) for side, size in enumerate(sizes))
+        if self.basis is None:
+            return Kronecker(A=A, G=G, inputs=inputs)
+        return Projected(A=A, G=G, inputs=inputs, basis=self.basis[name])
 
 
 def add_gram(total: Tensor, rows: Tensor) -> None:
@@ -258,47 +241,34 @@ class SamplesCollector(Collector):
 
     def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device, **more: Any) -> None:
         super().__init__(shapes, dtype, device, **more)
-        self.H: dict[str, Tensor] = {}
         self.factors: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def add(self, name: str, gradients: Sequence[SampleGradients]) -> None:
-        outer = self._concatenated(name, gradients)
+        outer = self.concatenated(name, gradients)
         if outer is None:
             return
         if not self.repeated:
-            self._count(name, gradients)
+            self.count(name, gradients)
         left, right = outer.left.to(self.dtype), outer.right.to(self.dtype)
-        if self.own_basis is None:
+        if self.basis is None:
             self.factors.setdefault(name, []).append((left.to("cpu", copy=True), right.to("cpu", copy=True)))
             return
-        atoms = self.own_basis[name]
+        atoms = self.projection[name]
         s_np = ((left @ atoms.U) * (right @ atoms.V)).sum(1)
         if atoms.mix is not None:
             s_np = s_np @ atoms.mix.to(s_np)
         size = s_np.shape[1]
-        add_gram(self._total(self.H, name, size, size), s_np)
+        add_gram(self.total(name, size, size), s_np)
 
-    def finish(self) -> dict[str, Metric]:
-        kept = {name: shape for name, shape in self.shapes.items() if name not in self.refused}
-        return {
-            name: self._factors(name, shape) if self.basis is None else self._projected(name)
-            for name, shape in kept.items()
-        }
-
-    def _projected(self, name: str) -> Metric:
-        assert self.basis is not None
-        atoms = self.basis[name]
-        size = atoms.U.shape[1] if atoms.mix is None else atoms.mix.shape[1]
-        H = symmetric(self._total(self.H, name, size, size)).div_(self.samples)
-        del self.H[name]
-        return Projected(H=H, basis=atoms)
-
-    def _factors(self, name: str, shape: torch.Size) -> Metric:
+    def metric(self, name: str, shape: torch.Size) -> Metric:
+        if self.basis is not None:
+            atoms = self.basis[name]
+            size = atoms.U.shape[1] if atoms.mix is None else atoms.mix.shape[1]
+            return Projected(H=symmetric(self.take(name, size, size)).div_(self.samples), basis=atoms)
         factors = self.factors.pop(name, [])
         if not factors:
-            m, n = shape[0], shape[1:].numel()
-            factors = [(self._zeros(self.samples, 1, m).cpu(), self._zeros(self.samples, 1, n).cpu())]
-        left, right = (padded([pair[side] for pair in factors]) for side in (0, 1))
+            factors = [(torch.zeros(self.samples, 1, shape[0]), torch.zeros(self.samples, 1, shape[1:].numel()))]
+        left, right = (padded([pair[side] for pair in factors]).to(self.dtype) for side in (0, 1))
         # under labels='expected' a sample occurs once per class, its gradient times the root of the probability
         return Samples(g=left * math.sqrt(len(left) / self.samples), x=right)
 
@@ -313,7 +283,6 @@ class EKFACCollector(Collector):
     """EKFAC's second pass: the second moments of the gradients along the eigenvectors of the Kronecker factors."""
 
     def __init__(self, factors: Mapping[str, Metric], dtype: torch.dtype, device: torch.device) -> None:
-        self.S: dict[str, Tensor] = {}
         self.eigenvectors: dict[str, tuple[Tensor, ...]] = {}
         for name, metric in factors.items():
             assert isinstance(metric, Kronecker)
@@ -323,15 +292,13 @@ class EKFACCollector(Collector):
         super().__init__(shapes, dtype, device)
 
     def add(self, name: str, gradients: Sequence[SampleGradients]) -> None:
-        outer = self._concatenated(name, gradients)
+        outer = self.concatenated(name, gradients)
         if outer is None:
             return
         P, Q = self.eigenvectors[name]
         left, right = outer.left.to(self.dtype) @ P, outer.right.to(self.dtype) @ Q
-        add_squares(self._total(self.S, name, *self.shapes[name]), left, right)
+        add_squares(self.total(name, *self.shapes[name]), left, right)
 
-    def finish(self) -> dict[str, Metric]:
-        return {
-            name: Corrected(S=self._mean(self.S.pop(name, None), *self.shapes[name]), P=P, Q=Q)
-            for name, (P, Q) in self.eigenvectors.items()
-        }
+    def metric(self, name: str, shape: torch.Size) -> Metric:
+        P, Q = self.eigenvectors[name]
+        return Corrected(S=self.take(name, *shape) / self.samples, P=P, Q=Q)

@@ -57,20 +57,16 @@ class Rows(Metric):
 
 
 class RowsCollector(Collector):
-    def __init__(self, shapes, dtype, device, **more):
-        super().__init__(shapes, dtype, device, **more)
-        self.B = {}
-
     def add(self, name, gradients):
-        outer = self._concatenated(name, gradients)
-        if outer is None:
-            return
-        m, n = self.shapes[name]
-        s_nmk = torch.einsum("ntm,ntk->nmk", outer.left.to(self.dtype), outer.right.to(self.dtype))
-        self._total(self.B, name, m, n, n).add_(torch.einsum("nmk,nml->mkl", s_nmk, s_nmk))
+        outer = self.concatenated(name, gradients)
+        if outer is not None:
+            m, n = self.shapes[name]
+            s_nmk = torch.einsum("ntm,ntk->nmk", outer.left.to(self.dtype), outer.right.to(self.dtype))
+            self.total(name, m, n, n).add_(torch.einsum("nmk,nml->mkl", s_nmk, s_nmk))
 
-    def finish(self):
-        return {name: Rows(self._mean(self.B.get(name), m, n, n)) for name, (m, n) in self.shapes.items()}
+    def metric(self, name, shape):
+        m, n = shape
+        return Rows(self.take(name, m, n, n) / self.samples)
 
 
 @pytest.fixture(autouse=True)
