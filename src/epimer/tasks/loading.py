@@ -17,7 +17,7 @@ from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.checkpoints.lora import Adapted
 from epimer.errors import CheckpointError, CurvatureError, ParameterError, listed
-from epimer.tasks.tables import needed
+from epimer.tasks.tables import import_extra
 
 CAUSAL_LM, TEXT, IMAGE = "causal-lm", "text-classification", "image-classification"
 AUTO = {
@@ -159,7 +159,7 @@ def names_code(config: Any) -> str:
 
 def transformers() -> Any:
     """Import transformers."""
-    return needed("transformers", "transformers", "measuring a task")
+    return import_extra("transformers", "transformers", "measuring a task")
 
 
 @contextmanager
