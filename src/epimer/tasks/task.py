@@ -100,6 +100,7 @@ class Task:
             raise _no_column(table, LABELS, "labels", "label")
         numbers = {} if labels is None else self._class_numbers(table)
         read = self._images if self.kind == IMAGE else partial(self._texts, longest=self._longest(max_length))
+        taken = accepted(self.model)
 
         def batch(rows: Sequence[int]) -> InputsAndTargets:
             inputs, targets = read(table, rows, column), None
@@ -107,7 +108,6 @@ class Task:
                 targets = next_tokens(inputs["input_ids"], inputs["attention_mask"]).to(self.device)
             elif labels is not None:
                 targets = torch.tensor([self._label(table, i, labels, numbers) for i in rows]).to(self.device)
-            taken = accepted(self.model)
             return {name: value.to(self.device) for name, value in inputs.items() if name in taken}, targets
 
         return (batch(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size))
