@@ -57,7 +57,7 @@ def basis_fingerprint(basis: Mapping[str, Tagged | Pairs]) -> str:
     """Return a hash of a basis of many tensors; projected curvature keeps it to recognise its basis."""
     if isinstance(basis, StoredBasis):
         return basis.fingerprint
-    return _combined((name, tensor_fingerprint(one)) for name, one in basis.items())
+    return _combined((name, tensor_fingerprint(subspace)) for name, subspace in basis.items())
 
 
 def tensor_fingerprint(basis: Tagged | Pairs) -> str:

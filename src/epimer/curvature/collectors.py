@@ -49,7 +49,7 @@ class Collector(ABC):
         self.dtype, self.device, self.reduce = dtype, device, reduce
         self.basis: dict[str, Any] | None = None if basis is None else {name: basis[name] for name in self.shapes}
         like = torch.empty(0, dtype=dtype, device=device)
-        self.projection = {name: one.to(like) for name, one in (self.basis or {}).items()}
+        self.projection = {name: subspace.to(like) for name, subspace in (self.basis or {}).items()}
         """the basis in the dtype and on the device of the sums"""
         self.totals: dict[Hashable, Tensor] = {}
         """sums over the samples so far, by keys of the subclass"""
@@ -107,7 +107,7 @@ class Collector(ABC):
 
 
 class DiagonalCollector(Collector):
-    """E[(∇L)²], the square of a sample's gradient: its tokens are summed first. In a basis, SᵀHS of the whole sum."""
+    """E[(∇L)²], the square of a sample's gradient: its tokens are summed first. In a basis, SᵀHS of it."""
 
     matrices_only = False
 

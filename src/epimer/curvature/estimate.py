@@ -349,19 +349,19 @@ def _check_basis(basis: Mapping[str, Any] | None, kind: str, parameters: Mapping
         return
     if not KINDS[kind].bases:
         raise CurvatureError(f"kind={kind!r} cannot be projected while it is measured; use kronecker, or no basis.")
-    for name, one in basis.items():
-        if not isinstance(one, Tagged | Pairs):
-            raise CurvatureError(f"basis[{name!r}] must be made by epimer.build_basis, got {type(one).__name__}.")
-        shape = len(one.U), len(one.V)
+    for name, subspace in basis.items():
+        if not isinstance(subspace, Tagged | Pairs):
+            raise CurvatureError(f"basis[{name!r}] must be made by epimer.build_basis, got {type(subspace).__name__}.")
+        shape = len(subspace.U), len(subspace.V)
         W = parameters[name]
         if shape != (len(W), W[0].numel()):
             raise CurvatureError(
                 f"basis[{name!r}] is of {shape[0]} x {shape[1]} matrices, but the model's has shape {tuple(W.shape)}; "
                 "build it from models of this shape."
             )
-        if not isinstance(one, KINDS[kind].bases):
+        if not isinstance(subspace, KINDS[kind].bases):
             raise CurvatureError(
-                f"kind={kind!r} on all pairs of a tensor basis would take {one.U.shape[1] * one.V.shape[1]} squared "
+                f"kind={kind!r} on all pairs of a tensor basis would take {subspace.U.shape[1] * subspace.V.shape[1]} squared "
                 "numbers; build a tagged basis, or measure kronecker."
             )
 

@@ -40,10 +40,10 @@ def projected_hessians(
         for batch in batches:
             targets = _targets(model, batch, labels, first=not count)
             stage = progress.begin(f"samples {count} to {count + batch.N}", len(atoms))
-            for name, one in atoms.items():
-                assert isinstance(one, Tagged)
+            for name, subspace in atoms.items():
+                assert isinstance(subspace, Tagged)
                 W = chosen[name].detach()
-                loss = _LossAlongBasis(model, batch, targets, labels, name, W, one.to(W))
+                loss = _LossAlongBasis(model, batch, targets, labels, name, W, subspace.to(W))
                 H = loss.hessian() if kind == "hessian" else loss.ggn()
                 sums[name] = sums[name] + H.to(dtype) if name in sums else H.to(dtype)
                 stage.advance(1, name)

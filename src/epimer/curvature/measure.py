@@ -149,7 +149,8 @@ def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
     table = open_data(request.data, split=request.split, subset=request.subset, progress=request.progress)
     task = _load(request)
     task.require_labels = request.labels == "true"
-    rows = _rows(request, len(table))
+    samples = request.samples or SAMPLES if request.fraction is None else None
+    rows = choose(len(table), samples=samples, fraction=request.fraction, seed=request.seed, least=request.batch_size)
     mine = rows[rank::count]
     if not mine:
         raise DataError(f"{table.name} gives {len(rows)} samples to {count} processes; start fewer of them.")
@@ -183,15 +184,6 @@ def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
         curvature = Curvature(curvature.metrics, replace(curvature.provenance, basis=basis.fingerprint))
     total = _under_stored_names(curvature, task).summed_over_ranks()
     return Curvature(total.metrics, replace(total.provenance, seed=request.seed))
-
-
-def _rows(request: Request, count: int) -> list[int]:
-    """Return the rows to measure on: `samples` of them, or a fraction of all but one batch at least."""
-    if request.fraction is None:
-        return choose(count, samples=request.samples or SAMPLES, fraction=None, seed=request.seed)
-    rows = choose(count, samples=None, fraction=1.0, seed=request.seed)
-    some = len(choose(count, samples=None, fraction=request.fraction, seed=request.seed))
-    return rows[: max(some, request.batch_size)]
 
 
 def _patterns(layers: tuple[str, ...], task: Task) -> list[str]:

@@ -243,11 +243,11 @@ def _assign(groups: list[list[Slot]], model: nn.Module, names: Sequence[str] | N
         raise CurvatureError(_why_none_fits(slots, model, where))
     label, first = fitting[0]
     for other, order in fitting[1:]:
-        for slot, one, two in zip(slots, first, order, strict=True):
-            if one != two and slot.state:
+        for slot, name, other_name in zip(slots, first, order, strict=True):
+            if name != other_name and slot.state:
                 raise CurvatureError(
-                    f"{where} fits the model in two ways: parameter {slot.key!r} is {one!r} with {label} and "
-                    f"{two!r} with {other}; {GIVE_NAMES}."
+                    f"{where} fits the model in two ways: parameter {slot.key!r} is {name!r} with {label} and "
+                    f"{other_name!r} with {other}; {GIVE_NAMES}."
                 )
     return first
 

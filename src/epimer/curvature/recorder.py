@@ -69,8 +69,8 @@ class Recorder:
         self.layers: list[RecordedLayer] = []
         for label, module in model.named_modules():
             self._find_layers(label, module, by_id)
-        found = {name for layer in self.layers for name in layer.names.values()}
-        self.unsupported |= {name: UNKNOWN for name in self.parameters if name not in found}
+        supported = {name for layer in self.layers for name in layer.names.values()}
+        self.unsupported |= {name: UNKNOWN for name in self.parameters if name not in supported}
         self.mode = "off"
         """off, probe, expand (a trial, see `expanding_output`), forward or backward"""
         self.layouts: dict[tuple[str, int], Layout | None] = {}
@@ -329,7 +329,7 @@ class Recorder:
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
                 g = g if self._loss_scale == 1 else g.float() / self._loss_scale
                 gradients = layer.rule(layer.module, x, g, layout, N)
-                self._emit(layer, {attribute: _masked(found, masks) for attribute, found in gradients.items()})
+                self._emit(layer, {attribute: _masked(use, masks) for attribute, use in gradients.items()})
 
         y.register_hook(on_gradient)  # type: ignore[no-untyped-call]
         return y

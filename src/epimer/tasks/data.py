@@ -40,8 +40,8 @@ def open_data(text: str, *, split: str | None = None, subset: str | None = None,
     return table
 
 
-def choose(count: int, *, samples: int | None, fraction: float | None, seed: int) -> list[int]:
-    """Return the numbers of rows to use: of `count` shuffled rows the first `samples`, or a fraction of all."""
+def choose(count: int, *, samples: int | None, fraction: float | None, seed: int, least: int = 1) -> list[int]:
+    """Return the rows to use: of `count` shuffled rows the first `samples`, or a fraction of all, `least` at least."""
     if samples is not None and fraction is not None:
         raise DataError("'samples' and 'fraction' both say how many rows to use; give one of them.")
     if samples is not None and samples < 1:
@@ -51,7 +51,7 @@ def choose(count: int, *, samples: int | None, fraction: float | None, seed: int
     rows = list(range(count))
     Random(seed).shuffle(rows)
     if fraction is not None:  # exact in decimals: 0.07 of 100 rows are 7, while 0.07 * 100 > 7 in floats
-        samples = max(1, math.ceil(Fraction(str(fraction)) * count))
+        samples = max(least, math.ceil(Fraction(str(fraction)) * count))
     return rows[:samples]
 
 

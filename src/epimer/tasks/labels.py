@@ -327,10 +327,10 @@ class Labels:
                 loss = self.loss_fn(with_logits(outputs, probe), targets)
                 return torch.autograd.grad(loss.sum(), probe)[0]
 
-        one, two = gradient(mean - noise), gradient(mean - 2 * noise)
-        second = float((one * noise).sum() / noise.square().sum())
+        near, far = gradient(mean - noise), gradient(mean - 2 * noise)
+        second = float((near * noise).sum() / noise.square().sum())
         if second <= 0 or any(
-            float((g - times * second * noise).norm()) > 1e-2 * float(g.norm()) for g, times in ((one, 1), (two, 2))
+            float((g - times * second * noise).norm()) > 1e-2 * float(g.norm()) for g, times in ((near, 1), (far, 2))
         ):
             raise CurvatureError(
                 f"labels={self.policy!r} knows cross-entropy (integer targets) and squared error; "

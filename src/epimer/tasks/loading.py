@@ -288,15 +288,15 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str
     aliases: dict[int, list[str]] = {}
     for name, W in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(W), []).append(name)
-    found: dict[str, str] = {}
+    matched: dict[str, str] = {}
     for name, W in model.named_parameters():
         likely = [disk for alias in aliases[id(W)] for disk in (renamed.get(alias, alias), alias)]
         disk = next((disk for disk in likely if _holds(checkpoint, disk, W)), None)
         if disk is not None:
-            found[name] = disk
-    unmatched, taken = [], set(found.values())
+            matched[name] = disk
+    unmatched, taken = [], set(matched.values())
     for name, W in model.named_parameters():
-        if name in found:
+        if name in matched:
             continue
         ends = {
             disk
@@ -306,10 +306,10 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str
         }
         ends = {disk for disk in ends if _holds(checkpoint, disk, W)}
         if len(ends) == 1:
-            found[name] = ends.pop()
+            matched[name] = ends.pop()
         else:
             unmatched.append(name)
-    return found, unmatched, used | set(found.values())
+    return matched, unmatched, used | set(matched.values())
 
 
 def _renamed(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], set[str]]:
@@ -323,15 +323,15 @@ def _renamed(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], 
     renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     state, prefix = model.state_dict(), getattr(model, "base_model_prefix", None)
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     used = set()
     for disk in sorted(checkpoint.headers):
         name, converted = loading.rename_source_key(disk, renamings, converters, prefix, state)
         if name in state or converted is not None:
             used.add(disk)
         if name in state and converted is None:
-            found.setdefault(name, disk)
-    return found, used
+            renamed.setdefault(name, disk)
+    return renamed, used
 
 
 def _holds(checkpoint: Checkpoint, disk: str, W: Tensor) -> bool:
