@@ -98,7 +98,7 @@ def estimate_curvature(
     chosen = _chosen(parameters, layers, basis)
     _check_basis(basis, kind, parameters)
     row, label_policy = KINDS[kind], Labels(labels, loss_fn, seed)
-    measurement = _Measurement(model, chosen, label_policy, dtype)
+    measurement = _Measurement(model, chosen, label_policy)
     read: Iterable[Batch] = read_batches(batches, samples, measurement.device)
     with Progress(progress, unit="samples") as bar:
         if row.collector is None:
@@ -145,8 +145,8 @@ def estimate_curvature(
 class _Measurement:
     """Passes over the data that show a collector every parameter's per-sample gradients."""
 
-    def __init__(self, model: nn.Module, chosen: dict[str, Tensor], labels: Labels, dtype: torch.dtype) -> None:
-        self.model, self.labels, self.dtype = model, labels, dtype
+    def __init__(self, model: nn.Module, chosen: dict[str, Tensor], labels: Labels) -> None:
+        self.model, self.labels = model, labels
         self.device = next(iter(chosen.values())).device
         self.half = any(p.dtype == torch.float16 for p in chosen.values())
         self.left_out: dict[str, str] = {}
@@ -360,9 +360,10 @@ def _check_basis(basis: Mapping[str, Any] | None, kind: str, parameters: Mapping
                 "build it from models of this shape."
             )
         if not isinstance(subspace, KINDS[kind].bases):
+            pairs = subspace.U.shape[1] * subspace.V.shape[1]
             raise CurvatureError(
-                f"kind={kind!r} on all pairs of a tensor basis would take {subspace.U.shape[1] * subspace.V.shape[1]} squared "
-                "numbers; build a tagged basis, or measure kronecker."
+                f"kind={kind!r} on all pairs of a tensor basis would take {pairs} squared numbers; "
+                "build a tagged basis, or measure kronecker."
             )
 
 

@@ -91,8 +91,8 @@ class Task:
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
             if value < 1:
                 raise ParameterError(f"The {name!r} parameter of a task must be at least 1. Got {value} instead.")
-        what, usual, name = ("image", IMAGES, image) if self.kind == IMAGE else ("text", TEXTS, text)
-        column = table.column(name, usual, what)
+        what, usual, chosen = ("image", IMAGES, image) if self.kind == IMAGE else ("text", TEXTS, text)
+        column = table.column(chosen, usual, what)
         if column is None:
             raise _no_column(table, usual, what, what)
         labels = None if self.kind == CAUSAL_LM else table.column(label, LABELS, "label")
