@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class Metric(ABC):
     """One task's curvature on one layer."""
 
     kind: str
+    serves: ClassVar[tuple[str, ...]] = ()
+    """kinds of curvature that a method must accept to accept this one too"""
 
     @abstractmethod
     def apply(self, D_mn: Tensor) -> Tensor:

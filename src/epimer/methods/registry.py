@@ -169,9 +169,17 @@ class Method(Generic[OptionsT]):
         checked = {name: known[name].check(self.name, given[name]) for name in known if name in given}
         return replace(self.options, **checked)
 
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """All kinds of measured curvature it can work with: those of its row, and those that may stand in for one."""
+        from epimer.geometry.metric import Metric
+
+        others = [metric.kind for metric in Metric.__subclasses__() if set(metric.serves) & set(self.accepts)]
+        return tuple(dict.fromkeys((*self.accepts, *others)))
+
     def takes(self, kind: str | None) -> bool:
         """Whether curvature of a kind, known in the full space, is what the method needs, if it needs any."""
-        return not self.needs_curvature or (kind in self.accepts and kind != "projected")
+        return not self.needs_curvature or (kind in self.accepted and kind != "projected")
 
     def check_kind(self, kind: str | None) -> None:
         """Refuse to go on where the method needs curvature and this is not the kind."""
