@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MARKS = {"take": "[bold green]take[/]", "mind": "[bold yellow]mind[/]", "note": "[dim]note[/]"}
+MARKS = {"take": "[bold green]take[/]", "warning": "[bold yellow]warning[/]", "note": "[dim]note[/]"}
 SHOWN = 5  # layers with the most conflict
 
 
@@ -118,17 +118,17 @@ def sweep(found: Sweep, kept: Path | None) -> None:
     headings = ["method", "rank", "scale", "validation", *(["its KL"] if close else []), "test [95%]", "worst", "tried"]
     table = _table(f"{found.evaluation}: the best scale on validation data, reported on test data", headings)
     for one in sorted(found.finalists, key=lambda one: one.validation.order, reverse=True):
-        row, unit = one.to_dict(), one.validation.unit
+        row, unit = one.record(), one.validation.unit
         count = sum((other.method, other.rank) == (one.method, one.rank) for other in found.tried)
-        bounds = "" if row["low"] is None else f" {between(unit, row['low'], row['high'])}"
+        bounds = "" if row.low is None or row.high is None else f" {between(unit, row.low, row.high)}"
         table.add_row(
             escape(one.method),
             "" if one.rank is None else str(one.rank),
             f"{one.scale:g}",
-            shown(unit, row["validation"]),
-            *([f"{row['kl']:.3f}"] if close else []),
-            shown(unit, row["average"]) + escape(bounds),
-            shown(unit, row["worst"]),
+            shown(unit, row.validation),
+            *([f"{row.kl:.3f}"] if close else []),
+            shown(unit, row.average) + escape(bounds),
+            shown(unit, row.worst),
             f"{count} scales",
         )
     page.print(table)

@@ -25,12 +25,10 @@ if TYPE_CHECKING:
     from epimer.curvature.curvature import Curvature
     from epimer.engine.merge import Options
     from epimer.evaluation.evaluate import Evaluation
-    from epimer.evaluation.lm_eval import HarnessResult
     from epimer.experiments.demo import Demo
-    from epimer.experiments.results import Result
     from epimer.methods.registry import Method
     from epimer.plan.jobs import Plan
-    from epimer.records import MergeRecord
+    from epimer.records import Experiment, HarnessRecord, MergeRecord
 
 
 DEMO_COLUMNS = ("method", "average [95%]", "worst", "scale", "merge s", "against tsv")
@@ -106,7 +104,7 @@ def basis(made: StoredBasis, out: Path) -> None:
     console().print(f"{out}: {made.kind} basis of {len(made)} tensors, {total}", markup=False)
 
 
-def experiment(result: Result, files: Sequence[Path]) -> None:
+def experiment(result: Experiment, files: Sequence[Path]) -> None:
     """Print one experiment's table, and where its files are."""
     page = console()
     table = Table(title=escape(result.title), title_justify="left", box=None, header_style="bold", padding=(0, 1))
@@ -121,7 +119,7 @@ def experiment(result: Result, files: Sequence[Path]) -> None:
     page.print("wrote " + ", ".join(str(file) for file in files), markup=False)
 
 
-def evaluation(found: Evaluation | HarnessResult) -> None:
+def evaluation(found: Evaluation | HarnessRecord) -> None:
     """Print how a model does: on a suite, beside base and fine-tuned models, or in a harness."""
     from epimer.evaluation.evaluate import Evaluation
 
@@ -132,10 +130,10 @@ def evaluation(found: Evaluation | HarnessResult) -> None:
     else:
         title, headings = f"{found.harness}: {found.model}", ["task", "metric", "score", "± s.e."]
         rows = []
-        for row in found.rows:
-            named = row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
-            spread = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
-            rows.append([row["task"], named, f"{row['score']:.4f}", spread])
+        for row in found.results:
+            named = row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
+            spread = "" if row.stderr is None else f"{row.stderr:.4f}"
+            rows.append([row.task, named, f"{row.score:.4f}", spread])
     page = console()
     table = Table(title=escape(title), title_justify="left", box=None, header_style="bold", padding=(0, 1))
     for i, heading in enumerate(headings):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +16,9 @@ from epimer.errors import CheckpointError, DataError, ParameterError, listed
 from epimer.evaluation.metrics import unit
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import Data, Suite
-from epimer.experiments.results import made_by
 from epimer.geometry.linalg import nonfinite
 from epimer.progress import Progress
+from epimer.records import EvaluationRecord, OverallScore, TaskScore, provenance
 from epimer.score_format import between, natural, shown
 from epimer.tasks.data import choose
 
@@ -83,32 +83,37 @@ class Evaluation:
             yield ["average", self.unit, *cells]
             yield ["worst", self.unit, *(shown(self.unit, self.all(who).worst) for who in self.columns)]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, each score as its metric is known: shares from 0 to 1, losses as losses."""
-        found: dict[str, Any] = {"kind": "evaluation", "format": 1}
-        found |= {"suite": self.suite, "model": self.model, "split": self.split, "made": dict(self.made)}
-        found["tasks"] = [
-            {
-                "name": task.task,
-                "metric": task.metric,
-                "samples": len(task.model),
+    def record(self) -> EvaluationRecord:
+        """Return the record of it, each score as its metric is known: shares from 0 to 1, losses as losses."""
+
+        def others(metric: str, score: Callable[[str], float]) -> dict[str, float]:
+            return {who: natural(metric, score(who)) for who in self.columns[1:]}
+
+        tasks = [
+            TaskScore(
+                task.task,
+                task.metric,
+                len(task.model),
                 **_numbers(task.metric, task.of("model")),
-                **{who: natural(task.metric, task.of(who).average) for who in self.columns[1:]},
-            }
+                **others(task.metric, lambda who, task=task: task.of(who).average),  # type: ignore[misc]
+            )
             for task in self.tasks
         ]
+        average = worst = None
         if self.unit is not None:
-            measured = self.unit
-            found["average"] = {
-                **_numbers(measured, self.all("model")),
-                **{who: natural(measured, self.all(who).average) for who in self.columns[1:]},
-            }
-            found["worst"] = {
-                "task": self.worst("model").task,
-                "score": natural(measured, self.all("model").worst),
-                **{who: natural(measured, self.all(who).worst) for who in self.columns[1:]},
-            }
-        return found
+            average = OverallScore(
+                **_numbers(self.unit, self.all("model")), **others(self.unit, lambda who: self.all(who).average)
+            )
+            worst = OverallScore(
+                natural(self.unit, self.all("model").worst),
+                **others(self.unit, lambda who: self.all(who).worst),
+                task=self.worst("model").task,
+            )
+        return EvaluationRecord(self.suite, self.model, self.split, tasks, average, worst, dict(self.made))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain JSON-ready values."""
+        return self.record().to_dict()
 
 
 def _cell(metric: str, scores: Scores, *, bounds: bool) -> str:
@@ -162,7 +167,7 @@ def evaluate(
             scores = [suite.sure_scores(one, task, split, name) for name, one in who.items()]
             found.append(TaskScores(task.name, task.metric, *scores))
             stage.advance(1, task.name)
-    return Evaluation(suite.name, model, split, found, references, made_by(limit=limit))
+    return Evaluation(suite.name, model, split, found, references, provenance(limit=limit))
 
 
 class Checked(Mapping[str, Tensor]):

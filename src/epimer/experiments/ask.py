@@ -10,8 +10,9 @@ import torch
 from epimer.checkpoints.writer import check_file
 from epimer.errors import ParameterError, nearest
 from epimer.evaluation.evaluate import Evaluation, evaluate
-from epimer.evaluation.lm_eval import HARNESSES, HarnessResult, run_harness
+from epimer.evaluation.lm_eval import HARNESSES, run_harness
 from epimer.experiments.run import is_file, open_suite
+from epimer.records import HarnessRecord
 from epimer.tasks.loading import check_device_option
 
 
@@ -33,7 +34,7 @@ class Question:
     progress: bool = False
 
 
-def ask(question: Question) -> Evaluation | HarnessResult:
+def ask(question: Question) -> Evaluation | HarnessRecord:
     """Evaluate a model; all that can be wrong with the question is said first."""
     if question.model is None:
         raise ParameterError("give the model to evaluate: --model PATH.")
@@ -80,7 +81,7 @@ def _suite(question: Question, model: str) -> Evaluation:
     )
 
 
-def _harness(question: Question, model: str) -> HarnessResult:
+def _harness(question: Question, model: str) -> HarnessRecord:
     if question.harness not in HARNESSES:
         hint = nearest(str(question.harness), HARNESSES)
         raise ParameterError(f"--harness must be one of {', '.join(HARNESSES)}, got {question.harness!r}.{hint}")

@@ -20,10 +20,10 @@ from epimer.errors import DataError, EpimerError, EpimerWarning
 from epimer.evaluation.metrics import one_unit
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import Suite
-from epimer.experiments.results import Result, made_by
 from epimer.geometry.metric import Metric
 from epimer.methods.merge import MergedState, build_basis, merge_state_dicts
 from epimer.methods.registry import describe_method
+from epimer.records import Experiment, provenance
 
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
 COARSE = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.6, 2.0, 2.6, 3.4)
@@ -140,9 +140,9 @@ class Bench:
         """What all its tasks are measured in."""
         return one_unit(self.suite)
 
-    def signed(self, result: Result, *notes: str) -> Result:
+    def signed(self, result: Experiment, *notes: str) -> Experiment:
         """Return a result under the suite's name, with what made it and when."""
-        made = made_by(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
+        made = provenance(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
         told = (
             f"Made by epimer {made['epimer']} with torch {made['torch']} on {made['date']}; seed {self.seed}, "
             f"curvature of {self.samples} samples per task at most, unless the table says otherwise."

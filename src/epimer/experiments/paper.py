@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any
 
@@ -14,24 +15,24 @@ import torch
 from epimer.diagnosis.diagnose import diagnose_state_dicts
 from epimer.diagnosis.landscape import landscape as survey
 from epimer.evaluation.statistics import Scores
-from epimer.experiments.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, Outcome, references
+from epimer.experiments.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, references
 from epimer.experiments.results import (
     Cells,
-    Lines,
-    Result,
     Row,
     against,
     dots,
-    edges,
+    edge_notes,
     number,
     share,
-    starred,
+    starred_scale,
     summary,
+    tabulate,
     text,
-)
+)  # fmt: skip
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.inputs import matrix_shape
 from epimer.methods.rules import is_matrix
+from epimer.records import Experiment, Lines, MapPoint
 
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 RANKS = (2, 4, 8, 16, 32)
@@ -46,7 +47,7 @@ GRID, SEEN = 21, 100  # points along a side of a landscape; samples per task tha
 MATCHED = Candidate("tsv", {"rank": RANK}, f"tsv, k = {RANK}")
 
 
-def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> Result:
+def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> Experiment:
     """Return every method's average and per-task accuracy, at the scale that validation data chose."""
     suite, cells = bench.suite, Cells(bench.metric)
     names = [task.name for task in suite.tasks]
@@ -74,19 +75,19 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> R
         f"sign-flip test over test samples; epimer's methods against it at their own rank, {min(RANK, _most(bench))}.",
         f"Best on validation data: {best}.",
     ]
-    notes += edges(data)
+    notes += edge_notes(data)
     notes += [f"Measuring {kind} curvature took {s:.1f} s." for kind, s in bench.seconds.items() if s >= 0.1]
     columns = {
         "method": text("method"),
         "average [95%]": cells.interval,
         "worst": cells.score("worst"),
         **{name: cells.on_task(name) for name in names},
-        "scale": starred,
+        "scale": starred_scale,
         "merge s": lambda row: "" if row.get("seconds") is None else f"{row['seconds']:.2f}",
         f"against {first.candidate.name}": cells.difference,
     }
     title, figure = f"{bench.metric} of merged models", dots(data, bench.metric, metric=bench.metric)
-    return Result("performance", title, columns, data, notes + bench.notes, figure)
+    return tabulate("performance", title, columns, data, notes + bench.notes, figure)
 
 
 def _stopped(candidates: Sequence[Candidate]) -> list[str]:
@@ -96,7 +97,7 @@ def _stopped(candidates: Sequence[Candidate]) -> list[str]:
     return [f"Conjugate gradients stop after {said}."] if said else []
 
 
-def worst_task(bench: Bench) -> Result:
+def worst_task(bench: Bench) -> Experiment:
     """Return which task each method serves worst, and by how much it falls short of fine-tuning."""
     own, cells = references(bench)["fine-tuned"].accuracies, Cells(bench.metric)
     names = [task.name for task in bench.suite.tasks]
@@ -115,7 +116,7 @@ def worst_task(bench: Bench) -> Result:
         "least share of fine-tuned kept": share("kept"),
     }
     figure = dots([{**row, **_of_worst(row)} for row in data], bench.metric, ("worst", "average"), metric=bench.metric)
-    return Result("worst-task", "Worst task", columns, data, [], figure)
+    return tabulate("worst-task", "Worst task", columns, data, [], figure)
 
 
 def _of_worst(row: Row) -> Row:
@@ -134,11 +135,11 @@ def _most(bench: Bench) -> int:
     return max(clamp_rank(shape, len(bench.states), None) for shape in shapes)
 
 
-def alpha(bench: Bench) -> Result:
+def alpha(bench: Bench) -> Experiment:
     """Return accuracy over α, rank and aggregator: the paper's sensitivity."""
     names = [task.name for task in bench.suite.tasks]
     cells = Cells(bench.metric)
-    data, lines = [], Lines("α", f"average {bench.metric}", bench.metric)
+    data, lines = [], Lines("α", f"average {bench.metric}", metric=bench.metric)
     merges = itertools.product(("epimer", "epimer_kron"), ranks_of(bench, (4, 16, 32)), ("sum", "mean"))
     for method, k, aggregator in bench.each(merges, "{0[0]}, k = {0[1]}, {0[2]}".format):
         merged = bench.merge(Candidate(method), rank=k, aggregator=aggregator)
@@ -155,10 +156,10 @@ def alpha(bench: Bench) -> Result:
         "worst": cells.score("worst"),
     }
     notes = ["α is fixed here, not chosen; 1/√T is the last of each group.", "k is cut at floor(d/T)."]
-    return Result("alpha", "Sensitivity to α", columns, data, notes, lines.figure())
+    return tabulate("alpha", "Sensitivity to α", columns, data, notes, lines)
 
 
-def eta(bench: Bench) -> Result:
+def eta(bench: Bench) -> Experiment:
     """Return η under three normalisations, and the accuracy margin of curvature over the flat merge, by rank."""
     cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
     data, margins, etas = [], Lines("k", cells.margin), Lines("k", "η / F(x̄)")
@@ -192,16 +193,16 @@ def eta(bench: Bench) -> Result:
         "Margin: epimer minus tsv with coefficients projected, its limit for flat curvature, at the same rank; "
         f"{cells.differences}, with 95% intervals and p of a paired test."
     ]
-    return Result("eta", "η against rank", columns, data, notes, {**margins.figure(), "beside": etas.figure()})
+    return tabulate("eta", "η against rank", columns, data, notes, replace(margins, beside=etas))
 
 
-def fisher_fraction(bench: Bench) -> Result:
+def fisher_fraction(bench: Bench) -> Experiment:
     """Return accuracy against the share of the training data that the Fisher information is measured on."""
     note = f"100% is what the task with the fewest samples has, {_fewest(bench)}, of every task."
     return _by_samples(bench, "fisher-fraction", "Share of the data", list(_shares(bench)), note)
 
 
-def samples(bench: Bench) -> Result:
+def samples(bench: Bench) -> Experiment:
     """Return accuracy against the number of samples per task."""
     return _by_samples(bench, "samples", "Samples per task", [(f"{count}", count) for count in _sizes(bench)])
 
@@ -220,9 +221,9 @@ def _shares(bench: Bench) -> Iterator[tuple[str, int]]:
         yield f"{100 * part:g}%", max(1, round(part * _fewest(bench)))
 
 
-def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]], *notes: str) -> Result:
+def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]], *notes: str) -> Experiment:
     cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
-    data, lines = [], Lines("samples per task", f"average {bench.metric}", bench.metric, log=True)
+    data, lines = [], Lines("samples per task", f"average {bench.metric}", metric=bench.metric, log=True)
     flat = bench.best(MATCHED).test
     methods = ("fisher", "epimer", "epimer_kron")
     benches: list[Bench] = []
@@ -253,10 +254,10 @@ def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]
         *notes,
         *(["Standard errors are of the loss."] if bench.metric == "perplexity" else []),
     ]
-    return Result(name, what, columns, data, said, lines.figure())
+    return tabulate(name, what, columns, data, said, lines)
 
 
-def cost(bench: Bench, runs: int = 4) -> Result:
+def cost(bench: Bench, runs: int = 4) -> Experiment:
     """Return the wall-clock time of each method, curvature apart."""
     fresh = Bench(bench.suite, samples=bench.samples, seed=bench.seed, keep=False)  # so that curvature is measured anew
     data: list[Row] = []
@@ -280,10 +281,10 @@ def cost(bench: Bench, runs: int = 4) -> Result:
         "curvature": text("curvature"),
     }
     figure = dots(data, "seconds", ("median", "least"), log=True)
-    return Result("cost", "Wall-clock time", columns, data, notes, figure)
+    return tabulate("cost", "Wall-clock time", columns, data, notes, figure)
 
 
-def metrics(bench: Bench) -> Result:
+def metrics(bench: Bench) -> Experiment:
     """Return accuracy over metric, subspace, aggregator and damping."""
     names, cells = [task.name for task in bench.suite.tasks], Cells(bench.metric)
     data = []
@@ -303,7 +304,7 @@ def metrics(bench: Bench) -> Result:
         "damping": number("damping"),
         "average [95%]": cells.interval,
         "worst": cells.score("worst"),
-        "scale": starred,
+        "scale": starred_scale,
         f"against tsv, k = {RANK}": cells.difference,
     }
     best: dict[str, Row] = {}
@@ -316,16 +317,16 @@ def metrics(bench: Bench) -> Result:
         "Exact curvature is kept in the tagged subspace only.",
         f"Differences {cells.differences}, with 95% intervals and p of a paired test.",
         "The figure has of every metric, subspace and aggregator the damping that is best on validation data.",
-        *edges(data),
+        *edge_notes(data),
     ]
     figure = dots(list(best.values()), bench.metric, metric=bench.metric)
-    return Result("metrics", "Metric x subspace x aggregator", columns, data, notes, figure)
+    return tabulate("metrics", "Metric x subspace x aggregator", columns, data, notes, figure)
 
 
-def tasks(bench: Bench) -> Result:
+def tasks(bench: Bench) -> Experiment:
     """Return accuracy against the number of merged models: the first 2, 3, … of the suite."""
     cells = Cells(bench.metric)
-    data, lines = [], Lines("merged models", f"average {bench.metric} on their tasks", bench.metric)
+    data, lines = [], Lines("merged models", f"average {bench.metric} on their tasks", metric=bench.metric)
     steps = itertools.product(("tsv", "average", "epimer_free", "epimer_kron"), range(2, len(bench.states) + 1))
     reached: dict[tuple[str, int], Scores] = {}
     for method, count in bench.each(steps, "{0[0]}, {0[1]} models".format):
@@ -354,10 +355,10 @@ def tasks(bench: Bench) -> Result:
         "scale": number("scale"),
         "against tsv": cells.difference,
     }
-    return Result("tasks", "Number of tasks", columns, data, notes, lines.figure())
+    return tabulate("tasks", "Number of tasks", columns, data, notes, lines)
 
 
-def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
+def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Experiment:
     """Return every task's loss on the plane of the fine-tuned models' first two principal components."""
     suite = bench.suite.some(test=seen)
     merged: dict[str, Mapping[str, Any]] = {}
@@ -367,11 +368,11 @@ def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
     names = [task.name for task in suite.tasks]
     models = dict(zip(names, bench.states, strict=True))
     points, done = 1 + len(models) + len(merged) + grid**2, itertools.count(1)
-    found = survey(
+    plane = survey(
         dict(suite.base), models, lambda state: suite.losses(state, "test"), merged=merged, tasks=names, grid=grid,
         progress=lambda _: bench.watch(next(done), points, "losses"),
     )  # fmt: skip
-    data = [{"point": point.name, "kind": point.kind, **point.shown(names)} for point in found.points]
+    data = [_marked(point.record(names)) for point in plane.points]
     columns = {
         "model": text("point"),
         "a": number("a"),
@@ -380,14 +381,20 @@ def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
         "summed loss": number("joint"),
     }
     notes = [
-        f"The plane holds {100 * found.explained:.0f}% of the fine-tuned models' variance; a model's loss is its own, "
+        f"The plane holds {100 * plane.explained:.0f}% of the fine-tuned models' variance; a model's loss is its own, "
         "which lies off the plane by the share shown.",
         f"Losses over the first {seen} test samples of each task, where it has as many.",
     ]
-    return Result("landscape", "Loss landscape", columns, data, notes, found.to_dict())
+    return tabulate("landscape", "Loss landscape", columns, data, notes, plane.record())
 
 
-EXPERIMENTS: dict[str, Callable[[Bench], Result]] = {
+def _marked(point: MapPoint) -> Row:
+    """Return a model on the plane as a row."""
+    row = asdict(point)
+    return {"point": row.pop("name"), **row}
+
+
+EXPERIMENTS: dict[str, Callable[[Bench], Experiment]] = {
     "performance": performance,
     "worst-task": worst_task,
     "alpha": alpha,
@@ -400,5 +407,3 @@ EXPERIMENTS: dict[str, Callable[[Bench], Result]] = {
     "tasks": tasks,
 }
 """by name, as the paper has them and then ours"""
-
-__all__ = ["EXPERIMENTS", "Outcome", "Result", "landscape", "performance"]

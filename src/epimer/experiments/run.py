@@ -11,11 +11,11 @@ from epimer.errors import DataError, ParameterError, nearest
 from epimer.evaluation.suite import Suite
 from epimer.evaluation.user_code import call_entry, is_entry
 from epimer.experiments.bench import Bench
-from epimer.experiments.beside import beside
 from epimer.experiments.output import write
 from epimer.experiments.paper import EXPERIMENTS
-from epimer.experiments.results import Result
+from epimer.experiments.results import with_published
 from epimer.progress import Progress
+from epimer.records import Experiment
 from epimer.score_format import LOSSES
 
 SUITES = ("glyphs8", "clip8")
@@ -65,7 +65,7 @@ def open_suite(
 
 def run_experiments(
     suite: str, names: Sequence[str], folder: Path, *, seed: int = 0, progress: bool = True, **options: Any
-) -> Iterator[tuple[Result, list[Path]]]:
+) -> Iterator[tuple[Experiment, list[Path]]]:
     """Run experiments one by one; each is written when it is done. Options are those of `open_suite`."""
     folder, everything = folder.expanduser(), "all" in names
     check_folder(folder)
@@ -82,7 +82,7 @@ def run_experiments(
     for name in (name for name in wanted if name not in unfit):
         with Progress(progress, unit="steps") as bar:
             bench.watch = bar.begin(name, None).reach
-            result = beside(EXPERIMENTS[name](bench), bench.suite)
+            result = with_published(EXPERIMENTS[name](bench), bench.suite)
         result, left_out = bench.signed(result, *left_out), []  # said once
         yield result, write(result, folder)
 

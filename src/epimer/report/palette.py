@@ -54,6 +54,8 @@ SPLIT = {
     "dark": ("#ffc48a", "#e8954a", "#ad632a", "#5a3d28", "#20262d", "#244463", "#2d6fa6", "#5aa9e0", "#a9d7f9"),
 }
 VARIABLE = re.compile(r"var\(--([a-z0-9]+)\)")
+TIP = re.compile(r'<(\w+) data-tip="([^"]*)"([^>]*)/>')
+FOR_SCRIPTS = re.compile(r' data-(?:map|level)="[^"]*"')
 
 
 def variables(theme: str) -> dict[str, str]:
@@ -100,9 +102,10 @@ def css() -> str:
     )
 
 
-def inlined(svg: str) -> str:
-    """Return a chart with light colours in place of variables, so that it stands alone on white."""
+def standalone(svg: str) -> str:
+    """Return a chart as a file of its own: light colours instead of variables, values as titles instead of data."""
     light = variables("light")
+    svg = TIP.sub(r"<\1\3><title>\2</title></\1>", FOR_SCRIPTS.sub("", svg))
     return VARIABLE.sub(lambda match: light[match[1]], svg)
 
 

@@ -79,7 +79,7 @@ def heat(
                 parts.append(label(*middle, show(value), anchor="middle", size=10, fill=ink, pointer_events="none"))
     bottom = top + TALL * len(rows)
     parts.append(_key(scale, show, left, bottom + 10))
-    return Chart(width, bottom + 42, Markup("".join(parts)), describes)
+    return Chart(width, bottom + 42, join(parts), describes)
 
 
 @dataclass(frozen=True)
@@ -141,4 +141,4 @@ def _key(scale: Scale, show: Callable[[float], str], left: float, top: float) ->
     ends += [(66.0, scale.middle, "middle")] if scale.diverging else []
     for at, value, anchor in ends:
         parts.append(label(left + at, top + 18, show(value), anchor=anchor, soft=True, size=SMALL))
-    return Markup("".join(parts))
+    return join(parts)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from epimer.records import MapPoint
 from epimer.report.charts.contour import Grid, contours, levels_of, region
 from epimer.report.charts.frame import SMALL, WIDTH, Chart, across, label, mark, upward, wide
-from epimer.report.kinds import MapPoint
 from epimer.report.markup import Markup, join, place, tag
 from epimer.report.numbers import Axis, number, percent, ticks
 from epimer.report.palette import STEPS
@@ -54,7 +54,7 @@ def landscape(
     parts.append(_marked(points, plane, task))
     parts.append(_key(levels, left, top + tall + 44))
     parts.append(_shapes(left + KEY + 14, top + tall + 48))
-    return Chart(WIDTH, top + tall + 74, Markup("".join(parts)), describes)
+    return Chart(WIDTH, top + tall + 74, join(parts), describes)
 
 
 def _band(i: int, count: int) -> str:
@@ -70,7 +70,7 @@ def _filled(losses: Grid, a: Sequence[float], b: Sequence[float], plane: Plane, 
             _path([(plane.x(x), plane.y(y)) for x, y in shape]) + "z" for shape in region(losses, a, b, level)
         )
         parts.append(tag("path", d=path, fill=_band(i, len(levels))))
-    return Markup("".join(parts))
+    return join(parts)
 
 
 def _lined(losses: Grid, a: Sequence[float], b: Sequence[float], plane: Plane, levels: Sequence[float]) -> Markup:
@@ -83,7 +83,7 @@ def _lined(losses: Grid, a: Sequence[float], b: Sequence[float], plane: Plane, l
                 data_level=number(level, 6),
             )
         )  # fmt: skip
-    return Markup("".join(parts))
+    return join(parts)
 
 
 def _path(spots: Sequence[tuple[float, float]]) -> str:
@@ -118,7 +118,7 @@ def _marked(points: Sequence[MapPoint], plane: Plane, task: str) -> Markup:
         box = _free(x, y, width, taken, plane.box)
         taken.append(box)
         names.append(_name(point.name, x, y, box, strong=own or point.kind == "merged"))
-    return Markup("".join(names + shapes[::-1]))
+    return join(names, shapes[::-1])
 
 
 def _free(x: float, y: float, width: float, taken: Sequence[Box], page: Box) -> Box:

@@ -1,0 +1,81 @@
+"""What all records share: a kind and a version, how they are written as JSON, and how JSON is read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import date
+from functools import cache
+from importlib.metadata import version
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+import epimer
+from epimer.errors import DataError, short
+
+T = TypeVar("T")
+
+
+class Record:
+    """A dataclass that is written to a JSON file under its kind and version, and read back from it."""
+
+    kind: ClassVar[str]
+    format: ClassVar[int] = 1
+    """the version of its JSON"""
+    omitted: ClassVar[frozenset[str]] = frozenset()
+    """fields, of the record or of its parts, that are not written where they are None"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain JSON-ready values."""
+
+        def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: value for name, value in pairs if value is not None or name not in self.omitted}
+
+        record: Any = self  # a dataclass, as every child is
+        return {"kind": self.kind, "format": self.format, **asdict(record, dict_factory=fields)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "the record") -> Self:
+        """Return the record that `to_dict` wrote; `where` names the file in errors.
+
+        Raises:
+            DataError: the version is another one, or a field is missing or has a wrong value.
+        """
+        if data.get("format") != cls.format:
+            raise DataError(
+                f"{where} is of format {short(data.get('format'))}, and this epimer reads {cls.format}; "
+                "make it again, or install the epimer that made it."
+            )
+        return checked(cls, data, where)
+
+
+def checked(kind: type[T], data: Any, where: str, *path: str | int) -> T:
+    """Return plain data as a dataclass; the first thing that does not fit is named with what was expected.
+
+    Args:
+        kind: the dataclass.
+        data: what was read from JSON.
+        where: the file, for the error.
+        path: where in the file the data is.
+    """
+    try:
+        return _adapter(kind).validate_python(data)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in (*path, *first["loc"]))
+        place = f"{where}: {place.lstrip('.')}".removesuffix(": ")
+        if first["type"] == "value_error":  # from a record's own check
+            raise DataError(f"{place}: {first['ctx']['error']}.") from error
+        got = "" if first["type"] == "missing" else f" Got {short(first['input'])} instead."
+        raise DataError(f"{place}: {first['msg'].lower()}.{got}") from error
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def provenance(**more: Any) -> dict[str, Any]:
+    """Return the versions and the date that a record was written with, and whatever else it depends on."""
+    return {"epimer": epimer.__version__, "torch": version("torch"), "date": str(date.today()), **more}
