@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -118,17 +119,17 @@ def sweep(found: Sweep, kept: Path | None) -> None:
     headings = ["method", "rank", "scale", "validation", *(["its KL"] if close else []), "test [95%]", "worst", "tried"]
     table = _table(f"{found.evaluation}: the best scale on validation data, reported on test data", headings)
     for one in sorted(found.finalists, key=lambda one: one.validation.order, reverse=True):
-        row, unit = one.record(), one.validation.unit
+        row, unit = asdict(one.record()), one.validation.unit
         count = sum((other.method, other.rank) == (one.method, one.rank) for other in found.tried)
-        bounds = "" if row.low is None or row.high is None else f" {between(unit, row.low, row.high)}"
+        bounds = "" if row["low"] is None else f" {between(unit, row['low'], row['high'])}"
         table.add_row(
             escape(one.method),
             "" if one.rank is None else str(one.rank),
             f"{one.scale:g}",
-            shown(unit, row.validation),
-            *([f"{row.kl:.3f}"] if close else []),
-            shown(unit, row.average) + escape(bounds),
-            shown(unit, row.worst),
+            shown(unit, row["validation"]),
+            *([f"{row['kl']:.3f}"] if close else []),
+            shown(unit, row["average"]) + escape(bounds),
+            shown(unit, row["worst"]),
             f"{count} scales",
         )
     page.print(table)

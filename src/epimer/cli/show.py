@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,9 +145,7 @@ def evaluation(found: Evaluation | HarnessRecord) -> None:
 
 def demo(found: Demo, report: Path) -> None:
     """Print the table of the demonstration, where its files are and what to try next."""
-    result = found.result
-    columns = {heading: show for heading, show in result.columns.items() if heading in DEMO_COLUMNS}
-    experiment(replace(result, columns=columns), found.files)
+    experiment(found.result.only(DEMO_COLUMNS), found.files)
     page = console()
     best = found.best
     page.print(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,30 +85,17 @@ class Evaluation:
 
     def record(self) -> EvaluationRecord:
         """Return the record of it, each score as its metric is known: shares from 0 to 1, losses as losses."""
-
-        def others(metric: str, score: Callable[[str], float]) -> dict[str, float]:
-            return {who: natural(metric, score(who)) for who in self.columns[1:]}
-
-        tasks = [
-            TaskScore(
-                task.task,
-                task.metric,
-                len(task.model),
-                **_numbers(task.metric, task.of("model")),
-                **others(task.metric, lambda who, task=task: task.of(who).average),  # type: ignore[misc]
-            )
-            for task in self.tasks
-        ]
+        tasks = []
+        for task in self.tasks:
+            score, low, high = _numbers(task.metric, task.of("model"))
+            others = {who: natural(task.metric, task.of(who).average) for who in self.columns[1:]}
+            tasks.append(TaskScore(task.task, task.metric, len(task.model), score, low, high, **others))
         average = worst = None
         if self.unit is not None:
-            average = OverallScore(
-                **_numbers(self.unit, self.all("model")), **others(self.unit, lambda who: self.all(who).average)
-            )
-            worst = OverallScore(
-                natural(self.unit, self.all("model").worst),
-                **others(self.unit, lambda who: self.all(who).worst),
-                task=self.worst("model").task,
-            )
+            means = [natural(self.unit, self.all(who).average) for who in self.columns[1:]]
+            lowest = [natural(self.unit, self.all(who).worst) for who in self.columns]
+            average = OverallScore(*_numbers(self.unit, self.all("model")), *means)
+            worst = OverallScore(lowest[0], None, None, *lowest[1:], task=self.worst("model").task)
         return EvaluationRecord(self.suite, self.model, self.split, tasks, average, worst, dict(self.made))
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,9 +110,10 @@ def _cell(metric: str, scores: Scores, *, bounds: bool) -> str:
     return f"{text} {between(metric, *scores.interval())}"
 
 
-def _numbers(metric: str, scores: Scores) -> dict[str, float]:
+def _numbers(metric: str, scores: Scores) -> tuple[float, float, float]:
+    """Return an average and the ends of its 95% interval, as the metric is known."""
     low, high = sorted(natural(metric, score) for score in scores.interval())
-    return {"score": natural(metric, scores.average), "low": low, "high": high}
+    return natural(metric, scores.average), low, high
 
 
 def evaluate(

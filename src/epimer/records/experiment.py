@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -118,6 +119,12 @@ class Experiment(Record):
         """Refuse a table with holes."""
         if any(len(row) != len(self.headings) for row in self.rows):
             raise ValueError("a row has not as many cells as there are headings")
+
+    def only(self, headings: Collection[str]) -> Experiment:
+        """Return it with only some of the table's columns."""
+        kept = [i for i, heading in enumerate(self.headings) if heading in headings]
+        rows = [[row[i] for i in kept] for row in self.rows]
+        return replace(self, headings=[self.headings[i] for i in kept], rows=rows)
 
     def markdown(self) -> str:
         """Return the table and the notes as Markdown."""

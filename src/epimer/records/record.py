@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict
 from datetime import date
 from functools import cache
 from importlib.metadata import version
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -59,8 +59,9 @@ def checked(kind: type[T], data: Any, where: str, *path: str | int) -> T:
         where: the file, for the error.
         path: where in the file the data is.
     """
+    adapter: TypeAdapter[T] = _adapter(cast("Hashable", kind))
     try:
-        return _adapter(kind).validate_python(data)  # type: ignore[no-any-return]
+        return adapter.validate_python(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in (*path, *first["loc"]))
@@ -72,7 +73,7 @@ def checked(kind: type[T], data: Any, where: str, *path: str | int) -> T:
 
 
 @cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 

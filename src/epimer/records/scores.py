@@ -80,7 +80,7 @@ class OverallScore:
     """the base's score"""
     fine_tuned: float | None = None
     """that of the model fine-tuned for the task"""
-    task: str | None = None
+    task: str | None = field(default=None, kw_only=True)
     """the worst task"""
 
 

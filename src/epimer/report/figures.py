@@ -78,9 +78,10 @@ def line_figure(name: str, figure: Lines) -> Figure:
     unit = _unit(_heights(figure), figure.y, figure.metric)
     said = f"{figure.y} against {figure.x}: {', '.join(figure.lines)}."
     chart = lines(series(figure.lines), _labels(figure, unit), said, log=figure.log)
-    return Figure(
-        name, capital(f"{figure.y} by {figure.x}"), chart, point_table(figure.lines, figure.x, figure.y, unit)
-    )
+    title = capital(f"{figure.y} by {figure.x}")
+    if len(figure.lines) == 1 and figure.y not in figure.lines:  # a legend is drawn for several lines only
+        title += f": {next(iter(figure.lines))}"
+    return Figure(name, title, chart, point_table(figure.lines, figure.x, figure.y, unit))
 
 
 def dot_figure(name: str, figure: Dots) -> Figure:

@@ -85,7 +85,7 @@ def cut(content: str, room: float, size: float = SIZE) -> str:
     return f"{content[: kept // 2]}…{content[len(content) - (kept - kept // 2 - 1) :]}"
 
 
-def margin_for(names: Sequence[str], most: float = 190.0, size: float = SIZE) -> float:
+def margin_for(names: Sequence[str], most: float = 215.0, size: float = SIZE) -> float:
     """Return how much room names need beside a drawing."""
     return min(most, max((wide(name, size) for name in names), default=0.0)) + 10.0
 
