@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from epimer.report.charts.frame import Chart
 from epimer.report.markup import Child, Markup, prose, slug, tag
+from epimer.report.numbers import number
 from epimer.report.palette import standalone
 
 
@@ -43,6 +44,20 @@ class Table:
     """rows to point out"""
     quiet: frozenset[int] = frozenset()
     """rows for comparison only"""
+
+    @classmethod
+    def matrix(
+        cls,
+        corner: str,
+        names: Sequence[str],
+        columns: Sequence[str],
+        values: Sequence[Sequence[float | None]],
+        caption: str,
+        show: Callable[[float | None], str] = lambda value: number(value, 4),
+    ) -> Table:
+        """Return a table of numbers, a row per name."""
+        rows = [[name, *cells(row, show)] for name, row in zip(names, values, strict=True)]
+        return cls([corner, *columns], rows, caption)
 
     def render(self, *, sortable: bool = True) -> Markup:
         """Return the element; its caption is for screen readers."""
@@ -195,11 +210,6 @@ def figures(blocks: Iterable[Block]) -> Iterator[Figure]:
             yield from figures(block.options.values())
 
 
-def paragraph(*content: Child) -> Markup:
-    """Return a paragraph."""
-    return tag("p", *content)
-
-
 def folded(title: str, table: Table) -> Markup:
     """Return a table that is folded away until the reader opens it."""
     return tag("details", tag("summary", title), table.render())
@@ -208,11 +218,6 @@ def folded(title: str, table: Table) -> Markup:
 def notes(lines: Sequence[str]) -> Markup:
     """Return what to know when reading a section."""
     return tag("ul", [tag("li", prose(line)) for line in lines], class_="notes") if lines else Markup()
-
-
-def heading(content: str) -> Markup:
-    """Return a heading within a section."""
-    return tag("h3", content)
 
 
 def facts(pairs: Sequence[tuple[str, Child]]) -> Markup:

@@ -12,7 +12,7 @@ from importlib.resources import files
 import epimer
 from epimer.errors import DataError
 from epimer.report import palette
-from epimer.report.blocks import Renderer, Section, figures, heading
+from epimer.report.blocks import Renderer, Section, figures
 from epimer.report.markup import Markup, join, tag
 from epimer.report.read import Records
 from epimer.report.sections import diagnosis, evaluations, experiments, merging, scores
@@ -76,7 +76,7 @@ def sections(records: Records) -> list[Section]:
     parts += [merging.merge(one.record) for one in records.merges]
     recipes = dict.fromkeys(one.record.recipe for one in records.diagnoses if one.record.recipe)
     if recipes and not any(one.record.recipe for one in records.merges):
-        parts.append(Section("Recipe", [heading("As it was diagnosed"), *map(merging.recipe, recipes)]))
+        parts.append(Section("Recipe", [tag("h3", "As it was diagnosed"), *map(merging.recipe, recipes)]))
     parts.append(merging.measured(records))
     cited = merging.citations(methods_in(records))
     return [*parts, cited] if cited else parts

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epimer.records import Diagnosis, LayerFindings
-from epimer.report.blocks import Block, Choice, Figure, Rows, Section, Side, Table, cells, facts, heading
+from epimer.report.blocks import Block, Choice, Figure, Rows, Section, Side, Table, cells, facts
 from epimer.report.charts.heat import Scale, heat
-from epimer.report.charts.lines import Labels, Series, lines
-from epimer.report.figures import eta_figures
+from epimer.report.charts.lines import Labels, lines
+from epimer.report.figures import eta_figures, series
 from epimer.report.markup import Markup, prose, tag
 from epimer.report.numbers import NOTHING, finite, fixed, number, percent
-from epimer.report.palette import colour
 
 MANY = 40  # layers, above which a map shows blocks against kinds of layer
 BLOCK = re.compile(r"(?<=\.)(\d+)(?=\.)|^(\d+)(?=\.)")
@@ -33,21 +32,15 @@ ADVICE = {"take": "Take", "warning": "Warning", "mind": "Warning", "note": "Note
 
 def section(found: Diagnosis, *, named: bool) -> Section:
     """Return a diagnosis' section."""
-    start: list[Figure | Choice | Table] = [_tasks(found)]
-    if found.forecast:
-        start.append(_forecast(found))
-    blocks: list[Block] = [_theory(found), Side(start)]
-    curves: list[Figure | Choice | Table] = []
-    if found.energy:
-        curves.append(_energy(found))
-    if found.eta_by_rank:
-        curves.append(Choice("η", eta_figures("diagnosis", found.eta_by_rank)))
-    if curves:
-        blocks += [heading("By rank"), Side(curves)]
-    blocks += [heading("Conflict between tasks"), Side([_conflict(found, name) for name in CONFLICTS])]
+    forecast = [_forecast(found)] if found.forecast else []
+    by_rank: list[Figure | Choice] = [_energy(found)] if found.energy else []
+    by_rank += [Choice("η", eta_figures("diagnosis", found.eta_by_rank))] if found.eta_by_rank else []
+    blocks: list[Block] = [_theory(found), Side([_tasks(found), *forecast])]
+    blocks += [tag("h3", "By rank"), Side(by_rank)] if by_rank else []
+    blocks += [tag("h3", "Conflict between tasks"), Side([_conflict(found, name) for name in CONFLICTS])]
     if found.layers:
         maps = {quantity.name: _layers(found, quantity) for quantity in _quantities(found)}
-        blocks += [heading("Layer by layer"), Choice("Show", maps)]
+        blocks += [tag("h3", "Layer by layer"), Choice("Show", maps)]
     of = f" of {', '.join(found.models)}" if named else ""
     return Section(f"Diagnosis{of}", blocks, short="Diagnosis")
 
@@ -82,27 +75,22 @@ def _forecast(found: Diagnosis) -> Figure:
     order = sorted(found.forecast, key=lambda name: found.forecast[name].mean_at_scale)
     values = [[*(one := found.forecast[m]).tasks, one.mean, one.worst, one.mean_at_scale] for m in order]
     columns = [*found.models, "mean", "worst", "mean at best α"]
-    flat = [v for row in values for v in row]
+    said = f"Least lost at its best scale: {', '.join(order[:4])}."
     chart = heat(
-        values, order, columns, fixed, f"Least lost at its best scale: {', '.join(order[:4])}.",
-        scale=Scale.of([*flat, 0.0]), tip=lambda m, t, v: f"{m}, {t}\nloses {percent(v, 2)}% of the gain",
-    )  # fmt: skip
+        values, order, columns, fixed, said, tip=lambda m, t, v: f"{m}, {t}\nloses {percent(v, 2)}% of the gain"
+    )
     numbers = [[*row, found.forecast[m].scale] for m, row in zip(order, values, strict=True)]
-    table = _matrix("method", order, [*columns, "best α"], numbers, "Forecast of every method")
+    table = Table.matrix("method", order, [*columns, "best α"], numbers, "Forecast of every method")
     caption = "0: as good as the task's own model; 1: as bad as the base. A quadratic model: trust it as a ranking."
     return Figure("forecast", "Forecast: share of each task's gain that a merge loses", chart, table, caption)
 
 
 def _energy(found: Diagnosis) -> Figure:
     ranks = sorted(found.energy, key=int)
-    series = [
-        Series(name, [(int(k), e := found.energy[k][t], e, e) for k in ranks], colour(t), "" if t < 8 else "6 4")
-        for t, name in enumerate(found.models)
-    ]
+    named = {m: [(int(k), e := found.energy[k][t], e, e) for k in ranks] for t, m in enumerate(found.models)}
     labels = Labels("rank k", "energy kept, %", lambda v: percent(v, 0), lambda v: f"{percent(v, 2)}%")
-    chart = lines(series, labels, "Share of each task vector's energy in the span of all pairs u_i v_jᵀ.")
-    values = [list(found.energy[k]) for k in ranks]
-    table = _matrix("k", ranks, found.models, values, "Energy kept by rank")
+    chart = lines(series(named), labels, "Share of each task vector's energy in the span of all pairs u_i v_jᵀ.")
+    table = Table.matrix("k", ranks, found.models, [found.energy[k] for k in ranks], "Energy kept by rank")
     return Figure("energy by rank", "Energy that a basis of rank k keeps", chart, table)
 
 
@@ -113,7 +101,7 @@ def _conflict(found: Diagnosis, name: str) -> Figure:
     drawn = [[None if s == t else v for t, v in enumerate(row)] for s, row in enumerate(values)]
     away = finite(v for row in drawn for v in row)
     chance = {"cosine": 0.0, "sign": 0.5}.get(name)
-    scale = Scale.of([*away, 0.0])
+    scale = Scale.of(away)
     if chance is not None:
         reach = max([0.1, *(abs(v - chance) for v in away)])
         scale = Scale(chance - reach, chance + reach, True)
@@ -122,7 +110,9 @@ def _conflict(found: Diagnosis, name: str) -> Figure:
         drawn, found.models, found.models, fixed, said,
         scale=scale, tip=lambda row, column, value: f"{row} and {column}\n{number(value, 4)}",
     )  # fmt: skip
-    return Figure(f"conflict {name}", title, chart, _matrix("task", found.models, found.models, values, title), caption)
+    return Figure(
+        f"conflict {name}", title, chart, Table.matrix("task", found.models, found.models, values, title), caption
+    )
 
 
 @dataclass(frozen=True)
@@ -181,26 +171,21 @@ def _layers(found: Diagnosis, quantity: Quantity) -> Figure:
     """Return a map: layers against columns where they are few, else kinds of layer against blocks."""
     names = list(found.layers)
     values = [list(quantity.of(layer)) for layer in found.layers.values()]
-    table = _matrix(
+    table = Table.matrix(
         "tensor", names, quantity.columns, values, f"{quantity.name}, by layer",
         show=lambda v: NOTHING if v is None else quantity.show(v),
     )  # fmt: skip
-    caption = quantity.caption
-    rows, columns = names, list(quantity.columns)
+    rows, columns, caption = names, list(quantity.columns), quantity.caption
     if len(names) > MANY and (folded := _folded(names)):
-        rows, columns, where = folded
-        cells: list[list[float | None]] = [[None] * len(columns) for _ in rows]
-        for i, (row, column) in enumerate(where):
-            cells[row][column] = _mean(values[i])
-        values = cells
-        caption += " Columns are blocks" + (
-            ", cells the mean over the columns of the table below." if len(quantity.columns) > 1 else "."
-        )
-    flat = [v for row in values for v in row]
-    chart = heat(
-        values, rows, columns, quantity.show, f"{quantity.name}, {len(names)} layers.",
-        scale=Scale.of(flat, zero=quantity.zero),
-    )  # fmt: skip
+        rows, columns, places = folded
+        means: list[list[float | None]] = [[None] * len(columns) for _ in rows]
+        for row, (i, j) in zip(values, places, strict=True):
+            means[i][j] = _mean(row)
+        values = means
+        several = len(quantity.columns) > 1
+        caption += f" Columns are blocks{', cells the mean over the columns of the table below' if several else ''}."
+    scale = Scale.of([v for row in values for v in row], zero=quantity.zero)
+    chart = heat(values, rows, columns, quantity.show, f"{quantity.name}, {len(names)} layers.", scale=scale)
     return Figure(f"layers {quantity.name}", f"Layers: {quantity.name}", chart, table, caption)
 
 
@@ -219,26 +204,11 @@ def _folded(names: Sequence[str]) -> tuple[list[str], list[str], list[tuple[int,
     return kinds, [b or "·" for b in blocks], [(kinds.index(k), blocks.index(b)) for k, b in split]
 
 
-def _matrix(
-    corner: str,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    caption: str,
-    show: Callable[[float | None], str] = lambda value: number(value, 4),
-) -> Table:
-    body: Rows = [[name, *cells(row, show)] for name, row in zip(rows, values, strict=True)]
-    return Table([corner, *columns], body, caption)
-
-
 def advice(found: Diagnosis) -> Markup:
     """Return the recommendation in sentences."""
-    items = [
-        tag("li", tag("b", name := ADVICE.get(one.kind, one.kind)), " ", prose(one.text), class_=_class(name))
-        for one in found.advice
-    ]
+    items = []
+    for one in found.advice:
+        known = ADVICE.get(one.kind)
+        name = tag("b", known or one.kind)
+        items.append(tag("li", name, " ", prose(one.text), class_=known.lower() if known else None))
     return tag("ul", items, class_="advice")
-
-
-def _class(name: str) -> str | None:
-    return name.lower() if name in ADVICE.values() else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from epimer.records import EvaluationRecord, HarnessRecord, OverallScore, TaskScore
-from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Table, cells, paragraph
+from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Table, cells
 from epimer.report.charts.bars import Range, ranges
 from epimer.report.figures import axis_name
 from epimer.report.markup import tag
@@ -25,7 +25,7 @@ def section(evaluation: EvaluationRecord) -> Section:
         if overall is not None and len(tasks) > 1:
             rows.append(_row(name, metric, overall.task or "", overall, compared=compared))
     totals = frozenset(range(len(tasks), len(rows)))
-    intro = paragraph(tag("b", evaluation.model), f" on {evaluation.split} data of {evaluation.suite}.")
+    intro = tag("p", tag("b", evaluation.model), f" on {evaluation.split} data of {evaluation.suite}.")
     blocks: list[Block] = [intro, Table(headings, rows, f"{evaluation.model} on {evaluation.suite}", totals)]
     if metric and len(tasks) > 1:
         blocks.append(_chart(evaluation, metric, compared=compared))
@@ -75,6 +75,6 @@ def harness(record: HarnessRecord) -> Section:
         named = row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
         rows.append([row.task, named, *cells((row.score, row.stderr), lambda value: number(value, 4))])
     some = "" if record.limit is None else f", the first {record.limit} samples of each task"
-    intro = paragraph(tag("b", record.model), f" by {record.harness}{some}.")
+    intro = tag("p", tag("b", record.model), f" by {record.harness}{some}.")
     table = Table(["task", "metric", "score", "± s.e."], rows, f"{record.model} by {record.harness}")
     return Section(f"Scores by {record.harness}", [intro, table], short=record.harness)

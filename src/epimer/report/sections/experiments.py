@@ -18,13 +18,11 @@ from epimer.report.blocks import (
     Table,
     cells,
     folded,
-    heading,
     notes,
-    paragraph,
 )  # fmt: skip
 from epimer.report.charts.lines import Labels, lines
 from epimer.report.figures import capital, eta_figures, exact, figures_of, has_numbers, series
-from epimer.report.markup import Markup
+from epimer.report.markup import Markup, tag
 from epimer.report.numbers import Unit, number, percent, signed
 from epimer.score_format import LOSSES, SHARES
 
@@ -74,9 +72,10 @@ def _margin(experiment: Experiment) -> Figure:
 def _landscapes(experiment: Experiment) -> list[Block]:
     """Return the loss on the plane of the models: summed, and of a task to choose."""
     assert isinstance(experiment.figure, Maps)
-    intro = paragraph(
+    intro = tag(
+        "p",
         "The plane goes through the mean of the fine-tuned models along their first two principal components, and "
-        f"holds {percent(experiment.figure.explained, 0)}% of their variance. Models are marked where they fall on it."
+        f"holds {percent(experiment.figure.explained, 0)}% of their variance. Models are marked where they fall on it.",
     )
     summed, *tasks = figures_of(experiment)
     options = dict(zip(experiment.figure.maps, tasks, strict=True))
@@ -88,7 +87,7 @@ def others(experiments: Sequence[Experiment]) -> Section:
     blocks: list[Block] = []
     for one in sorted(experiments, key=lambda one: OTHERS.index(one.name) if one.name in OTHERS else len(OTHERS)):
         charts = figures_of(one)
-        blocks += [heading(one.title), Side([*charts, _table(one)]) if charts else _table(one), notes(one.notes)]
+        blocks += [tag("h3", one.title), Side([*charts, _table(one)]) if charts else _table(one), notes(one.notes)]
     return Section("More experiments", blocks, short="More")
 
 

@@ -17,9 +17,7 @@ from epimer.report.blocks import (
     cells,
     facts,
     folded,
-    heading,
     notes,
-    paragraph,
 )  # fmt: skip
 from epimer.report.charts.lines import Labels, Series, lines
 from epimer.report.citations import CITATIONS
@@ -59,7 +57,7 @@ def sweep(record: SweepRecord) -> Section:
     chosen: Markup | str = "."
     if best is not None:
         chosen = tag("span", "; best: ", tag("b", best.method), f"{setting(best)} ({unit.exact(best.validation)}).")
-    blocks: list[Block] = [paragraph("Scored by ", tag("code", record.eval), chosen)]
+    blocks: list[Block] = [tag("p", "Scored by ", tag("code", record.eval), chosen)]
     blocks += [Side(charts)] if charts else []
     blocks += [_trials(record.data, best, "Everything that was tried"), notes(record.notes)]
     return Section("Sweep", blocks)
@@ -99,7 +97,7 @@ def merge(record: MergeRecord) -> Section:
     parts: list[Table | Markup] = [Table(["model", "fingerprint"], models, "What was merged")]
     if record.recipe:
         parts.append(tag("div", tag("p", "Recipe", class_="title"), recipe(record.recipe)))
-    blocks: list[Block] = [facts(pairs), Side(parts), heading("Tensors"), _tensors(record.tensors)]
+    blocks: list[Block] = [facts(pairs), Side(parts), tag("h3", "Tensors"), _tensors(record.tensors)]
     return Section(f"The merge: {record.method}", blocks, short="Merge")
 
 
@@ -114,7 +112,7 @@ def _tensors(tensors: dict[str, TensorRecord]) -> Markup:
     statuses = Counter(str(one.status) for one in tensors.values() if one.rule != "skip")
     noted = {name: one for name, one in tensors.items() if one.status not in SOLVED or one.note}
     return join(
-        paragraph(f"{len(tensors)} tensors: {_counted(rules)}. Solved: {_counted(statuses)}."),
+        tag("p", f"{len(tensors)} tensors: {_counted(rules)}. Solved: {_counted(statuses)}."),
         folded(f"{len(noted)} with something to know", _tensor_table(noted)) if noted else None,
         folded("All tensors", _tensor_table(tensors)),
     )
@@ -173,9 +171,10 @@ def measured(records: Records) -> Section:
         m = merged.record
         models = ", ".join(name for name, _ in m.models)
         rows.append([merged.source, "merge", f"{m.method} of {models}{_version(m.version)}"])
-    said = paragraph(
+    said = tag(
+        "p",
         "Scores of merged models are on test data; what was chosen, like a scale, was chosen on validation data, "
-        "unless a note says otherwise."
+        "unless a note says otherwise.",
     )
     table = Table(["file", "kind", "what"], rows, "The records of this page")
     return Section("What was measured on what", [said, table], short="Measured")
@@ -194,5 +193,5 @@ def citations(names: Iterable[str]) -> Section | None:
     if not papers:
         return None
     items = [tag("li", tag("b", ", ".join(methods)), ": ", paper, ".") for paper, methods in papers.items()]
-    said = paragraph("The methods on this page, and where they come from.")
+    said = tag("p", "The methods on this page, and where they come from.")
     return Section("Citations", [said, tag("ul", items, class_="cited")])

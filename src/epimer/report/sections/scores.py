@@ -129,8 +129,8 @@ def shares(performance: Performance) -> Figure | None:
         scale=Scale.of([v for row in values for v in row], zero=False),
         tip=lambda m, t, v: f"{m} on {t}\nkeeps {percent(v, 2)}% of fine-tuned",
     )  # fmt: skip
-    rows: Rows = [[m, *cells(row, lambda v: percent(v, 2))] for m, row in zip(names, values, strict=True)]
-    table = Table(["method", *tasks], rows, "Share of the fine-tuned score kept, in percent")
+    caption = "Share of the fine-tuned score kept, in percent"
+    table = Table.matrix("method", names, tasks, values, caption, show=lambda v: percent(v, 2))
     return Figure("kept", "Share of the fine-tuned score kept, %", chart, table)
 
 
