@@ -28,7 +28,7 @@ from epimer.experiments.results import (
     summary,
     tabulate,
     text,
-)  # fmt: skip
+)
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.inputs import matrix_shape
 from epimer.methods.rules import is_matrix
@@ -48,13 +48,13 @@ MATCHED = Candidate("tsv", {"rank": RANK}, f"tsv, k = {RANK}")
 
 
 def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> Experiment:
-    """Return every method's average and per-task accuracy, at the scale that validation data chose."""
+    """Return every method's average and per-task scores, at the scale that validation data chose."""
     suite, cells = bench.suite, Cells(bench.metric)
     names = [task.name for task in suite.tasks]
     data: list[Row] = []
     for name, scores in references(bench).items():
         data.append({"method": name, "reference": True, **summary(scores, names)})
-    if _most(bench) > RANK:  # else tsv's own rank is the same
+    if _largest_rank(bench) > RANK:  # else tsv's own rank is the same
         candidates = [*candidates, MATCHED]
     outcomes = [bench.best(candidate) for candidate in bench.each(candidates, attrgetter("name"))]
     first = next((outcome for outcome in outcomes if outcome.candidate.name == "tsv"), outcomes[0])
@@ -70,9 +70,9 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> E
     notes = [
         "Scale chosen on validation data, climbing from 1 both ways while it gains; everything else reported on test "
         "data; 95% intervals by bootstrap.",
-        *_stopped(candidates),
+        *_early_stops(candidates),
         f"Differences against {first.candidate.name} {cells.differences}, with 95% intervals and p of a paired "
-        f"sign-flip test over test samples; epimer's methods against it at their own rank, {min(RANK, _most(bench))}.",
+        f"sign-flip test over test samples; epimer's methods against it at their own rank, {min(RANK, _largest_rank(bench))}.",
         f"Best on validation data: {best}.",
     ]
     notes += edge_notes(data)
@@ -90,11 +90,11 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> E
     return tabulate("performance", title, columns, data, notes + bench.notes, figure)
 
 
-def _stopped(candidates: Sequence[Candidate]) -> list[str]:
-    """Tell which solves are not run to their end."""
+def _early_stops(candidates: Sequence[Candidate]) -> list[str]:
+    """Return a note on the solves that are stopped early."""
     steps = {c.name: c.parameters["iterations"] for c in candidates if "iterations" in c.parameters}
-    said = ", ".join(f"{count} steps in {name}" for name, count in steps.items())
-    return [f"Conjugate gradients stop after {said}."] if said else []
+    listed = ", ".join(f"{count} steps in {name}" for name, count in steps.items())
+    return [f"Conjugate gradients stop after {listed}."] if listed else []
 
 
 def worst_task(bench: Bench) -> Experiment:
@@ -126,17 +126,18 @@ def _of_worst(row: Row) -> Row:
 
 def ranks_of(bench: Bench, wanted: Sequence[int] = RANKS) -> list[int]:
     """Return a grid of ranks, cut at floor(d / T) of the widest matrices; narrower ones are cut in the merge."""
-    most = _most(bench)
+    most = _largest_rank(bench)
     return sorted({min(k, most) for k in wanted if min(k, most) > 0})
 
 
-def _most(bench: Bench) -> int:
+def _largest_rank(bench: Bench) -> int:
+    """Return floor(d / T) of the widest matrix."""
     shapes = [matrix_shape(W) for name, W in bench.suite.base.items() if is_matrix(name, W.shape)]
     return max(clamp_rank(shape, len(bench.states), None) for shape in shapes)
 
 
 def alpha(bench: Bench) -> Experiment:
-    """Return accuracy over α, rank and aggregator: the paper's sensitivity."""
+    """Return scores over α, rank and aggregator: the paper's sensitivity."""
     names = [task.name for task in bench.suite.tasks]
     cells = Cells(bench.metric)
     data, lines = [], Lines("α", f"average {bench.metric}", metric=bench.metric)
@@ -144,9 +145,9 @@ def alpha(bench: Bench) -> Experiment:
     for method, k, aggregator in bench.each(merges, "{0[0]}, k = {0[1]}, {0[2]}".format):
         merged = bench.merge(Candidate(method), rank=k, aggregator=aggregator)
         for scale in (*ALPHAS, len(bench.states) ** -0.5):
-            found = summary(bench.score(bench.scaled(merged, scale), "test"), names)
-            data.append({"method": method, "k": k, "aggregator": aggregator, "alpha": scale, **found})
-            lines.add(f"{method}, k = {k}, {aggregator}", scale, found["average"], found["low"], found["high"])
+            row = summary(bench.score(bench.scaled(merged, scale), "test"), names)
+            data.append({"method": method, "k": k, "aggregator": aggregator, "alpha": scale, **row})
+            lines.add(f"{method}, k = {k}, {aggregator}", scale, row["average"], row["low"], row["high"])
     columns = {
         "method": text("method"),
         "k": text("k"),
@@ -160,27 +161,26 @@ def alpha(bench: Bench) -> Experiment:
 
 
 def eta(bench: Bench) -> Experiment:
-    """Return η under three normalisations, and the accuracy margin of curvature over the flat merge, by rank."""
+    """Return η under three normalisations, and the margin of curvature over the flat merge, by rank."""
     cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
     data, margins, etas = [], Lines("k", cells.margin), Lines("k", "η / F(x̄)")
     curvature = bench.curvature("diagonal")
     for k in bench.each(ranks_of(bench), "k = {}".format):
-        found = diagnose_state_dicts(
+        total = diagnose_state_dicts(
             dict(bench.suite.base), bench.states, curvature=curvature, rank=k, methods=()
         ).total
         curved = bench.best(Candidate("epimer", {"rank": k})).test
         flat = bench.best(Candidate("tsv", {"rank": k, "coefficients": "projected"})).test
         row: Row = {
             "k": k,
-            "eta": found.eta,
-            "eta_unit_trace": found.eta_unit_trace,
-            "eta_fraction": found.eta_fraction,
+            "eta": total.eta,
+            "eta_unit_trace": total.eta_unit_trace,
+            "eta_fraction": total.eta_fraction,
         }
         row |= {**summary(curved, names), **against(curved, flat)}
         data.append(row)
         margins.add("epimer - tsv (projected)", k, row["difference"], *row["between"])
-        if found.eta_fraction is not None:
-            etas.add("η / F(x̄)", k, found.eta_fraction)
+        etas.add("η / F(x̄)", k, total.eta_fraction)
     columns = {
         "k": text("k"),
         "η (mean diagonal 1)": number("eta"),
@@ -197,13 +197,13 @@ def eta(bench: Bench) -> Experiment:
 
 
 def fisher_fraction(bench: Bench) -> Experiment:
-    """Return accuracy against the share of the training data that the Fisher information is measured on."""
+    """Return scores against the share of the training data that the Fisher information is measured on."""
     note = f"100% is what the task with the fewest samples has, {_fewest(bench)}, of every task."
     return _by_samples(bench, "fisher-fraction", "Share of the data", list(_shares(bench)), note)
 
 
 def samples(bench: Bench) -> Experiment:
-    """Return accuracy against the number of samples per task."""
+    """Return scores against the number of samples per task."""
     return _by_samples(bench, "samples", "Samples per task", [(f"{count}", count) for count in _sizes(bench)])
 
 
@@ -230,12 +230,12 @@ def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]
     for (label, count), method in bench.each(itertools.product(counts, methods), "{0[1]}, {0[0][1]} samples".format):
         if method == methods[0]:  # all methods share what is measured
             benches = [Bench(bench.suite, samples=count, seed=seed, keep=False) for seed in SEEDS]
-        found = [one.best(Candidate(method)).test for one in benches]
-        by_task = zip(*(one.values for one in found), strict=True)
+        by_seed = [seeded.best(Candidate(method)).test for seeded in benches]
+        by_task = zip(*(scores.values for scores in by_seed), strict=True)
         mean = Scores([torch.stack(list(values)).mean(0) for values in by_task])
         row: Row = {"method": method, "part": label, "samples": count, **summary(mean, names), **against(mean, flat)}
         row["error over tasks"] = statistics.stdev(mean.accuracies) / len(names) ** 0.5
-        row["error over seeds"] = statistics.stdev(one.average for one in found) / len(found) ** 0.5
+        row["error over seeds"] = statistics.stdev(scores.average for scores in by_seed) / len(by_seed) ** 0.5
         data.append(row)
         lines.add(method, count, row["average"], row["low"], row["high"])
     data.sort(key=lambda row: methods.index(row["method"]))
@@ -248,13 +248,13 @@ def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]
         "s.e. over seeds": cells.spread("error over seeds"),
         f"against tsv, k = {RANK}": cells.difference,
     }
-    said = [
+    remarks = [
         f"Means over {len(SEEDS)} seeds, which choose the samples; 95% intervals by bootstrap over test samples.",
         f"Differences {cells.differences}, with p of a paired test.",
         *notes,
         *(["Standard errors are of the loss."] if bench.metric == "perplexity" else []),
     ]
-    return tabulate(name, what, columns, data, said, lines)
+    return tabulate(name, what, columns, data, remarks, lines)
 
 
 def cost(bench: Bench, runs: int = 4) -> Experiment:
@@ -272,7 +272,7 @@ def cost(bench: Bench, runs: int = 4) -> Experiment:
         row = {"method": candidate.name, "median": statistics.median(times), "least": min(times)}
         data.append({**row, "curvature": candidate.curvature or ""})
     notes = [f"Median of {runs} runs, on {torch.get_num_threads()} threads where the models are on the CPU."]
-    notes += _stopped(CANDIDATES)
+    notes += _early_stops(CANDIDATES)
     notes += [f"Measuring {kind} curvature of all models took {s:.1f} s." for kind, s in fresh.seconds.items()]
     columns = {
         "method": text("method"),
@@ -285,7 +285,7 @@ def cost(bench: Bench, runs: int = 4) -> Experiment:
 
 
 def metrics(bench: Bench) -> Experiment:
-    """Return accuracy over metric, subspace, aggregator and damping."""
+    """Return scores over metric, subspace, aggregator and damping."""
     names, cells = [task.name for task in bench.suite.tasks], Cells(bench.metric)
     data = []
     grid = itertools.product(METRICS, ("tagged", "tensor", "full"), ("mean", "sum", "anchored"), (0.01, 0.3, 1.0))
@@ -324,7 +324,7 @@ def metrics(bench: Bench) -> Experiment:
 
 
 def tasks(bench: Bench) -> Experiment:
-    """Return accuracy against the number of merged models: the first 2, 3, … of the suite."""
+    """Return scores against the number of merged models: the first 2, 3, … of the suite."""
     cells = Cells(bench.metric)
     data, lines = [], Lines("merged models", f"average {bench.metric} on their tasks", metric=bench.metric)
     steps = itertools.product(("tsv", "average", "epimer_free", "epimer_kron"), range(2, len(bench.states) + 1))
@@ -339,10 +339,10 @@ def tasks(bench: Bench) -> Experiment:
 
         scale = max(COARSER, key=lambda s: at(s, "val").average)
         reached[method, count] = at(scale, "test")
-        found = summary(reached[method, count], [task.name for task in some])
+        row = summary(reached[method, count], [task.name for task in some])
         by = against(reached[method, count], reached["tsv", count]) if method != "tsv" else {}
-        data.append({"method": method, "T": count, "scale": scale, **found, **by})
-        lines.add(method, count, found["average"], found["low"], found["high"])
+        data.append({"method": method, "T": count, "scale": scale, **row, **by})
+        lines.add(method, count, row["average"], row["low"], row["high"])
     notes = [
         f"Scale: the best of {', '.join(f'{scale:g}' for scale in COARSER)} on validation data.",
         f"Differences {cells.differences}, with 95% intervals and p of a paired test.",

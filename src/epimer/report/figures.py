@@ -193,4 +193,4 @@ def _heights(figure: Lines) -> Iterable[float]:
 
 
 def _labels(figure: Lines, unit: Unit) -> Labels:
-    return Labels(figure.x, axis_name(figure.y, unit), unit.tick, unit.exact)
+    return Labels(figure.x, axis_name(figure.y, unit), unit.tick, unit.exact, unit.ends)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from epimer.score_format import SHARES, apart, ends, natural
 
+T = TypeVar("T")
 SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 MINUS = "−"
 NOTHING = "–"
@@ -77,7 +79,7 @@ class Unit:
         """Return a score as tables have it."""
         return percent(value) if self.share else number(self.plain(value))
 
-    def ends(self, low: float | None, high: float | None) -> tuple[float | None, float | None]:
+    def ends(self, low: T, high: T) -> tuple[T, T]:
         """Return the ends of an interval in the order in which they read."""
         return ends(self.metric, low, high)
 

@@ -33,6 +33,8 @@ class Labels:
     y: str
     show: Callable[[float], str]
     exact: Callable[[float], str]
+    ends: Callable[[float, float], tuple[float, float]] = lambda low, high: (low, high)
+    """an interval's ends in the order in which they are read"""
 
 
 def lines(
@@ -127,7 +129,7 @@ def _line(one: Series, across_x: Axis, up: Axis, labels: Labels) -> Markup:
     look = {"stroke": one.colour, "stroke_width": 2, "stroke_dasharray": one.dash or None, "stroke_linejoin": "round"}
     parts = [tag("polyline", points=path, fill="none", **look)]
     for x, y, low, high in one.points:
-        between = "" if low == high else f" [{labels.exact(low)}, {labels.exact(high)}]"
+        between = "" if low == high else f" [{', '.join(map(labels.exact, labels.ends(low, high)))}]"
         tip = f"{one.name}\n{labels.x} {number(x, 4)}: {labels.exact(y)}{between}"
         parts.append(mark("circle", tip, cx=across_x(x), cy=up(y), r=3.2, fill=one.colour))
     return join(parts)

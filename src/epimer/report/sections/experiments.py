@@ -19,7 +19,7 @@ from epimer.report.blocks import (
     cells,
     folded,
     notes,
-)  # fmt: skip
+)
 from epimer.report.charts.lines import Labels, lines
 from epimer.report.figures import capital, eta_figures, exact, figures_of, has_numbers, series
 from epimer.report.markup import Markup, tag

@@ -18,7 +18,7 @@ from epimer.report.blocks import (
     facts,
     folded,
     notes,
-)  # fmt: skip
+)
 from epimer.report.charts.lines import Labels, Series, lines
 from epimer.report.citations import CITATIONS
 from epimer.report.figures import axis_name
