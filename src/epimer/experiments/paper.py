@@ -54,7 +54,8 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> E
     data: list[Row] = []
     for name, scores in references(bench).items():
         data.append({"method": name, "reference": True, **summary(scores, names)})
-    if _largest_rank(bench) > RANK:  # else tsv's own rank is the same
+    largest = _largest_rank(bench)
+    if largest > RANK:  # else tsv's own rank is the same
         candidates = [*candidates, MATCHED]
     outcomes = [bench.best(candidate) for candidate in bench.each(candidates, attrgetter("name"))]
     first = next((outcome for outcome in outcomes if outcome.candidate.name == "tsv"), outcomes[0])
@@ -72,7 +73,7 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> E
         "data; 95% intervals by bootstrap.",
         *_early_stops(candidates),
         f"Differences against {first.candidate.name} {cells.differences}, with 95% intervals and p of a paired "
-        f"sign-flip test over test samples; epimer's methods against it at their own rank, {min(RANK, _largest_rank(bench))}.",
+        f"sign-flip test over test samples; epimer's methods against it at their own rank, {min(RANK, largest)}.",
         f"Best on validation data: {best}.",
     ]
     notes += edge_notes(data)
