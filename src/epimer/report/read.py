@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -52,9 +53,13 @@ class Records:
     """all of them, performances included"""
     diagnoses: list[Sourced[Diagnosis]] = field(default_factory=list)
     sweeps: list[Sourced[SweepRecord]] = field(default_factory=list)
-    merges: list[Sourced[MergeRecord]] = field(default_factory=list)
     evaluations: list[Sourced[EvaluationRecord]] = field(default_factory=list)
     harnesses: list[Sourced[HarnessRecord]] = field(default_factory=list)
+    merges: list[Sourced[MergeRecord]] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Sourced[Any]]:
+        """Go through all of them, kind by kind."""
+        return chain.from_iterable(vars(self).values())
 
     def __bool__(self) -> bool:
         """Whether there is anything to show."""

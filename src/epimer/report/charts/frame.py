@@ -110,6 +110,14 @@ def legend(entries: Sequence[tuple[str, str, str]], left: float, top: float, wid
     return join(parts), y - top + 12
 
 
+def ramp(fills: Sequence[str], left: float, top: float, width: float) -> Markup:
+    """Return colours in a row, for a legend."""
+    each = width / len(fills)
+    return join(
+        tag("rect", x=left + each * i, y=top, width=each + 0.3, height=8.0, fill=fill) for i, fill in enumerate(fills)
+    )
+
+
 def across(axis: Axis, values: Sequence[float], show: Callable[[float], str], top: float, bottom: float) -> Markup:
     """Return the ticks of a horizontal axis, with lines up through the drawing."""
     parts = []

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from epimer.records import MergeRecord, SweepRecord, TensorRecord, Trial
+from epimer.records import (
+    Diagnosis,
+    EvaluationRecord,
+    Experiment,
+    HarnessRecord,
+    MergeRecord,
+    Record,
+    SweepRecord,
+    TensorRecord,
+    Trial,
+)
 from epimer.report.blocks import (
     Block,
     Cell,
@@ -25,7 +35,7 @@ from epimer.report.figures import axis_name
 from epimer.report.markup import Markup, join, tag
 from epimer.report.numbers import NOTHING, finite, number, widened
 from epimer.report.palette import colour
-from epimer.report.performance import unit_of
+from epimer.report.performance import Performance, unit_of
 from epimer.report.read import Records
 
 SOLVED = ("exact", "converged", "tied")
@@ -146,31 +156,8 @@ def _value(value: object) -> str:
 
 def measured(records: Records) -> Section:
     """Return what was measured on what: every record with its file."""
-    rows: Rows = []
-    for one in records.performances:
-        p = one.record
-        tasks = f"{len(p.tasks)} tasks ({', '.join(p.tasks)})"
-        rows.append([one.source, "performance", f"{p.suite}: {len(p.merges)} merges on {tasks}"])
-    for x in records.experiments:
-        if x.record.name != "performance":
-            rows.append([x.source, x.record.name, f"{x.record.title}: {len(x.record.data)} rows"])
-    for diagnosis in records.diagnoses:
-        d = diagnosis.record
-        rank = "" if d.rank is None else f", rank {d.rank}"
-        what = f"{', '.join(d.models)} against {d.base}; {d.curvature} curvature{rank}{_version(d.version)}"
-        rows.append([diagnosis.source, "diagnosis", what])
-    for s in records.sweeps:
-        rows.append([s.source, "sweep", f"{len(s.record.data)} tries, scored by {s.record.eval}"])
-    for evaluation in records.evaluations:
-        e = evaluation.record
-        what = f"{e.model} on {e.split} data of {e.suite}: {len(e.tasks)} tasks"
-        rows.append([evaluation.source, "evaluation", what])
-    for h in records.harnesses:
-        rows.append([h.source, h.record.harness, f"{h.record.model}: {len(h.record.results)} numbers"])
-    for merged in records.merges:
-        m = merged.record
-        models = ", ".join(name for name, _ in m.models)
-        rows.append([merged.source, "merge", f"{m.method} of {models}{_version(m.version)}"])
+    shown = (one for one in records if not (isinstance(one.record, Experiment) and one.record.name == "performance"))
+    rows: Rows = [[one.source, *_described(one.record)] for one in shown]
     said = tag(
         "p",
         "Scores of merged models are on test data; what was chosen, like a scale, was chosen on validation data, "
@@ -178,6 +165,28 @@ def measured(records: Records) -> Section:
     )
     table = Table(["file", "kind", "what"], rows, "The records of this page")
     return Section("What was measured on what", [said, table], short="Measured")
+
+
+def _described(record: Record | Performance) -> tuple[str, str]:
+    """Return a record's kind, and what it is of."""
+    match record:
+        case Performance() as p:
+            return "performance", f"{p.suite}: {len(p.merges)} merges on {len(p.tasks)} tasks ({', '.join(p.tasks)})"
+        case Experiment() as x:
+            return x.name, f"{x.title}: {len(x.data)} rows"
+        case Diagnosis() as d:
+            measured_by = f"{d.curvature} curvature{'' if d.rank is None else f', rank {d.rank}'}"
+            return d.kind, f"{', '.join(d.models)} against {d.base}; {measured_by}{_version(d.version)}"
+        case SweepRecord() as s:
+            return s.kind, f"{len(s.data)} tries, scored by {s.eval}"
+        case EvaluationRecord() as e:
+            return e.kind, f"{e.model} on {e.split} data of {e.suite}: {len(e.tasks)} tasks"
+        case HarnessRecord() as h:
+            return h.harness, f"{h.model}: {len(h.results)} numbers"
+        case MergeRecord() as m:
+            return m.kind, f"{m.method} of {', '.join(name for name, _ in m.models)}{_version(m.version)}"
+        case _:
+            return record.kind, ""
 
 
 def _version(version: str) -> str:
