@@ -19,7 +19,7 @@ import epimer
 from epimer.diagnosis.advice import choice
 from epimer.diagnosis.sweep import SCALES, climb
 from epimer.evaluation.statistics import Scores
-from epimer.experiments.bench import ESTIMATE, Bench, Candidate
+from epimer.experiments.bench import CURVATURE_VERSION, Bench, Candidate
 from epimer.experiments.glyphs8.build import load
 
 WITH = ("average", "tsv", "epimer_free", "regmean", "epimer_kron")
@@ -34,14 +34,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    suite = load(seed=given.seed).some(val=200, test=400)
+    suite = load(seed=given.seed).truncated(val=200, test=400)
     whole = Bench(suite, seed=given.seed)
     curvature, draw, rows = whole.curvature("kronecker"), random.Random(0), []
     for _ in range(given.subsets):
         some = sorted(draw.sample(range(len(suite.tasks)), draw.choice((2, 3, 4, 5, 6))))
         part = replace(suite, models=[suite.models[t] for t in some], tasks=[suite.tasks[t] for t in some])
         bench = Bench(part, keep=False)
-        bench._curvature[f"kronecker-{bench.samples}-{bench.seed}-v{ESTIMATE}"] = [curvature[t] for t in some]
+        bench._curvature[f"kronecker-{bench.samples}-{bench.seed}-v{CURVATURE_VERSION}"] = [curvature[t] for t in some]
         merged = {method: bench.merge(Candidate(method, _steps(method))) for method in WITH}
 
         def score(method: str, scale: float, split: str, bench: Bench = bench, merged: dict = merged) -> float:

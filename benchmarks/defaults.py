@@ -63,7 +63,7 @@ def main() -> None:
         from epimer.experiments.glyphs8.build import load
 
         bench = Bench(load())
-        result = bench.signed(defaults(bench))
+        result = bench.with_provenance(defaults(bench))
         write(result, given.out)
         print(result.markdown())
         return

@@ -93,7 +93,7 @@ def textbook_free(deltas: list[torch.Tensor], _: object) -> torch.Tensor:
     solution = conjugate_gradients(
         lambda X: sum(G @ X @ A for G, A, _ in factors) / TASKS + damping * X, b, tolerance=1e-6
     )
-    return U @ (anchor + solution.y).float() @ V.T
+    return U @ (anchor + solution.value).float() @ V.T
 
 
 Models = list[torch.Tensor]

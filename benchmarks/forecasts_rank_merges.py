@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    suite = load(seed=given.seed).some(test=300)
+    suite = load(seed=given.seed).truncated(test=300)
     bench = Bench(suite, seed=given.seed)
     base, T = dict(suite.base), len(suite.tasks)
     names = [name for name, W in base.items() if W.dim() == 2]

@@ -203,7 +203,7 @@ def main() -> None:
         result = defaults(bench) if name == "defaults" else EXPERIMENTS[name](bench)
         if parts > 1:
             continue
-        result = replace(bench.signed(result), name=f"{result.name}-{given.samples}")
+        result = replace(bench.with_provenance(result), name=f"{result.name}-{given.samples}")
         write(result, given.out)
         print(result.markdown(), f"{time.perf_counter() - started:.0f} s", flush=True)
 

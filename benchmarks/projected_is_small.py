@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import epimer
-from epimer.geometry.subspace import Tagged, pairs
+from epimer.geometry.subspace import Tagged, tensor_product
 
 TASKS, RANK, LAYERS = 8, 32, 32
 
@@ -54,7 +54,10 @@ def main() -> None:
     ids = torch.randint(0, 1000, (4, 33), device=given.device)
     batches = [({"input_ids": ids[:, :-1]}, ids[:, 1:])]
     rows = {}
-    for kind, basis in (("kronecker", {name: pairs(one) for name, one in tagged.items()}), ("samples", tagged)):
+    for kind, basis in (
+        ("kronecker", {name: tensor_product(one) for name, one in tagged.items()}),
+        ("samples", tagged),
+    ):
         started = time.perf_counter()
         found = epimer.estimate_curvature(model, batches, loss_fn, kind=kind, basis=basis, progress=False)
         rows[f"{kind}, projected"] = found.nbytes, time.perf_counter() - started

@@ -7,6 +7,16 @@ from pathlib import Path
 import epimer
 
 PAGE = Path(__file__).with_name("methods.md")
+OWN = (
+    "A method is a function from a layer to a merged task vector, and a row that says what it needs. Register the",
+    "row, and recipes, `epimer merge`, sweeps, forecasts and benches know it: [own_method.py](../examples/own_method.py)",
+    "does so in 25 lines. A package adds methods for all who install it with an entry point:",
+    "",
+    '    [project.entry-points."epimer.methods"]',
+    '    model_stock = "my_package.merging:MODEL_STOCK"',
+    "",
+    "`epimer.testing.check_laws(method)` tests on random models that a method obeys exactly the laws its row states.",
+)
 
 
 def render() -> str:
@@ -30,6 +40,7 @@ def render() -> str:
         lines += ["| parameter | default | meaning | valid |", "|---|---|---|---|"]
         for p in method.parameters:
             lines.append(f"| `{p.name}` | `{p.default!r}` | {p.meaning} | {p.expected} |")
+    lines += ["", "## Your own", "", *OWN]
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.metric import Diagonal, Identity, Kronecker, Metric, Samples, TaskGram
-from epimer.geometry.operator import Form
+from epimer.geometry.operator import SubspaceOperator
 from epimer.geometry.subspace import Full, Subspace
 
 METRICS = ("identity", "diagonal", "kronecker", "inputs", "outputs", "samples", "task-gram")
@@ -69,9 +69,9 @@ def basis_of(subspace: Subspace, m: int, n: int) -> Tensor:
     return _columns(lambda unit: subspace.lift(unit).flatten(), shape, m * n)
 
 
-def form_matrix(form: Form, shape: torch.Size) -> Tensor:
-    """Return a form as a matrix on row-major coordinates, one product at a time."""
-    return _columns(lambda unit: form.apply(unit).flatten(), shape, shape.numel())
+def operator_matrix(operator: SubspaceOperator, shape: torch.Size) -> Tensor:
+    """Return an operator as a matrix on row-major coordinates, one product at a time."""
+    return _columns(lambda unit: operator.apply(unit).flatten(), shape, shape.numel())
 
 
 def _columns(image: Callable[[Tensor], Tensor], shape: torch.Size, rows: int) -> Tensor:

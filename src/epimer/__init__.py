@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from epimer.api import build_basis as build_basis
+    from epimer.api import diagnose as diagnose
+    from epimer.api import diagnose_state_dicts as diagnose_state_dicts
+    from epimer.api import make_basis as make_basis
     from epimer.api import merge as merge
+    from epimer.api import merge_state_dicts as merge_state_dicts
     from epimer.api import sweep as sweep
+    from epimer.api import sweep_state_dicts as sweep_state_dicts
     from epimer.curvature.curvature import Curvature as Curvature
     from epimer.curvature.estimate import estimate_curvature as estimate_curvature
-    from epimer.diagnosis.diagnose import diagnose as diagnose
-    from epimer.diagnosis.diagnose import diagnose_state_dicts as diagnose_state_dicts
     from epimer.diagnosis.landscape import landscape as landscape
     from epimer.errors import CheckpointError as CheckpointError
     from epimer.errors import CurvatureError as CurvatureError
@@ -28,21 +32,40 @@ if TYPE_CHECKING:
     from epimer.errors import ParameterError as ParameterError
     from epimer.errors import RecipeError as RecipeError
     from epimer.errors import TensorError as TensorError
+    from epimer.evaluation.suite import Split as Split
+    from epimer.evaluation.suite import Suite as Suite
+    from epimer.evaluation.suite import SuiteTask as SuiteTask
+    from epimer.geometry.metric import EKFAC as EKFAC
     from epimer.geometry.metric import Corrected as Corrected
     from epimer.geometry.metric import Diagonal as Diagonal
     from epimer.geometry.metric import Kronecker as Kronecker
     from epimer.geometry.metric import Projected as Projected
     from epimer.geometry.metric import Samples as Samples
-    from epimer.methods.merge import build_basis as build_basis
-    from epimer.methods.merge import merge_state_dicts as merge_state_dicts
+    from epimer.geometry.solution import Solution as Solution
+    from epimer.methods.options import MethodOptions as MethodOptions
+    from epimer.methods.options import Option as Option
+    from epimer.methods.registry import Layer as Layer
+    from epimer.methods.registry import Method as Method
     from epimer.methods.registry import describe_method as describe_method
     from epimer.methods.registry import list_methods as list_methods
+    from epimer.methods.registry import register_method as register_method
+    from epimer.methods.registry import unregister_method as unregister_method
     from epimer.records import Diagnosis as Diagnosis
     from epimer.records import MergeRecord as MergeRecord
 
 # Where each public name lives; a module is imported when one of its names is first used (PEP 562),
 # so `import epimer` costs nothing and does not import torch.
 _HOMES = {
+    "epimer.api": (
+        "build_basis",
+        "diagnose",
+        "diagnose_state_dicts",
+        "make_basis",
+        "merge",
+        "merge_state_dicts",
+        "sweep",
+        "sweep_state_dicts",
+    ),
     "epimer.curvature.curvature": ("Curvature",),
     "epimer.curvature.estimate": ("estimate_curvature",),
     "epimer.errors": (
@@ -56,13 +79,20 @@ _HOMES = {
         "RecipeError",
         "TensorError",
     ),
-    "epimer.geometry.metric": ("Corrected", "Diagonal", "Kronecker", "Projected", "Samples"),
-    "epimer.diagnosis.diagnose": ("diagnose", "diagnose_state_dicts"),
+    "epimer.geometry.metric": ("Corrected", "Diagonal", "EKFAC", "Kronecker", "Projected", "Samples"),
     "epimer.diagnosis.landscape": ("landscape",),
-    "epimer.methods.merge": ("build_basis", "merge_state_dicts"),
-    "epimer.methods.registry": ("describe_method", "list_methods"),
+    "epimer.evaluation.suite": ("Split", "Suite", "SuiteTask"),
+    "epimer.geometry.solution": ("Solution",),
+    "epimer.methods.options": ("MethodOptions", "Option"),
+    "epimer.methods.registry": (
+        "Layer",
+        "Method",
+        "describe_method",
+        "list_methods",
+        "register_method",
+        "unregister_method",
+    ),
     "epimer.records": ("Diagnosis", "MergeRecord"),
-    "epimer.api": ("merge", "sweep"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -1,23 +1,294 @@
-"""Merge and sweep recipes with what suites know: `epimer.merge` and `epimer.sweep`."""
+"""The public functions: open, plan, run on an engine, and hand the result over, from folders or from memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from epimer.diagnosis import choice as auto
-from epimer.diagnosis.sweep import Evaluate, Sweep
-from epimer.engine import merge as engine
-from epimer.errors import RecipeError
-from epimer.plan.jobs import make_plan
-from epimer.recipe.model import PROVISIONAL, Recipe, open_recipe
-from epimer.records import MergeRecord
+import torch
+from torch import Tensor
+
+from epimer.checkpoints.writer import check_new
+from epimer.curvature.basis import HEADER, StoredBasis, save_basis
+from epimer.diagnosis import choice
+from epimer.diagnosis.diagnose import Methods, diagnose_models
+from epimer.diagnosis.sweep import Merges, Sweep, check_methods, sweep_plans
+from epimer.engine.basis import KINDS, build_bases
+from epimer.engine.memory import memory_budget
+from epimer.engine.merge import merge_in_memory
+from epimer.engine.output import Options, check_output, merge_record, write_merge
+from epimer.engine.threads import Threads, check_device, worker_devices
+from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, listed, short
+from epimer.evaluation.judges import Evaluate
+from epimer.geometry.metric import Metric
+from epimer.geometry.subspace import Subspace, Tagged
+from epimer.methods.options import RULES_PARAMETER
+from epimer.methods.registry import Method, describe_method
+from epimer.plan.curvature_inputs import python_curvatures
+from epimer.plan.inputs import check_weights
+from epimer.plan.jobs import Plan
+from epimer.plan.merge import open_models, plan_recipe, plan_state_dicts
+from epimer.plan.participants import state_dict_participants
+from epimer.progress import Progress
+from epimer.recipe.load import open_recipe
+from epimer.recipe.model import AUTO, Recipe, known_parameters
+from epimer.records import Diagnosis, MergeRecord, Status
+
+StateDict = Mapping[str, Tensor]
+RecipeLike = str | os.PathLike[str] | Mapping[str, Any] | Recipe
+"""a YAML file, its content as a mapping, or a loaded recipe"""
+STEPS = 20  # of conjugate gradients while settings of models in memory are compared
+
+
+class MergedState(dict[str, Tensor]):
+    """A merged state dict that remembers how it was made."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], record: MergeRecord) -> None:
+        super().__init__(tensors)
+        self.record = record
+
+
+# --- merge ---
+
+
+def merge(
+    recipe: RecipeLike,
+    out: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    engine: str = "local",
+    progress: bool = True,
+    overwrite: bool = False,
+    any_curvature: bool = False,
+    max_shard_size: str | int = "5GB",
+    max_memory: str | int | None = None,
+    workers: int | None = None,
+    threads: int = 1,
+    folder: Path | None = None,
+) -> MergeRecord:
+    """Merge the checkpoints that a recipe names into a new model folder; what it leaves to `auto` is chosen first.
+
+    Args:
+        recipe: a YAML file, or its content as a mapping.
+        out: the folder to make; it appears when it is complete, and not before.
+        device: cpu, cuda, cuda:N, or auto for every GPU there is, else the CPU.
+        engine: local.
+        progress: show a bar on a terminal.
+        overwrite: replace a model folder that epimer made before.
+        any_curvature: use curvature even where it was measured on another model.
+        max_shard_size: largest file of weights, as "5GB".
+        max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
+        workers: tensors merged at the same time; by default one per core.
+        threads: threads within each of them. Results do not depend on `workers`; they may, in their last digit, on
+            `threads` and `device`.
+        folder: where relative paths of a recipe that is no file are looked for too.
+    """
+    options = Options(device, workers, threads, max_memory, max_shard_size, overwrite, progress, engine)
+    plan = plan_merge(recipe, folder=folder, progress=progress, any_curvature=any_curvature)
+    record = write_merge(plan, Path(out), options)
+    warn_of(record)
+    return record
+
+
+def plan_merge(
+    recipe: RecipeLike, *, folder: Path | None = None, progress: bool = False, any_curvature: bool = False
+) -> Plan:
+    """Open what a recipe names, choose what it leaves to `auto`, and plan its merge; problems are collected."""
+    loaded, folder = open_recipe(recipe, folder)
+    opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
+    judge = _recipe_judge(loaded, folder, progress=progress)
+    chosen, why = choice.resolve(loaded, opened, judge, progress=progress)
+    plan = plan_recipe(chosen, opened)
+    if why:
+        plan.notes.append(f"auto took {why}.")
+    return plan
+
+
+def _recipe_judge(recipe: Recipe, folder: Path | None, *, progress: bool) -> Evaluate | None:
+    """Return what a recipe's `eval` names, where something is to be chosen by it."""
+    from epimer.evaluation.judges import evaluator
+    from epimer.evaluation.user_code import is_entry_point
+
+    if not recipe.auto or recipe.eval is None:
+        return None
+    if is_entry_point(recipe.eval.removeprefix("agreement:")):
+        raise RecipeError(
+            f"'eval: {recipe.eval}' names Python code, which a recipe may not run; "
+            f"use `epimer sweep --eval {recipe.eval}`."
+        )
+    return evaluator(recipe.eval, folder, count=len(recipe.models), progress=progress)
+
+
+@torch.no_grad()
+def merge_state_dicts(
+    base: StateDict | None,
+    models: Sequence[StateDict],
+    method: str = "epimer",
+    *,
+    weights: Sequence[float] | None = None,
+    curvature: Sequence[Mapping[str, Metric]] | None = None,
+    device: str | torch.device | None = None,
+    **parameters: Any,
+) -> MergedState:
+    """Merge models fine-tuned from one base; the result has base's names, shapes and dtypes.
+
+    Args:
+        base: the ancestor, name to tensor; None where the method needs none.
+        models: the fine-tuned models, with base's names and shapes.
+        method: one of `list_methods()`.
+        weights: one per model; scaled to sum 1, except in task_arithmetic and dare.
+        curvature: one mapping per model from tensor name to Diagonal, Kronecker, Samples or Projected.
+        device: where to compute; by default where base is.
+        **parameters: the method's own, see `describe_method(method)`.
+
+    Returns:
+        The merged state dict; its `record` tells each tensor's rule, rank, status and residual.
+    """
+    row = describe_method(method)
+    options = row.resolve(parameters)
+    where = None if device is None else check_device(device)
+    plan = plan_state_dicts(state_dict_participants(base, models), row, options, weights, curvature)
+    tensors, records, prepared = merge_in_memory(plan, _memory_engine(plan, where))
+    record = merge_record(plan, prepared, records)
+    for note in plan.notes:
+        warnings.warn(note, EpimerWarning, stacklevel=3)  # torch.no_grad wraps this function
+    warn_of(record, stacklevel=4)
+    return MergedState(tensors, record)
+
+
+def _memory_engine(plan: Plan, device: torch.device | None) -> Threads:
+    """Return an engine that takes as many threads as torch has, spread over tensors as far as there are some."""
+    where = device or next((job.device for job in plan.jobs), torch.device("cpu"))
+    total = torch.get_num_threads()
+    workers = max(1, min(total, len(plan.parts)))
+    devices = worker_devices(where, workers if where.type == "cpu" else None, 1)
+    return Threads(devices, threads=max(1, total // workers), memory=memory_budget(None, plan.parts))
+
+
+def warn_of(record: MergeRecord, stacklevel: int = 3) -> None:
+    """Warn once per kind of what did not go exactly as asked in a merge."""
+    records = record.tensors
+    lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
+    if lowered:
+        ranks = sorted({rank for name in lowered if (rank := records[name].rank) is not None})
+        note = records[lowered[0]].note
+        note = note if len(ranks) < 2 else f"{note.rpartition(' ')[0]} {ranks[0]} to {ranks[-1]}"
+        text = f"{record.method}: {note} in {listed(lowered)}: floor(min(m, n) / T)."
+        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
+    for status in (Status.CLAMPED, Status.DAMPED, Status.STALLED):
+        names = [name for name, one in records.items() if one.status == status]
+        if names:
+            text = f"{record.method}: {status.meaning}: {listed(names)}. {status.remedy}"
+            warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
+
+
+# --- diagnose ---
+
+
+def diagnose(
+    recipe: RecipeLike,
+    *,
+    rank: int | None = None,
+    methods: Sequence[str] | None = None,
+    damping: float = 1e-2,
+    progress: bool = True,
+    any_curvature: bool = False,
+    workers: int | None = None,
+    max_memory: str | int | None = None,
+    folder: Path | None = None,
+) -> Diagnosis:
+    """Diagnose the models of a recipe before they are merged; every model is read once, layer by layer.
+
+    Args:
+        recipe: a YAML file, or its content as a mapping; where its models have curvature, that is used.
+        rank: directions per task; by default what the recipe says, or 32.
+        methods: merges to forecast, by name; by default average, tsv, epimer_free, those that use this curvature, and
+            the recipe's own.
+        damping: added to each projected curvature of mean diagonal 1.
+        progress: show a bar on a terminal.
+        any_curvature: use curvature even where it was measured on another model.
+        workers: matrices looked at at the same time; by default one per core.
+        max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
+        folder: where relative paths of a recipe that is no file are looked for too.
+    """
+    loaded, folder = open_recipe(recipe, folder)
+    if loaded.base_model is None:
+        raise ParameterError("a diagnosis is of task vectors, so the recipe needs a base_model.")
+    opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
+    return choice.diagnose_recipe(
+        loaded,
+        opened,
+        rank=rank,
+        methods=methods,
+        damping=damping,
+        workers=workers,
+        max_memory=max_memory,
+        progress=progress,
+    )
+
+
+def diagnose_state_dicts(
+    base: StateDict,
+    models: Sequence[StateDict],
+    *,
+    curvature: Sequence[Mapping[str, Metric]] | None = None,
+    rank: int | None = 32,
+    weights: Sequence[float] | None = None,
+    basis: Mapping[str, Tagged] | None = None,
+    damping: float = 1e-2,
+    rules: Sequence[tuple[str, str]] = (),
+    methods: Methods | None = None,
+    names: Sequence[str] | None = None,
+) -> Diagnosis:
+    """Say, per matrix and in total, how tasks conflict, what curvature would gain and what merges would lose.
+
+    Args:
+        base: the ancestor.
+        models: the fine-tuned models.
+        curvature: as in `merge_state_dicts`; None takes each task vector's own Gram matrices.
+        rank: directions per task of the tagged basis; None is floor(min(m, n) / T).
+        weights: one per model.
+        basis: the bases that projected curvature was measured on.
+        damping: added to each projected curvature of mean diagonal 1.
+        rules: which tensors are matrices, by name pattern.
+        methods: merges to forecast, by name, or a mapping from names to parameters; None takes average, tsv,
+            epimer_free and those that use this curvature.
+        names: what to call the models.
+    """
+    options = _checked("a diagnosis", rank=rank, damping=damping, rules=rules)
+    if basis is not None and not isinstance(basis, Mapping):
+        raise ParameterError(f"basis must be a mapping from tensor names to bases or None. Got {short(basis)} instead.")
+    participants = state_dict_participants(base, models)
+    tasks = len(participants.models)
+    shares = check_weights(weights, tasks, "a diagnosis")
+    return diagnose_models(
+        participants,
+        lambda name, depth: shares,
+        curvatures=python_curvatures(curvature, tasks),
+        bases=basis,
+        rules=options["rules"],
+        rank=options["rank"],
+        damping=options["damping"],
+        methods=methods,
+        names=names if names is not None else [f"model {t}" for t in range(tasks)],
+        workers=torch.get_num_threads(),
+    )
+
+
+def _checked(user: str, **options: Any) -> dict[str, Any]:
+    """Return options that the methods with curvature share, each checked."""
+    known = {**known_parameters(AUTO), "rules": RULES_PARAMETER}
+    return {name: known[name].check(user, value) for name, value in options.items()}
+
+
+# --- sweep ---
 
 
 def sweep(
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    recipe: RecipeLike,
     evaluation: str,
     *,
     methods: list[str] | None = None,
@@ -27,12 +298,14 @@ def sweep(
     overwrite: bool = False,
     any_curvature: bool = False,
     progress: bool = True,
+    workers: int | None = None,
+    max_memory: str | int | None = None,
 ) -> Sweep:
     """Try many settings on the models of a recipe; write the best merge where asked to.
 
     Args:
         recipe: a YAML file, or its content as a mapping.
-        evaluation: see `evaluator`.
+        evaluation: see `epimer.evaluation.judges.evaluator`.
         methods: by name; None takes average, tsv, iso_c, epimer_free and those that use the recipe's curvature.
         scales: all are tried; None climbs from 1.
         ranks: directions per task.
@@ -40,50 +313,169 @@ def sweep(
         overwrite: replace a model folder that epimer made before.
         any_curvature: use curvature even where it was measured on another model.
         progress: show bars on a terminal.
+        workers: tensors merged at the same time; by default one per core.
+        max_memory: most memory for merging, as "3GB"; by default four fifths of what is free. What the evaluation takes
+            comes on top.
     """
     from epimer.evaluation.judges import evaluator
 
-    given, folder = open_recipe(recipe)
-
-    if keep_best is not None:  # before any work, with the plan of any method
-        plan = make_plan(auto.settled(given, PROVISIONAL), folder=folder, progress=progress)
-        options = engine.Options(overwrite=overwrite, progress=progress)
-        engine.check_output(Path(keep_best).expanduser().absolute(), plan, options)
-    judge = evaluator(evaluation, folder, count=len(given.models), progress=progress)
-    found = auto.sweep_recipe(
-        given, judge, methods=methods, scales=scales, ranks=ranks, folder=folder, progress=progress,
-        any_curvature=any_curvature, evaluation=evaluation,
-    )  # fmt: skip
+    loaded, folder = open_recipe(recipe)
+    opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
+    if keep_best is not None:  # before any work
+        check_output(Path(keep_best).expanduser().absolute(), opened.participants, overwrite=overwrite)
+    judge = evaluator(evaluation, folder, count=len(loaded.models), progress=progress)
+    result = choice.sweep_recipe(
+        loaded,
+        opened,
+        judge,
+        methods=methods,
+        scales=scales,
+        ranks=ranks,
+        evaluation=evaluation,
+        workers=workers,
+        max_memory=max_memory,
+        progress=progress,
+    )
     if keep_best is not None:
-        best = auto.settled(given, found.best.method, found.best.scale, found.best.rank)
-        plan = make_plan(best, folder=folder, progress=progress, any_curvature=any_curvature)
-        engine.run(plan, Path(keep_best), engine.Options(overwrite=overwrite, progress=progress))
-    return found
+        best = choice.settled(loaded, result.best.method, result.best.scale, result.best.rank)
+        options = Options(workers=workers, max_memory=max_memory, overwrite=overwrite, progress=progress)
+        warn_of(write_merge(plan_recipe(best, opened), Path(keep_best), options))
+    return result
 
 
-def merge(
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, out: str | os.PathLike[str], **options: Any
-) -> MergeRecord:
-    """Merge the checkpoints that a recipe names into a new model folder; `auto` is chosen first. See `engine.merge`."""
-    progress, any_curvature = bool(options.get("progress", True)), bool(options.get("any_curvature", False))
-    given, folder = open_recipe(recipe, options.pop("folder", None))
-    chosen, _ = resolve(given, folder, progress=progress, any_curvature=any_curvature)
-    return engine.merge(chosen, out, folder=folder, **options)
+@torch.no_grad()
+def sweep_state_dicts(
+    base: StateDict,
+    models: Sequence[StateDict],
+    evaluate: Evaluate,
+    *,
+    methods: Sequence[str] | None = None,
+    scales: Sequence[float] | None = None,
+    ranks: Sequence[int] | None = None,
+    curvature: Sequence[Mapping[str, Metric]] | None = None,
+    weights: Sequence[float] | None = None,
+    rules: Sequence[tuple[str, str]] = (),
+    parameters: Mapping[str, Mapping[str, Any]] | None = None,
+    evaluation: str = "a function",
+    progress: Callable[[str], None] = lambda done: None,
+) -> Sweep:
+    """Merge in every way, take each one's best scale on validation data, and report that on test data.
+
+    Args:
+        base: the ancestor.
+        models: the fine-tuned models.
+        evaluate: scores a state dict on "val" or "test".
+        methods: by name; None takes average, tsv, iso_c, epimer_free and those that use the curvature.
+        scales: all are tried; None climbs from 1 along a grid until two in a row are worse.
+        ranks: directions per task, for methods that have them; None takes each method's own.
+        curvature: as in `merge_state_dicts`.
+        weights: one per model.
+        rules: which tensors are merged how.
+        parameters: method -> parameters it is merged with.
+        evaluation: what to call the evaluation.
+        progress: called with a line after every setting.
+    """
+    kind = None if curvature is None else next((m.kind for one in curvature for m in one.values()), None)
+    rows = check_methods(methods, kind)
+    participants = state_dict_participants(base, models)
+    merges = Merges(participants, _checked("a sweep", rules=rules)["rules"], workers=torch.get_num_threads())
+
+    def plan(row: Method, rank: int | None, scale: float) -> Plan:
+        options = {"scale": scale, "rules": rules} | ({"iterations": STEPS} if "iterations" in row.defaults else {})
+        options |= dict((parameters or {}).get(row.name, {})) | ({} if rank is None else {"rank": rank})
+        measured = curvature if row.needs_curvature else None
+        return plan_state_dicts(participants, row, row.resolve(options), weights, measured)
+
+    def shown_rank(row: Method, rank: int | None) -> int | None:
+        return rank if rank is not None else (parameters or {}).get(row.name, {}).get("rank")
+
+    return sweep_plans(
+        merges,
+        rows,
+        plan,
+        dict(base),
+        evaluate,
+        ranks=ranks,
+        scales=scales,
+        shown_rank=shown_rank,
+        evaluation=evaluation,
+        progress=progress,
+    )
 
 
-def resolve(
-    given: Recipe, folder: Path | None, *, progress: bool = True, any_curvature: bool = False
-) -> tuple[Recipe, str]:
-    """Return a recipe with nothing left open, and why it is so where something was."""
+# --- bases ---
 
-    def judge(text: str, folder: Path | None) -> Evaluate:
-        from epimer.evaluation.judges import evaluator
-        from epimer.evaluation.user_code import is_entry
 
-        if is_entry(text.removeprefix("agreement:")):
-            raise RecipeError(
-                f"'eval: {text}' names Python code, which a recipe may not run; use `epimer sweep --eval {text}`."
-            )
-        return evaluator(text, folder, count=len(given.models), progress=progress)
+@torch.no_grad()
+def build_basis(
+    base: StateDict,
+    models: Sequence[StateDict],
+    *,
+    rank: int | None = 32,
+    basis: str = "tagged",
+    rules: Sequence[tuple[str, str]] = (),
+) -> dict[str, Subspace]:
+    """Return the basis of every matrix, by name, to project curvature on before the merge that uses it."""
+    options = _checked("build_basis", rank=rank, rules=rules)
+    if basis not in KINDS:
+        raise ParameterError(
+            f"The 'basis' parameter of build_basis must be 'tagged' or 'tensor'. Got {short(basis)} instead."
+        )
+    participants = state_dict_participants(base, models)
+    if participants.base is None:
+        raise TensorError("a basis needs the base model that the others were fine-tuned from; pass base.")
+    workers = torch.get_num_threads()
+    return dict(build_bases(participants, options["rules"], rank=options["rank"], kind=basis, workers=workers))
 
-    return auto.resolve(given, evaluator=judge, folder=folder, progress=progress, any_curvature=any_curvature)
+
+def make_basis(
+    recipe: RecipeLike,
+    out: str | os.PathLike[str],
+    *,
+    kind: str | None = None,
+    rank: int | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+    workers: int | None = None,
+    max_memory: str | int | None = None,
+) -> StoredBasis:
+    """Build the basis that a recipe's merge will use, and write it to a folder.
+
+    Args:
+        recipe: a YAML file, or its content as a mapping; its curvature need not exist yet.
+        out: the folder to make.
+        kind: tagged or tensor; by default what the recipe's method takes.
+        rank: directions per task; by default what the recipe says.
+        overwrite: replace a basis folder.
+        progress: show a bar on a terminal.
+        workers: matrices worked on at the same time; by default one per core.
+        max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
+    """
+    out = Path(os.path.abspath(Path(out).expanduser()))
+    check_new(out, HEADER, overwrite=overwrite)
+    loaded, folder = open_recipe(recipe)
+    known = known_parameters(loaded.merge_method)
+    if kind is None and "basis" not in known:
+        raise ParameterError(f"{loaded.merge_method} is not merged in a basis; take epimer_kron, or say --kind.")
+    chosen = kind or str(loaded.parameters.get("basis", known["basis"].default))
+    if chosen not in KINDS:
+        raise ParameterError(f"a basis is one of {', '.join(KINDS)}, got {chosen!r}; say which with --kind.")
+    if loaded.base_model is None:
+        raise ParameterError("a basis is made of task vectors, so the recipe needs a base_model.")
+    if rank is not None and rank < 1:
+        raise ParameterError(f"--rank must be at least 1, got {rank}.")
+    size: Any = rank or loaded.parameters.get("rank", known["rank"].default if "rank" in known else 32)
+    participants = open_models(loaded, folder=folder, progress=progress, measured=False).participants
+    with Progress(progress) as bar, torch.no_grad():
+        bases = build_bases(
+            participants,
+            loaded.rules,
+            rank=size,
+            kind=chosen,
+            workers=workers,
+            max_memory=max_memory,
+            progress=bar,
+        )
+        about = {"rank": size, "models": [one.checkpoint.fingerprint for one in participants.all]}
+        save_basis(bases, out, about=about, overwrite=overwrite)
+    return StoredBasis(out)

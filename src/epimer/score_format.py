@@ -1,4 +1,4 @@
-"""How scores read. Within the library higher is better; people read shares in percent, and losses as losses."""
+"""How scores are printed. Inside the library higher is better; readers expect percentages, and losses as losses."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ SHARES = ("accuracy", "token-accuracy")
 LOSSES = ("loss", "perplexity")
 
 
-def natural(metric: str, score: float) -> float:
-    """Return a mean score as the metric is known: a loss is minus the score, perplexity is exp(loss)."""
+def metric_value(metric: str, score: float) -> float:
+    """Convert a mean score to the metric's own value: a loss is minus the score, perplexity is exp(loss)."""
     if metric == "loss":
         return -score
     if metric == "perplexity":
-        return math.exp(min(-score, 700.0))  # past which a float holds no more
+        return math.exp(min(-score, 700.0))  # exp overflows beyond
     return score
 
 
-def shown(metric: str, score: float) -> str:
-    """Return a mean score as tables show it: shares in percent, anything else as a number."""
+def format_score(metric: str, score: float) -> str:
+    """Format a mean score for a table: shares in percent, anything else as a number."""
     if metric in SHARES:
         return f"{100 * score:.1f}"
-    value = natural(metric, score)
+    value = metric_value(metric, score)
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
 
 
-def between(metric: str, low: float, high: float) -> str:
-    """Return an interval as tables show it."""
-    first, last = ends(metric, low, high)
-    return f"[{shown(metric, first)}, {shown(metric, last)}]"
+def format_interval(metric: str, low: float, high: float) -> str:
+    """Format an interval of scores for a table, as `[lower value, upper value]` of the metric."""
+    first, last = order_bounds(metric, low, high)
+    return f"[{format_score(metric, first)}, {format_score(metric, last)}]"
 
 
-def ends(metric: str, low: T, high: T) -> tuple[T, T]:
-    """Return the ends of an interval of scores in the order in which they read."""
+def order_bounds(metric: str, low: T, high: T) -> tuple[T, T]:
+    """Order the bounds of an interval of scores by the metric's value: for a loss the higher score comes first."""
     return (high, low) if metric in LOSSES else (low, high)
 
 
-def apart(metric: str, by: float) -> float:
-    """Return a difference of two scores as one of what they read as: of losses, how much higher one is."""
-    return -by if metric in LOSSES else by
+def metric_difference(metric: str, difference: float) -> float:
+    """Convert a difference of scores to a difference of the metric: for losses, how much higher one is."""
+    return -difference if metric in LOSSES else difference
 
 
-def chance(p: float) -> str:
-    """Return a probability as tables show it; none that was drawn for is zero."""
+def format_p_value(p: float) -> str:
+    """Format a p-value for a table; one estimated by sampling is never shown as zero."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}"

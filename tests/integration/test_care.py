@@ -107,21 +107,24 @@ def test_adapters_of_tied_tables_have_their_own_fingerprints_and_heads_are_refus
 
 
 def test_a_batch_that_needs_more_than_the_limit_still_goes_ahead(tmp_path):
-    from epimer.engine.merge import plan_recipe
-    from epimer.engine.threads import Runner
+    from epimer.api import plan_merge
+    from epimer.engine.merge import MergeWalk
+    from epimer.engine.threads import Threads
 
     torch.manual_seed(0)
     for t in range(3):
         save_file({f"v{i}": torch.randn(3000) for i in range(40)}, tmp_path / f"m{t}.safetensors")
-    plan = plan_recipe(
+    plan = plan_merge(
         {
             "merge_method": "dare",
             "base_model": str(tmp_path / "m0.safetensors"),
             "models": [{"model": str(tmp_path / f"m{t}.safetensors")} for t in (1, 2)],
         }
     )
-    runner = Runner(plan, [torch.device("cpu")], threads=1, memory=plan.memory + 1)
-    assert len(list(runner.results(plan.parts))) == 40
+    walk = MergeWalk(plan, plan.parts)
+    engine = Threads([torch.device("cpu")], memory=plan.memory + 1)
+    assert max(batch.memory for batch in walk.jobs) > plan.memory + 1
+    assert sum(len(merged) for _, merged in engine.map(walk)) == 40
 
 
 def test_what_appears_at_the_output_meanwhile_is_not_touched(models, tmp_path, monkeypatch):

@@ -41,7 +41,7 @@ import json, sys
 from contextlib import redirect_stderr
 from io import StringIO
 from epimer.cli import main
-from epimer.experiments.run import open_suite
+from epimer.evaluation.open_suite import open_suite
 
 limit, *sys.argv[1:] = sys.argv[1:]
 suite = open_suite("clip8", limit=int(limit), progress=False)
@@ -136,7 +136,7 @@ def test_zero_shot_scores_are_those_of_transformers(ran, place):
     """With transformers alone, on the files in the cache: MNIST has one template, so its own logits say it all."""
     from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
-    from epimer.experiments.clip8.pictures import split_rows
+    from epimer.experiments.clip8.images import split_rows
     from epimer.tasks.data import open_data
 
     (mnist,) = (task for task in TASKS if task.name == "mnist")

@@ -162,7 +162,9 @@ def test_a_diagnosis_from_another_folder_has_the_numbers_of_its_tensors(here, cu
         {"regmean", "epimer_kron"} if curved else set()
     )
     for advice in found["advice"]:
-        assert f"{advice['kind']} {advice['text']}" in " ".join(out.split())
+        label = advice["kind"]
+        assert label in ("take", "warning", "note")
+        assert f"{label} {advice['text']}" in " ".join(out.split())
         assert advice["text"].replace("`", "") in html.unescape(re.sub("<[^>]*>", "", page))
     assert "2 models of base, 7 matrices" in out
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["pace"])
@@ -172,7 +174,7 @@ def test_a_diagnosis_from_another_folder_has_the_numbers_of_its_tensors(here, cu
 
 
 def test_the_models_are_read_once(here, monkeypatch):
-    from epimer.plan.participants import Role
+    from epimer.plan.participants import Participant as Role
 
     reads: list[tuple[str, str]] = []
     real = Role.read
@@ -219,7 +221,7 @@ def test_an_error_is_not_printed_twice(here):
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(here, monkeypatch):
-    monkeypatch.setattr("epimer.diagnosis.diagnose.diagnose", lambda *args, **given: pytest.fail("worked first"))
+    monkeypatch.setattr("epimer.api.diagnose", lambda *args, **given: pytest.fail("worked first"))
     assert run("diagnose", write(here), "--json", "no/found.json").code == 2
 
 
@@ -503,7 +505,7 @@ def test_nothing_is_replaced_that_is_not_ours(here):
 def test_places_that_cannot_be_written_are_refused_before_the_work(here, monkeypatch, place):
     (here / "taken").mkdir()
     (here / "taken" / "thesis.txt").write_text("mine")
-    monkeypatch.setattr("epimer.diagnosis.choice.compare", lambda *args, **given: pytest.fail("worked first"))
+    monkeypatch.setattr("epimer.diagnosis.sweep.compare", lambda *args, **given: pytest.fail("worked first"))
     assert run("sweep", write(here), "--eval", "suite.yaml", "--methods", "average", *place).code == 2
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny  # noqa: E402
 from commands import ENVIRONMENT, Ran, run, start  # noqa: E402
-from epimer.cli.judging import NAMED  # noqa: E402
+from epimer.cli.bench import EXPERIMENTS as NAMED  # noqa: E402
 from epimer.experiments.paper import EXPERIMENTS  # noqa: E402
 
 RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
@@ -568,7 +568,7 @@ def test_a_function_makes_a_suite(here, monkeypatch):
         "my_own_suite:left": ("network failed: SystemExit: bye", "my_own_suite.py line 28"),
         "my_own_suite:fewer": ("there are 1 models and 2 tasks",),
         "my_own_suite:twice": ("two tasks are named 'column0'",),
-        "my_own_suite:wide": ("task 'column0' judges 50 samples", "(50, 2)", "expected one number per sample"),
+        "my_own_suite:wide": ("task 'column0' scores 50 samples", "(50, 2)", "expected one number per sample"),
         "my_other_suite:make": ("no module 'my_other_suite'",),
         "half:make": ("importing half failed", "not_there_at_all", "half.py line 1"),
     }.items():

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 from commands import run
-from epimer.evaluation.user_code import call_entry
+from epimer.evaluation.user_code import suite_from_entry_point
 from epimer.experiments.bench import Bench
 
 MODULE = """
 from dataclasses import replace
 import torch
 from torch import nn
-from epimer.evaluation.suite import Split, Suite, SuiteTask
+from epimer import Split, Suite, SuiteTask
 
 KEPT = nn.Linear(2, 2)
 
@@ -144,7 +144,7 @@ def test_bench_says_in_one_line_what_is_wrong(here, case):
 def test_guards_change_no_number(here):
     plain = importlib.import_module("own_code").make()
     for name in ("make", "kept_network"):
-        suite = call_entry(f"own_code:{name}")
+        suite = suite_from_entry_point(f"own_code:{name}")
         for state in (plain.base, *plain.models):
             assert all(map(torch.equal, suite.scores(state, "test"), plain.scores(state, "test")))
         curvatures = (Bench(one, keep=False).curvature("kronecker") for one in (suite, plain))
@@ -155,7 +155,7 @@ def test_guards_change_no_number(here):
 
 
 def test_guarded_networks_are_let_go_at_once_and_guarded_once(here):
-    suite, kept = call_entry("own_code:make"), call_entry("own_code:kept_network")
+    suite, kept = suite_from_entry_point("own_code:make"), suite_from_entry_point("own_code:kept_network")
     seen = weakref.ref(suite.network(suite.base, suite.tasks[0]))
     assert seen() is None
     for task in kept.tasks:

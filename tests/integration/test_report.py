@@ -6,7 +6,8 @@ import re
 import pytest
 
 import epimer
-from epimer.diagnosis.sweep import Judged, sweep
+from epimer.api import sweep_state_dicts as sweep
+from epimer.evaluation.judges import SplitScores
 from epimer.experiments import paper as experiments
 from epimer.experiments.bench import Bench
 from epimer.experiments.output import write
@@ -22,7 +23,7 @@ def bench(tmp_path_factory):
 
 def judge(bench):
     names = [task.name for task in bench.suite.tasks]
-    return lambda state, split: Judged(dict(zip(names, bench.suite.scores(state, split), strict=True)))
+    return lambda state, split: SplitScores(dict(zip(names, bench.suite.scores(state, split), strict=True)))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def folder(bench, tmp_path_factory):
     folder = tmp_path_factory.mktemp("found")
     names = ("performance", "worst-task", "alpha", "eta", "tasks")
     for result in [*(experiments.EXPERIMENTS[name](bench) for name in names), experiments.landscape(bench, grid=6)]:
-        write(bench.signed(result), folder)
+        write(bench.with_provenance(result), folder)
     base, names = dict(bench.suite.base), [task.name for task in bench.suite.tasks]
     found = epimer.diagnose_state_dicts(base, bench.states, rank=4, names=names)
     (folder / "diagnosis.json").write_text(json.dumps(found.to_dict()))

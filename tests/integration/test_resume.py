@@ -63,7 +63,7 @@ def slow(*args):
     put(*args)
 writer.Draft.put, writer.FLUSH_SECONDS = slow, 0.05
 import epimer
-from epimer.engine.merge import merge
+from epimer.api import merge
 print("ready", flush=True)
 merge(sys.argv[1], sys.argv[2], max_shard_size="200KB", progress=False)
 """

@@ -1,4 +1,4 @@
-"""A checkpoint as a merge sees it: names, shapes and dtypes first, then one tensor at a time."""
+"""The interface of a checkpoint: names, shapes and dtypes first, then one tensor at a time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from epimer.errors import CheckpointError
+from epimer.geometry.linalg import LowRank
 
 Rows = tuple[int, int] | None
 """which rows of a tensor: (first, one past the last), or all of it"""
@@ -25,7 +26,7 @@ SAMPLE = 4096  # bytes at the start, in the middle and at the end of a tensor th
 
 
 class Checkpoint(ABC):
-    """Tensors on disk. Nothing is read but headers until `read` is called; reading is safe from several threads."""
+    """Named tensors. Nothing is read but headers until `read` is called; reading is safe from several threads."""
 
     name: str
     """what to call it where paths must not be shown: a folder's name or a hub id with its commit"""
@@ -37,6 +38,8 @@ class Checkpoint(ABC):
     """meta tensors: shapes and dtypes without data, in the order of the file"""
     ties: Mapping[str, str] = {}
     """name -> the name it shares its tensor with; both are in `headers`"""
+    in_memory: bool = False
+    """whether `read` returns tensors that others hold too, and that must not be written to"""
 
     @property
     @abstractmethod
@@ -46,6 +49,18 @@ class Checkpoint(ABC):
     @abstractmethod
     def read(self, name: str, rows: Rows = None) -> Tensor:
         """Return one tensor, or some of its rows, in memory of its own."""
+
+    def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
+        """Return a tensor's difference from `base` as factors where it is stored so; None where it must be computed."""
+        return None
+
+    def problem(self, name: str) -> str | None:
+        """Say why a tensor cannot be used as plain numbers, or None; files are checked when they are opened."""
+        return None
+
+    def shares(self, name: str, twin: str) -> bool:
+        """Whether two names stand for one tensor."""
+        return self.ties.get(name, name) == self.ties.get(twin, twin)
 
     @abstractmethod
     def sample(self, name: str) -> bytes:
@@ -123,7 +138,7 @@ def header(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return room for a tensor; a large one gets pages of its own, huge ones if it can, that are given back whole."""
+    """Allocate uninitialised memory for a tensor; large tensors get their own mapping, with huge pages if possible."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)

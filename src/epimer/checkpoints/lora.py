@@ -7,12 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_table
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.errors import CheckpointError, listed
-from epimer.geometry.linalg import LowRank, working
+from epimer.geometry.linalg import LowRank, as_compute_dtype
 
 PREFIX = "base_model.model."
 PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
@@ -52,22 +53,30 @@ class Adapted(Checkpoint):
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         W = self.adapter.read(self.replaced[name], rows) if name in self.replaced else self.base.read(name, rows)
-        delta = self.delta(name, rows)
-        return W if delta is None else working(W) + delta.dense().to(working(W).dtype).reshape(W.shape)
+        update = self._factors(name, rows)
+        if update is None:
+            return W
+        W = as_compute_dtype(W)
+        return W + update.dense().to(W.dtype).reshape(W.shape)
 
-    def delta(self, name: str, rows: Rows = None) -> LowRank | None:
-        """Return what the adapter adds to a tensor or its rows, as factors; None if it adds nothing."""
+    def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
+        if name in self.replaced or base.fingerprint != self.base.fingerprint:
+            return None
+        if (update := self._factors(name, rows)) is not None:
+            return update
+        W = self.headers[name] if rows is None else self.headers[name][slice(*rows)]
+        size = W.shape[0] if W.dim() else 1
+        return LowRank(torch.zeros(size, 0), torch.zeros(0, W.numel() // size if size else 0))
+
+    def _factors(self, name: str, rows: Rows) -> LowRank | None:
+        """Return what the adapter adds to a tensor or its rows; None if it adds nothing."""
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return None
-        A, B = (working(self.adapter.read(part)) for part in (update.A, update.B))
-        delta = LowRank(update.scaling * B.flatten(1), A.flatten(1))
-        delta = delta.T if update.transposed else delta
-        return delta if rows is None else LowRank(delta.B[slice(*rows)], delta.A)
-
-    def replaces(self, name: str) -> bool:
-        """Whether the adapter brings its own copy of a tensor."""
-        return name in self.replaced
+        A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
+        factors = LowRank(update.scaling * B.flatten(1), A.flatten(1))
+        factors = factors.T if update.transposed else factors
+        return factors if rows is None else LowRank(factors.B[slice(*rows)], factors.A)
 
     def sample(self, name: str) -> bytes:
         own = self.adapter.sample(self.replaced[name]) if name in self.replaced else self.base.sample(name)

@@ -52,7 +52,7 @@ def find_ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[tuple[object, ...], str] = {}
     ties = {}
     for name, W in tensors.items():
-        twin = first.setdefault((W.data_ptr(), W.dtype, W.shape, W.stride()), name)
+        twin = first.setdefault((W.data_ptr(), W.device, W.dtype, W.shape, W.stride()), name)
         if twin != name and W.numel():
             ties[name] = twin
     return ties

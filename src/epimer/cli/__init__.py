@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. Commands stand in the order in which --help lists them."""
+"""The command line: one file per command, each of which parses, calls and prints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ import typer
 from epimer.cli.app import app
 from epimer.errors import EpimerError
 
-for commands in ("merging", "judging", "measuring"):  # in the order of --help
-    import_module(f"epimer.cli.{commands}")
+COMMANDS = "merge inspect methods convert diagnose sweep eval bench demo report curvature basis"
+"""one module each, in the order of --help"""
+
+for command in COMMANDS.split():
+    import_module(f"epimer.cli.{command}")
 
 
 def main() -> None:
-    """Run the command line: exit 0 done, 2 the input is at fault, 1 epimer is."""
+    """Run the command line and exit: 0 for success, 2 for an error in the input, 1 for an internal error."""
     try:
         sys.exit(app(standalone_mode=False))
     except EpimerError as error:
@@ -29,23 +32,20 @@ def main() -> None:
     except MemoryError:
         _fail("this machine has too little memory; set --max-memory to what it can spare.", 2)
     except Exception as error:
-        if hasattr(error, "format_message") and not error.format_message():
-            sys.exit(2)  # the help was shown
-        if hasattr(error, "format_message"):
+        if hasattr(error, "format_message"):  # an error in the arguments; no message: the help was shown
             _fail(error.format_message(), 2)
         if os.environ.get("EPIMER_DEBUG"):
             traceback.print_exc()
-        _fail(
-            f"epimer failed, and not through your input: {type(error).__name__}: {error} (EPIMER_DEBUG=1 shows where)",
-            1,
-        )
+        _fail(f"internal error: {type(error).__name__}: {error} (EPIMER_DEBUG=1 shows where)", 1)
 
 
 def _fail(message: str, code: int) -> None:
+    """Print a message, if there is one, on one line and exit."""
     line = " ".join(message.split())
-    if "--json" in sys.argv and sys.argv[1:2] != ["diagnose"]:  # whose --json takes a file
+    if line and "--json" in sys.argv and sys.argv[1:2] != ["diagnose"]:  # whose --json takes a file
         print(json.dumps({"error": line}))  # noqa: T201
-    print(f"error: {line}", file=sys.stderr)  # noqa: T201
+    if line:
+        print(line if code == 1 else f"error: {line}", file=sys.stderr)  # noqa: T201
     sys.exit(code)
 
 

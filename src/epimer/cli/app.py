@@ -1,10 +1,9 @@
-"""What all commands share."""
+"""The application that commands register with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
 
 import typer
 
@@ -15,13 +14,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
-
 
 @contextmanager
 def stoppable(consequence: str) -> Iterator[None]:
-    """Say what it means that the user stopped the work."""
+    """Exit with code 130 when the user interrupts the work, and print the consequence."""
     try:
         yield
     except KeyboardInterrupt:

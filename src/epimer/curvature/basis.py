@@ -18,14 +18,14 @@ from epimer.checkpoints.tensor_parts import StoredParts, read_header
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
 from epimer.curvature.format import model_fingerprint
 from epimer.errors import CurvatureError, ParameterError
-from epimer.geometry.subspace import Pairs, Tagged
+from epimer.geometry.subspace import Tagged, TensorProduct
 
 FORMAT = 1
 NUMBERS, HEADER = "basis.safetensors", "basis.json"
 PARTS = ("U", "V", "sigma", "owner", "mix", "left", "right")
 
 
-class StoredBasis(StoredParts[Tagged | Pairs]):
+class StoredBasis(StoredParts[Tagged | TensorProduct]):
     """A basis folder: tensor name -> its basis, read when it is asked for."""
 
     def __init__(self, folder: Path, where: str = "") -> None:
@@ -42,7 +42,7 @@ class StoredBasis(StoredParts[Tagged | Pairs]):
         """fingerprints of the base and the models it was built from, where that is known"""
         super().__init__(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}", PARTS)
 
-    def __getitem__(self, name: str) -> Tagged | Pairs:
+    def __getitem__(self, name: str) -> Tagged | TensorProduct:
         found = self.read(name)
         lacking = {"U", "V", "sigma", "owner"} - found.keys()
         if lacking:
@@ -50,19 +50,19 @@ class StoredBasis(StoredParts[Tagged | Pairs]):
         atoms = Tagged(found["U"], found["V"], found["sigma"], found["owner"], found.get("mix"))
         if self.kind == "tagged":
             return atoms
-        return Pairs(found.get("left", atoms.U), found.get("right", atoms.V), atoms)
+        return TensorProduct(found.get("left", atoms.U), found.get("right", atoms.V), atoms)
 
 
-def basis_fingerprint(basis: Mapping[str, Tagged | Pairs]) -> str:
+def basis_fingerprint(basis: Mapping[str, Tagged | TensorProduct]) -> str:
     """Return a hash by which projected curvature knows its basis again."""
     if isinstance(basis, StoredBasis):
         return basis.fingerprint
     return combined((name, one_fingerprint(one)) for name, one in basis.items())
 
 
-def one_fingerprint(basis: Tagged | Pairs) -> str:
+def one_fingerprint(basis: Tagged | TensorProduct) -> str:
     """Return a hash of one tensor's basis."""
-    kind = "tensor" if isinstance(basis, Pairs) else "tagged"
+    kind = "tensor" if isinstance(basis, TensorProduct) else "tagged"
     return model_fingerprint({f"{kind}.U": basis.U.T, f"{kind}.V": basis.V.T})
 
 
@@ -75,7 +75,7 @@ def combined(fingerprints: Iterable[tuple[str, str]]) -> str:
 
 
 def save_basis(
-    bases: Iterable[tuple[str, Tagged | Pairs]],
+    bases: Iterable[tuple[str, Tagged | TensorProduct]],
     folder: Path,
     *,
     about: Mapping[str, Any],
@@ -87,9 +87,9 @@ def save_basis(
         prints: list[tuple[str, str]] = []
         kind = "tagged"
         for name, basis in bases:
-            atoms = basis.atoms if isinstance(basis, Pairs) else basis
+            atoms = basis.atoms if isinstance(basis, TensorProduct) else basis
             parts = {"U": atoms.U, "V": atoms.V, "sigma": atoms.sigma, "owner": atoms.owner, "mix": atoms.mix}
-            if isinstance(basis, Pairs):
+            if isinstance(basis, TensorProduct):
                 kind = "tensor"
                 parts |= {} if atoms.mix is None else {"left": basis.U, "right": basis.V}
             tensors |= {f"{name}.{part}": W.cpu().contiguous() for part, W in parts.items() if W is not None}

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from epimer.curvature.per_sample_gradients import Outer, Rows, Use, Whole, per_token
-from epimer.geometry.metric import Corrected, Diagonal, Kronecker, Metric, Projected, Samples
-from epimer.geometry.subspace import Pairs, Tagged
+from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
+from epimer.geometry.subspace import Tagged, TensorProduct
 
 ROOM = 1 << 20  # entries of a block of per-sample gradients: what a cache holds
 GPU_ROOM = 1 << 26  # the same where it takes more to keep all units busy
@@ -165,7 +165,7 @@ class KroneckerCollector(Collector):
         device: torch.device,
         *,
         reduce: bool = False,
-        basis: Mapping[str, Tagged | Pairs] | None = None,
+        basis: Mapping[str, Tagged | TensorProduct] | None = None,
     ) -> None:
         super().__init__(shapes, dtype, device)
         self.reduce, self.basis = reduce, basis
@@ -326,5 +326,5 @@ class CorrectedCollector(Collector):
         found: dict[str, Metric] = {}
         for name, (P, Q) in self.eigen.items():
             S = self.S.pop(name, None)
-            found[name] = Corrected(S=self._zeros(*self.shapes[name]) if S is None else S / self.samples, P=P, Q=Q)
+            found[name] = EKFAC(S=self._zeros(*self.shapes[name]) if S is None else S / self.samples, P=P, Q=Q)
         return found

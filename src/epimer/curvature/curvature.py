@@ -58,7 +58,7 @@ class About:
 
 
 class Curvature(Mapping[str, Metric]):
-    """Curvature of one model: tensor name -> Diagonal, Kronecker, Corrected, Samples or Projected.
+    """Curvature of one model: tensor name -> Diagonal, Kronecker, EKFAC, Samples or Projected.
 
     `a + b` is the measurement of both data sets, where they are disjoint.
     """

@@ -26,9 +26,9 @@ from epimer.curvature.format import model_fingerprint
 from epimer.curvature.per_sample_gradients import alike
 from epimer.curvature.recorder import Tape, quietly
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
-from epimer.geometry.diagonal import AtomDiagonal
+from epimer.geometry.diagonal import TaggedDiagonal
 from epimer.geometry.metric import Diagonal, Kronecker, Metric, Projected
-from epimer.geometry.subspace import Pairs, Tagged
+from epimer.geometry.subspace import Tagged, TensorProduct
 from epimer.progress import Progress, Stage
 from epimer.tasks.batches import Batch, read_batches
 from epimer.tasks.labels import (
@@ -56,7 +56,7 @@ def estimate_curvature(
     kind: str = "kronecker",
     labels: str = "model",
     samples: int | None = 256,
-    basis: Mapping[str, Tagged | Pairs] | None = None,
+    basis: Mapping[str, Tagged | TensorProduct] | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
     sequence: str = "expand",
@@ -321,7 +321,9 @@ def _check_finite(metrics: Mapping[str, Metric]) -> None:
             )
 
 
-def _collector(kind: str, of: _Measurement, sequence: str, basis: Mapping[str, Tagged | Pairs] | None) -> Collector:
+def _collector(
+    kind: str, of: _Measurement, sequence: str, basis: Mapping[str, Tagged | TensorProduct] | None
+) -> Collector:
     if kind == "diagonal":
         return DiagonalCollector(of.shapes, of.dtype, of.device)
     matrices = {name: shape for name, shape in of.shapes.items() if len(shape) > 1}
@@ -338,7 +340,7 @@ def _project(metric: Metric, basis: Any) -> Projected:
     assert isinstance(basis, Tagged)
     F_mn = metric.F.reshape(len(metric.F), -1)
     form = basis.to(F_mn).restrict(Diagonal(F_mn))
-    assert isinstance(form, AtomDiagonal)
+    assert isinstance(form, TaggedDiagonal)
     return Projected(H=form.dense().to(F_mn.dtype))
 
 
@@ -381,7 +383,7 @@ def _check_basis(basis: Mapping[str, Any] | None, kind: str, parameters: Mapping
     if kind == "ekfac":
         raise CurvatureError("kind='ekfac' cannot be projected while it is measured; use kronecker, or no basis.")
     for name, one in basis.items():
-        if not isinstance(one, Tagged | Pairs):
+        if not isinstance(one, Tagged | TensorProduct):
             raise CurvatureError(f"basis[{name!r}] must be made by epimer.build_basis, got {type(one).__name__}.")
         shape = len(one.U), len(one.V)
         W = parameters[name]
@@ -390,7 +392,7 @@ def _check_basis(basis: Mapping[str, Any] | None, kind: str, parameters: Mapping
                 f"basis[{name!r}] is of {shape[0]} x {shape[1]} matrices, but the model's has shape {tuple(W.shape)}; "
                 "build it from models of this shape."
             )
-        if isinstance(one, Pairs) and kind != "kronecker":
+        if isinstance(one, TensorProduct) and kind != "kronecker":
             raise CurvatureError(
                 f"kind={kind!r} on all pairs of a tensor basis would take {one.U.shape[1] * one.V.shape[1]} squared "
                 "numbers; build a tagged basis, or measure kronecker."

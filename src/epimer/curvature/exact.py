@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from epimer.curvature.recorder import still
 from epimer.errors import CurvatureError
 from epimer.geometry.metric import Metric, Projected
-from epimer.geometry.subspace import Pairs, Tagged
+from epimer.geometry.subspace import Tagged, TensorProduct
 from epimer.progress import Progress
 from epimer.tasks.batches import Batch
 from epimer.tasks.labels import Labels, check_sum, logits_of, per_sample, with_logits
@@ -27,7 +27,7 @@ def projected_hessians(
     batches: Iterable[Batch],
     labels: Labels,
     kind: str,
-    basis: Mapping[str, Tagged | Pairs],
+    basis: Mapping[str, Tagged | TensorProduct],
     chosen: Mapping[str, Tensor],
     dtype: torch.dtype,
     progress: Progress,

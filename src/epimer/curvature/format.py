@@ -21,7 +21,7 @@ from epimer.checkpoints.tensor_parts import StoredParts, read_header
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
 from epimer.curvature.curvature import KINDS, About, Curvature, tensors_of
 from epimer.errors import CurvatureError, short
-from epimer.geometry.metric import Corrected, Diagonal, Kronecker, Metric, Projected, Samples
+from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
 
 FORMAT = 1
 NUMBERS, HEADER = "curvature.safetensors", "curvature.json"
@@ -30,7 +30,7 @@ EDGE = 256  # entries of a tensor's first and last row that enter a fingerprint
 _CLASSES: dict[str, type[Any]] = {
     "diagonal": Diagonal,
     "kronecker": Kronecker,
-    "ekfac": Corrected,
+    "ekfac": EKFAC,
     "samples": Samples,
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
+from epimer.methods.registry import describe_method
 from epimer.records import Advice, Diagnosis
 
 FAR, TWIN, LOCAL = 3.0, 0.95, 0.5
@@ -16,7 +17,6 @@ FAR, TWIN, LOCAL = 3.0, 0.95, 0.5
 ENOUGH = 0.9  # of every task's energy, for a rank to be called enough
 LITTLE = 0.05  # of F(x̄), below which η is called small
 MEASURED = ("kronecker", "ekfac")  # curvature that a forecast is taken in beside the task vectors' own
-OWN_FORM = ("epimer_free",)  # methods that minimise the form which forecasts when no curvature was measured
 
 
 def advise(found: Diagnosis) -> Diagnosis:
@@ -38,7 +38,8 @@ def choice(found: Diagnosis, *, scaled: bool = True) -> tuple[str, float]:
 
 def _fair(found: Diagnosis) -> list[str]:
     """Return the methods whose forecast is not of the very form that they minimise."""
-    return [name for name in found.forecast if name not in OWN_FORM or found.curvature in MEASURED]
+    measured = found.curvature in MEASURED
+    return [name for name in found.forecast if measured or not describe_method(name).minimises_forecast]
 
 
 def _take(found: Diagnosis) -> Iterator[Advice]:
@@ -46,7 +47,9 @@ def _take(found: Diagnosis) -> Iterator[Advice]:
         yield Advice("note", "curvature is known inside its basis only, so nothing is forecast.")
         return
     method, scale = choice(found)
-    others = sorted(set(found.forecast) - {method}, key=lambda name: found.forecast[name].mean_at_scale)
+    others = sorted(
+        (name for name in found.forecast if name != method), key=lambda name: found.forecast[name].mean_at_scale
+    )
     fair = _fair(found)
     beside = ", ".join(f"{name} {found.forecast[name].mean_at_scale:.2f}" for name in others if name in fair)
     lowest = f"the lowest forecast, {found.forecast[method].mean_at_scale:.2f}"

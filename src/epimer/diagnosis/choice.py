@@ -1,233 +1,263 @@
-"""Recipes that leave something open: `merge_method: auto`, `scale: auto`; chosen here, before anything is planned."""
+"""Diagnose and sweep the models of a recipe, and choose by that what it leaves open (`auto`)."""
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from epimer.diagnosis.advice import choice
-from epimer.diagnosis.diagnose import diagnose
-from epimer.diagnosis.sweep import Evaluate, State, Sweep, Way, at_scales, check_methods, compare, shared_basis
-from epimer.engine.merge import check_plan
-from epimer.engine.threads import Runner
-from epimer.errors import EpimerWarning, RecipeError
-from epimer.geometry.linalg import working
-from epimer.methods.registry import describe_method
-from epimer.methods.rules import matching
-from epimer.plan.jobs import Job, Plan, make_plan
+from epimer.diagnosis.diagnose import diagnose_models, forecasts
+from epimer.diagnosis.sweep import Merges, Sweep, check_methods, sweep_plans
+from epimer.errors import ParameterError, RecipeError
+from epimer.evaluation.judges import Evaluate
+from epimer.geometry.linalg import as_compute_dtype
+from epimer.geometry.subspace import Basis, Tagged
+from epimer.methods.registry import Method, default_forecasts, describe_method
+from epimer.plan.inputs import check_models, check_weights, refuse
+from epimer.plan.jobs import Plan
+from epimer.plan.merge import Opened, plan_recipe
+from epimer.plan.participants import public_recipe
 from epimer.progress import Progress
-from epimer.recipe.model import Recipe, open_recipe
-from epimer.score_format import shown
+from epimer.recipe.model import AUTO, Recipe, known_parameters
+from epimer.records import Diagnosis
+from epimer.score_format import format_score
 
 Choice = tuple[Recipe, str]
 """a recipe with nothing left open, and why it is so"""
 
 
-def resolve(
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
-    *,
-    evaluator: Callable[[str, Path | None], Evaluate] | None = None,
-    progress: bool = True,
-    any_curvature: bool = False,
-    folder: Path | None = None,
-) -> Choice:
-    """Choose what a recipe leaves open: on validation data where it names an `eval`, else by forecast."""
-    given, folder = open_recipe(recipe, folder)
-    if not given.auto:
-        return given, ""
-    if given.base_model is None:
+def resolve(recipe: Recipe, opened: Opened, evaluate: Evaluate | None = None, *, progress: bool = True) -> Choice:
+    """Choose what a recipe leaves open: on validation data where there is an evaluation, else by forecast."""
+    if not recipe.auto:
+        return recipe, ""
+    if recipe.base_model is None:
         raise RecipeError("a recipe with 'auto' needs the base model that the others were fine-tuned from.")
-    if given.eval is None:
-        return by_forecast(given, folder, progress=progress, any_curvature=any_curvature)
-    if evaluator is None:
-        raise RecipeError("the recipe's 'eval' needs epimer.merge or `epimer merge` to open it.")
-    evaluate = evaluator(given.eval, folder)
-    return by_sweep(given, evaluate, folder=folder, progress=progress, any_curvature=any_curvature)
+    if evaluate is not None:
+        return by_sweep(recipe, opened, evaluate, progress=progress)
+    return by_forecast(recipe, opened, progress=progress)
 
 
-def by_forecast(given: Recipe, folder: Path | None, *, progress: bool, any_curvature: bool) -> Choice:
+def by_forecast(recipe: Recipe, opened: Opened, *, progress: bool) -> Choice:
     """Choose by what the diagnosis forecasts."""
-    wanted = None if "merge_method" in given.auto else [given.merge_method]
-    found = diagnose(given, methods=wanted, progress=progress, any_curvature=any_curvature, folder=folder)
-    if not found.forecast:
+    methods = None if "merge_method" in recipe.auto else [recipe.merge_method]
+    diagnosis = diagnose_recipe(recipe, opened, methods=methods, progress=progress)
+    if not diagnosis.forecast:
         raise RecipeError("projected curvature is known inside its basis only, so nothing can be forecast; add 'eval'.")
-    method, scale = choice(found, scaled="scale" in given.auto)
-    forecast, row = found.forecast[method], describe_method(method)
-    under = f" ({found.curvature} curvature)"
-    if "scale" not in given.auto:
-        return settled(given, method), f"{method}: the lowest forecast, {forecast.mean:.2f}{under}"
+    method, scale = choice(diagnosis, scaled="scale" in recipe.auto)
+    forecast, row = diagnosis.forecast[method], describe_method(method)
+    under = f" ({diagnosis.curvature} curvature)"
+    if "scale" not in recipe.auto:
+        return settled(recipe, method), f"{method}: the lowest forecast, {forecast.mean:.2f}{under}"
     if row.absolute_weights:  # forecast for weights that sum to 1
-        scale = round(scale / _total_weight(given), 4)
+        scale = round(scale / _total_weight(recipe), 4)
     why = f"{method} at scale {scale:g}: the lowest forecast, {forecast.mean_at_scale:.2f}{under}"
-    return settled(given, method, scale), why
+    return settled(recipe, method, scale), why
 
 
-def _total_weight(given: Recipe) -> float:
-    if "weight" in given.varying():
+def _total_weight(recipe: Recipe) -> float:
+    if "weight" in recipe.varying():
         raise RecipeError("weights differ between tensors, so no scale can be forecast; add 'eval', or give a scale.")
-    weights = given.settings("", 0.0).weights if "weight" in _given(given) else None
-    return sum(weights) if weights else 1.0
+    return sum(recipe.weights("", 0.0) or [1.0])
 
 
-def by_sweep(given: Recipe, evaluate: Evaluate, *, folder: Path | None, progress: bool, any_curvature: bool) -> Choice:
+def by_sweep(recipe: Recipe, opened: Opened, evaluate: Evaluate, *, progress: bool) -> Choice:
     """Choose on validation data."""
-    methods = None if "merge_method" in given.auto else [given.merge_method]
-    free = "scale" in given.auto
+    free = "scale" in recipe.auto
     found = sweep_recipe(
-        given, evaluate, methods=methods, scales=None if free else [1.0], folder=folder, progress=progress,
-        any_curvature=any_curvature, evaluation=given.eval or "", keep_scale=not free,
-    )  # fmt: skip
+        recipe,
+        opened,
+        evaluate,
+        methods=None if "merge_method" in recipe.auto else [recipe.merge_method],
+        scales=None if free else [1.0],
+        keep_scale=not free,
+        progress=progress,
+        evaluation=recipe.eval or "",
+    )
     best = found.best
-    why = f"{shown(best.validation.unit, best.validation.all.average)} on validation data of {given.eval}"
+    why = f"{format_score(best.validation.unit, best.validation.all.average)} on validation data of {recipe.eval}"
     if not free:
-        return settled(given, best.method), f"{best.method}: {why}"
-    return settled(given, best.method, best.scale), f"{best.method} at scale {best.scale:g}: {why}"
+        return settled(recipe, best.method), f"{best.method}: {why}"
+    return settled(recipe, best.method, best.scale), f"{best.method} at scale {best.scale:g}: {why}"
 
 
-def settled(given: Recipe, method: str, scale: float | None = None, rank: int | None = None) -> Recipe:
+def settled(recipe: Recipe, method: str, scale: float | None = None, rank: int | None = None) -> Recipe:
     """Return the recipe with a method, and a scale and a rank where they are given: exactly what a sweep merges.
 
     The recipe's parameters are for its own method, or for whichever is chosen where it leaves that open; weights are
     for all.
     """
     row = describe_method(method)
-    own = "merge_method" in given.auto or method == given.merge_method
-    known = ({parameter.name for parameter in row.parameters} if own else set()) | {"weight"}
-    parameters = {key: value for key, value in given.parameters.items() if key in known}
-    if not own and scale is None and "scale" in given.parameters:
-        parameters["scale"] = given.parameters["scale"]
+    own = "merge_method" in recipe.auto or method == recipe.merge_method
+    known = {*(row.defaults if own else ()), "weight"}
+    parameters = {key: value for key, value in recipe.parameters.items() if key in known}
+    if not own and scale is None and "scale" in recipe.parameters:
+        parameters["scale"] = recipe.parameters["scale"]
     if scale is not None:
         parameters.pop("scale", None)
         parameters |= {} if scale == 1.0 else {"scale": scale}
     if rank is not None:
         parameters["rank"] = rank
     models = []
-    for entry in given.models:
+    for entry in recipe.models:
         kept: dict[str, Any] = {"parameters": {k: v for k, v in entry.parameters.items() if k in known}}
         models.append(entry.model_copy(update=kept if row.needs_curvature else {**kept, "curvature": None}))
-    return given.model_copy(
+    return recipe.model_copy(
         update={
             "merge_method": method,
             "parameters": parameters,
             "models": tuple(models),
             "auto": (),
             "eval": None,
-            "basis": given.basis if row.needs_curvature else None,
-            "normalize_weights": given.normalize_weights if own else None,
+            "basis": recipe.basis if row.needs_curvature else None,
+            "normalize_weights": recipe.normalize_weights if own else None,
         }
     )
 
 
+def diagnose_recipe(
+    recipe: Recipe,
+    opened: Opened,
+    *,
+    rank: int | None = None,
+    methods: Sequence[str] | None = None,
+    damping: float = 1e-2,
+    workers: int | None = None,
+    max_memory: str | int | None = None,
+    progress: bool = True,
+) -> Diagnosis:
+    """Diagnose opened models as a recipe has them; see `epimer.diagnose`."""
+    if opened.problems:
+        raise opened.problems[0]
+    participants, tasks = opened.participants, len(recipe.models)
+
+    def weights(name: str, depth: float) -> list[float]:
+        return check_weights(recipe.weights(name, depth), tasks, "a diagnosis")
+
+    def wanted(kind: str) -> dict[str, dict[str, Any]]:
+        chosen: dict[str, dict[str, Any]] = {
+            name: {} for name in (_usual_forecasts(recipe, kind) if methods is None else methods)
+        }
+        if recipe.merge_method in chosen and not recipe.auto:
+            plain = {key: value for key, value in recipe.parameters.items() if not isinstance(value, tuple)}
+            chosen[recipe.merge_method] = {k: v for k, v in plain.items() if k not in ("weight", "scale", "rank")}
+        return chosen
+
+    bases = None if opened.basis is None else _Atoms(opened.basis)
+    return diagnose_models(
+        participants,
+        weights,
+        curvatures=opened.curvatures,
+        kind="task-gram" if opened.kind is None else opened.kind,
+        bases=bases,
+        rules=recipe.rules,
+        rank=_rank(recipe, rank),
+        damping=damping,
+        methods=wanted,
+        names=_names(recipe),
+        base=Path(recipe.base_model or "base").name,
+        recipe=public_recipe(recipe, participants, opened.tokenizer),
+        workers=workers,
+        max_memory=max_memory,
+        progress=progress,
+    )
+
+
+class _Atoms(Mapping[str, Tagged]):
+    """The tagged atoms of stored bases, read when they are asked for; a tensor basis holds those it was built from."""
+
+    def __init__(self, bases: Mapping[str, Basis]) -> None:
+        self.bases = bases
+
+    def __getitem__(self, name: str) -> Tagged:
+        return self.bases[name].atoms
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.bases)
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+
+def _usual_forecasts(recipe: Recipe, kind: str) -> list[str]:
+    """Return the methods to forecast for a recipe: the usual ones, and its own where that can be done."""
+    usual = default_forecasts(kind)
+    if recipe.merge_method == AUTO:
+        return usual
+    try:
+        forecasts([recipe.merge_method], kind)
+    except ParameterError:
+        return usual
+    return list(dict.fromkeys([*usual, recipe.merge_method]))
+
+
+def _rank(recipe: Recipe, asked: int | None) -> int | None:
+    """Return the rank to diagnose at: what was asked for, the recipe's, or 32."""
+    if asked is not None:
+        return int(known_parameters(AUTO)["rank"].check("a diagnosis", asked))
+    known, rank = known_parameters(recipe.merge_method), recipe.parameters.get("rank")
+    return 32 if rank is None or "rank" not in known else known["rank"].check(recipe.merge_method, rank)
+
+
+def _names(recipe: Recipe) -> list[str]:
+    """Return what to call the models: the last part of where they are, numbered where that is not enough."""
+    short = [Path(entry.model).name or entry.model for entry in recipe.models]
+    return [name if short.count(name) == 1 else f"{name} ({t})" for t, name in enumerate(short)]
+
+
 def sweep_recipe(
-    given: Recipe,
+    recipe: Recipe,
+    opened: Opened,
     evaluate: Evaluate,
     *,
     methods: Sequence[str] | None = None,
     scales: Sequence[float] | None = None,
     ranks: Sequence[int] | None = None,
-    folder: Path | None = None,
-    progress: bool = True,
-    any_curvature: bool = False,
-    evaluation: str = "",
     keep_scale: bool = False,
+    evaluation: str = "",
+    workers: int | None = None,
+    max_memory: str | int | None = None,
+    progress: bool = True,
 ) -> Sweep:
-    """Sweep the models of a recipe: every setting is merged by the engine as `settled` would have it, into memory.
+    """Sweep opened models: every setting is merged as `settled` would have it, into memory.
 
     `keep_scale` leaves the recipe's own scale in place, and scales multiply it.
     """
-    if given.base_model is None:
+    if opened.problems:
+        raise opened.problems[0]
+    if opened.participants.base is None:
         raise RecipeError("a sweep scales task vectors, so the recipe needs a base_model.")
-    neutral = given.plain(auto=(), eval=None)
-    first = make_plan(neutral, folder=folder, progress=progress, any_curvature=any_curvature)
-    check_plan(first)
-    rows = check_methods(methods, None if first.curvatures is None else first.curvatures[0].kind)
-    base, *tuned = _states(first, progress)
-    bases: dict[int | None, dict[str, Any]] = {}
-    rules = [pair for pair in given.rules if any(matching(name, [pair]) for name in base)]  # others are not read
+    fates = check_models(opened.participants, recipe.rules, refuse)
+    rows = check_methods(methods, opened.kind)
+    merges = Merges(opened.participants, recipe.rules, workers=workers, max_memory=max_memory)
+    opened = replace(opened, participants=merges.participants)
+    base = merges.participants.base
+    assert base is not None
 
-    def merged(method: str, rank: int | None, scale: float) -> State:
-        recipe = settled(given, method, None if keep_scale else scale, rank)
-        plan = make_plan(
-            recipe.model_copy(update={"dtype": None, "out_dtype": "float32"}),
-            folder=folder,
-            any_curvature=any_curvature,
-        )
-        check_plan(plan)
+    def plan(row: Method, rank: int | None, scale: float) -> Plan:
+        chosen = settled(recipe, row.name, None if keep_scale else scale, rank)
+        planned = plan_recipe(chosen.model_copy(update={"dtype": None, "out_dtype": "float32"}), opened)
+        planned.check()
+        return planned
 
-        def basis(rank: int | None, shape: str) -> dict[str, Any]:
-            return shared_basis(bases, base, tuned, rank, shape, rules)
+    def shown_rank(row: Method, rank: int | None) -> int | None:
+        shown = rank if rank is not None else settled(recipe, row.name).parameters.get("rank")
+        return shown if isinstance(shown, int) else None
 
-        return merge_in_memory(plan, basis)
-
-    def ways() -> Iterator[Way]:
-        for row in rows:
-            named = {parameter.name for parameter in row.parameters}
-            for rank in (ranks or (None,)) if "rank" in named else (None,):
-
-                def at(scale: float, name: str = row.name, rank: int | None = rank) -> State:
-                    return merged(name, rank, scale)
-
-                shown = rank if rank is not None else settled(given, row.name).parameters.get("rank")
-                yield row.name, shown if isinstance(shown, int) else None, at_scales(row.name, base, at)
-
+    names = [name for name, rule in fates.rules.items() if rule != "skip"]
+    tensors = {name: base.read(name) for name in names}
     with Progress(progress, unit="settings") as bar:
         stage = bar.begin("trying", None)
-        return compare(
-            ways(), evaluate, scales=scales, evaluation=evaluation, progress=lambda line: stage.advance(1, line)
+        return sweep_plans(
+            merges,
+            rows,
+            plan,
+            {name: as_compute_dtype(W) if W.is_floating_point() else W for name, W in tensors.items()},
+            evaluate,
+            ranks=ranks,
+            scales=scales,
+            shown_rank=shown_rank,
+            evaluation=evaluation,
+            progress=lambda line: stage.advance(1, line),
         )
-
-
-def merge_in_memory(plan: Plan, basis: Callable[[int | None, str], dict[str, Any]]) -> dict[str, Tensor]:
-    """Merge as the engine does, but keep the tensors; bases come from `basis`, by rank and shape, and are shared."""
-    jobs = [_sharing(job, basis) if plan.basis is None else job for job in plan.parts]
-    runner = Runner(plan, [torch.device("cpu")], threads=torch.get_num_threads(), memory=None)
-    runner.prepared = runner.prepare(Progress(False).begin("", None))
-    parts: dict[str, list[tuple[int, Tensor]]] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EpimerWarning)
-        for job, result, _ in runner.results(jobs):
-            parts.setdefault(job.name, []).append((0 if job.rows is None else job.rows[0], result))
-    found = {}
-    for name, pieces in parts.items():
-        whole = [part for _, part in sorted(pieces, key=lambda piece: piece[0])]
-        found[name] = whole[0] if len(whole) == 1 else torch.cat(whole)
-    return {job.name: found[plan.ties.get(job.name, job.name)].reshape(job.template.shape) for job in plan.jobs}
-
-
-def _sharing(job: Job, basis: Callable[[int | None, str], dict[str, Any]]) -> Job:
-    """Return a job that is merged in a basis which other methods use too."""
-    if (
-        job.rule != "matrix"
-        or job.setting is None
-        or getattr(job.setting.p, "basis", "full") not in ("tagged", "tensor")
-    ):
-        return job
-    p = job.setting.p
-    return replace(job, setting=replace(job.setting, p=SimpleNamespace(**{**vars(p), "basis": basis(p.rank, p.basis)})))
-
-
-def _given(recipe: Recipe) -> set[str]:
-    return {*recipe.parameters, *(key for entry in recipe.models for key in entry.parameters)}
-
-
-def _states(plan: Plan, progress: bool) -> list[dict[str, Tensor]]:
-    """Read the base and all models."""
-    states: list[dict[str, Tensor]] = [{} for _ in plan.roles]
-    names = [job.name for job in plan.jobs]
-    with Progress(progress, unit="tensors") as bar:
-        stage = bar.begin("reading", len(names) * len(states))
-        for name in names:
-            for state, role in zip(states, plan.roles, strict=True):
-                if name in role.headers:
-                    W = role.read(name)
-                    state[name] = working(W) if W.is_floating_point() else W
-                stage.advance(1, name)
-    return states

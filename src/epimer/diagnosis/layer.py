@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.geometry.frechet import pose, weighted_sum
-from epimer.geometry.linalg import Svd, chunks
+from epimer.geometry.frechet import build_problem
+from epimer.geometry.linalg import Svd, chunks, dense
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
-from epimer.geometry.subspace import Tagged, pairs, tagged_with_triples, whitened
+from epimer.geometry.subspace import Tagged, tagged_with_triples, tensor_product, whiten
 from epimer.geometry.theory import diagnose_layer
+from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Layer, describe_method
-from epimer.methods.spectral import tsv_delta
 from epimer.records import Conflict, LayerFindings
 
 RANKS = (2, 4, 8, 16, 32, 64, 128)
@@ -113,7 +113,7 @@ def examine(
         if least == rank or triples is None:
             sums.eta[k] = _vector([theory.eta, theory.eta_unit_trace, theory.flat_objective])
         elif not free:
-            problem = pose(whitened(triples, least)[0], metrics, deltas, weights, damping=ask.damping)
+            problem = build_problem(whiten(triples, least)[0], metrics, deltas, weights).damped(ask.damping)
             eta, flat = problem.mean().eta or 0.0, problem.flat_mean()
             sums.eta[k] = _vector([eta, eta / max(1, flat.numel()), problem.objective(flat)])
     sums.kept = _kept(atoms, triples, deltas, [(k, min(k, rank)) for k in ask.ranks])
@@ -179,7 +179,7 @@ def _kept(
     the Gram matrices of those undo that they are not orthonormal: tr(G_U⁺ C G_V⁺ Cᵀ).
     """
     if triples is None:
-        whole = pairs(atoms)
+        whole = tensor_product(atoms)
         kept = _vector([float(whole.project(D).square().sum()) for D in deltas])
         return dict.fromkeys((k for k, _ in ranks), kept)
     U, V = (torch.cat([triple[side] for triple in triples], 1) for side in (0, 2))
@@ -263,17 +263,11 @@ def _merged(
 ) -> Tensor:
     """Return what a method would merge this matrix into, on the basis that is there already."""
     row = describe_method(method)
-    p = row.resolve(dict(parameters))
-    lam = list(weights)
-    if method == "average":
-        return p.scale * weighted_sum(deltas, lam)
-    if method == "tsv" and p.coefficients == "sigma":
-        return p.scale * tsv_delta(atoms, lam)
-    shape = getattr(p, "basis", "full")
-    basis = None if shape == "full" else atoms if shape == "tagged" else pairs(atoms)
-    layer = Layer(name, list(deltas), lam, metrics=list(metrics), basis=basis)
-    delta = row.merge(layer, p).delta
-    return p.scale * (delta if isinstance(delta, Tensor) else delta.dense())
+    options = row.resolve(dict(parameters))
+    shape = options.basis if isinstance(options, FrechetOptions) else "tagged"
+    basis = None if shape == "full" else atoms if shape == "tagged" else tensor_product(atoms)
+    layer = Layer(name, list(deltas), list(weights), metrics=list(metrics), basis=basis)
+    return options.scale * dense(row.merge(layer, options).value)
 
 
 def _vector(values: Sequence[float]) -> Tensor:

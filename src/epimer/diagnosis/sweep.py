@@ -1,4 +1,4 @@
-"""Try many settings cheaply: one merge per method and rank serves every scale, and nothing is written.
+"""Try many settings cheaply: models are read once, one merge per method and rank serves every scale.
 
 The settings are chosen on validation data and the chosen ones reported on test data.
 """
@@ -6,67 +6,35 @@ The settings are chosen on validation data and the chosen ones reported on test 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from epimer.diagnosis.fitting import check_kind, find_method
-from epimer.errors import ParameterError
-from epimer.evaluation.statistics import Scores
-from epimer.geometry.metric import Metric
-from epimer.geometry.subspace import pairs
-from epimer.methods.merge import build_basis, merge_state_dicts
-from epimer.methods.registry import Method
+from epimer.checkpoints.memory import total_bytes
+from epimer.engine.basis import build_bases
+from epimer.engine.memory import memory_budget
+from epimer.engine.merge import merge_in_memory
+from epimer.engine.protocol import Engine
+from epimer.engine.threads import Threads, worker_devices
+from epimer.errors import EpimerWarning, ParameterError
+from epimer.evaluation.judges import Evaluate, SplitScores
+from epimer.evaluation.suite import State
+from epimer.geometry.subspace import Basis, Tagged, tensor_product
+from epimer.methods.frechet import FrechetOptions
+from epimer.methods.registry import Method, default_sweep, describe_method
+from epimer.plan.jobs import Job, Plan
+from epimer.plan.participants import Participants
 from epimer.records import SweepRecord, Trial
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
-METHODS = ("average", "tsv", "iso_c", "epimer_free")
-CURVED = {
-    "diagonal": ("fisher", "epimer"),
-    "kronecker": ("regmean", "epimer_kron"),
-    "ekfac": ("epimer_kron",),
-    "samples": ("epimer_exact",),
-}
-STEPS = 20  # of conjugate gradients while settings are compared
 
-State = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Judged:
-    """How a model does on one split."""
-
-    scores: Mapping[str, Tensor]
-    """task -> every sample's score, or one number; higher is better"""
-    kl: Mapping[str, float] = field(default_factory=dict)
-    """task -> mean KL from the task's own model's predictions, where it was asked for"""
-    unit: str = "accuracy"
-    """what scores are: accuracy, loss or perplexity (minus the loss), or score"""
-
-    def __post_init__(self) -> None:
-        for task, scores in self.scores.items():
-            if not scores.numel() or not bool(scores.isfinite().all()):
-                what = "no score" if not scores.numel() else "a score that is not finite"
-                raise ParameterError(f"the merge got {what} on {task!r}; a sweep needs finite numbers to choose by.")
-
-    @property
-    def all(self) -> Scores:
-        """The scores of all tasks."""
-        return Scores(list(self.scores.values()))
-
-    @property
-    def order(self) -> tuple[float, float]:
-        """What settings are compared by: the average score, then closeness."""
-        return self.all.average, -sum(self.kl.values())
-
-
-Evaluate = Callable[[State, str], Judged]
-"""(state dict, "val" or "test") -> scores"""
 Way = tuple[str, int | None, Callable[[float], State]]
 """a method, its rank, and its merge at any scale"""
+Planner = Callable[[Method, int | None, float], Plan]
+"""a method, its rank and a scale -> the plan of that merge"""
 
 
 @dataclass(frozen=True)
@@ -76,8 +44,8 @@ class Tried:
     method: str
     rank: int | None
     scale: float
-    validation: Judged
-    test: Judged | None = None
+    validation: SplitScores
+    test: SplitScores | None = None
     """where it is the best of its method and rank"""
 
     def record(self) -> Trial:
@@ -122,57 +90,101 @@ class Sweep:
         return self.record().to_dict()
 
 
-def sweep(
+class Merges:
+    """Merges of the same models by many methods: tensors are read once and kept, bases are built once per rank."""
+
+    def __init__(
+        self,
+        participants: Participants,
+        rules: Sequence[tuple[str, str]],
+        *,
+        workers: int | None = None,
+        max_memory: str | int | None = None,
+    ) -> None:
+        self.max_memory = max_memory
+        size = sum(map(total_bytes, participants.checkpoints))
+        room = memory_budget(max_memory, ())
+        self.participants = participants.kept_in_memory(room // 2)
+        self.cached = size if self.participants is not participants else 0
+        self.rules, self.workers = rules, workers
+        self._bases: dict[int | None, dict[str, Tagged]] = {}
+
+    def engine(self, jobs: Iterable[Job]) -> Engine:
+        """Return the engine for some jobs; what is kept of the models counts in its budget."""
+        widest = max((job.memory for job in jobs), default=0)
+        room = memory_budget(self.max_memory, jobs) - self.cached
+        return Threads(worker_devices("cpu", self.workers, 1), memory=max(room, widest))
+
+    def merge(self, plan: Plan) -> dict[str, Tensor]:
+        """Carry out a plan of these models and return the merged tensors."""
+        if plan.basis is None:
+            plan = replace(plan, jobs=[self._sharing(job) for job in plan.jobs])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EpimerWarning)
+            return merge_in_memory(plan, self.engine(plan.parts))[0]
+
+    def _sharing(self, job: Job) -> Job:
+        """Return a job that is merged in a basis which other methods use too."""
+        options = job.options
+        if job.rule != "matrix" or not isinstance(options, FrechetOptions) or options.basis not in ("tagged", "tensor"):
+            return job
+        atoms = self._atoms(options.rank)
+        bases: Mapping[str, Basis] = atoms
+        if options.basis == "tensor":
+            bases = {job.name: tensor_product(atoms[job.name])} if job.name in atoms else {}
+        return replace(job, options=replace(options, basis=bases))
+
+    def _atoms(self, rank: int | None) -> dict[str, Tagged]:
+        """Return the tagged basis of every matrix, built once per rank."""
+        if rank not in self._bases:
+            built = build_bases(
+                self.participants,
+                self.rules,
+                rank=rank,
+                kind="tagged",
+                workers=self.workers,
+                max_memory=self.max_memory,
+            )
+            self._bases[rank] = {name: basis for name, basis in built if isinstance(basis, Tagged)}
+        return self._bases[rank]
+
+
+def sweep_plans(
+    merges: Merges,
+    rows: Sequence[Method],
+    planner: Planner,
     base: State,
-    models: Sequence[State],
     evaluate: Evaluate,
     *,
-    methods: Sequence[str] | None = None,
-    scales: Sequence[float] | None = None,
     ranks: Sequence[int] | None = None,
-    curvature: Sequence[Mapping[str, Metric]] | None = None,
-    weights: Sequence[float] | None = None,
-    rules: Sequence[tuple[str, str]] = (),
-    parameters: Mapping[str, Mapping[str, Any]] | None = None,
+    scales: Sequence[float] | None = None,
+    shown_rank: Callable[[Method, int | None], int | None] = lambda row, rank: rank,
     evaluation: str = "a function",
     progress: Callable[[str], None] = lambda done: None,
 ) -> Sweep:
     """Merge in every way, take each one's best scale on validation data, and report that on test data.
 
     Args:
-        base: the ancestor.
-        models: the fine-tuned models.
+        merges: of the models.
+        rows: the methods to try.
+        planner: plans one of them.
+        base: the ancestor's tensors, as the merged ones are.
         evaluate: scores a state dict on "val" or "test".
-        methods: by name; None takes average, tsv, iso_c, epimer_free and those that use the curvature.
-        scales: all are tried; None climbs from 1 along a grid until two in a row are worse.
         ranks: directions per task, for methods that have them; None takes each method's own.
-        curvature: as in `merge_state_dicts`.
-        weights: one per model.
-        rules: which tensors are merged how.
-        parameters: method -> parameters it is merged with.
+        scales: all are tried; None climbs from 1 along a grid until two in a row are worse.
+        shown_rank: what the table says of a method's rank.
         evaluation: what to call the evaluation.
         progress: called with a line after every setting.
     """
-    kind = None if curvature is None else next((m.kind for one in curvature for m in one.values()), None)
-    rows = check_methods(methods, kind)
-    bases: dict[int | None, dict[str, Any]] = {}
 
     def ways() -> Iterator[Way]:
         for row in rows:
-            named = {parameter.name: parameter for parameter in row.parameters}
-            for rank in (ranks or (None,)) if "rank" in named else (None,):
-                given: dict[str, Any] = {**(parameters or {}).get(row.name, {})}
-                if rank is not None:
-                    given["rank"] = rank
-                if "iterations" in named:
-                    given.setdefault("iterations", STEPS)
-                shape = str(given.get("basis", named["basis"].default)) if "basis" in named else ""
-                if shape in ("tagged", "tensor"):
-                    size = given.get("rank", named["rank"].default)
-                    given["basis"] = shared_basis(bases, base, models, size, shape, rules)
-                given |= {"curvature": curvature if row.needs_curvature else None, "weights": weights, "rules": rules}
-                merged = partial(merge_state_dicts, dict(base), [dict(model) for model in models], row.name, **given)
-                yield row.name, given.get("rank"), at_scales(row.name, base, lambda scale, m=merged: m(scale=scale))  # type: ignore[misc]
+            for rank in (ranks or (None,)) if "rank" in row.defaults else (None,):
+
+                def at(scale: float, row: Method = row, rank: int | None = rank) -> State:
+                    return merges.merge(planner(row, rank, scale))
+
+                yield row.name, shown_rank(row, rank), at_scales(row, base, at)
 
     return compare(ways(), evaluate, scales=scales, evaluation=evaluation, progress=progress)
 
@@ -191,27 +203,27 @@ def compare(
             raise ParameterError(f"a scale must be a finite number, got {scale}.")
     tried: list[Tried] = []
     for method, rank, at in ways:
-        found: dict[float, Judged] = {}
+        known: dict[float, SplitScores] = {}
 
-        def score(scale: float, method: str = method, at: Any = at, found: Any = found) -> tuple[float, float]:
-            if scale not in found:
-                found[scale] = evaluate(at(scale), "val")
+        def score(scale: float, method: str = method, at: Any = at, known: Any = known) -> tuple[float, float]:
+            if scale not in known:
+                known[scale] = evaluate(at(scale), "val")
                 progress(f"{method}, scale {scale:g}")
-            order: tuple[float, float] = found[scale].order
+            order: tuple[float, float] = known[scale].order
             return order
 
         best = max(scales, key=score) if scales else climb(score, SCALES)
-        for scale, judged in sorted(found.items()):
-            tried.append(Tried(method, rank, scale, judged, evaluate(at(scale), "test") if scale == best else None))
+        for scale, scores in sorted(known.items()):
+            tried.append(Tried(method, rank, scale, scores, evaluate(at(scale), "test") if scale == best else None))
     notes = []
     if not scales and any(one.scale in (SCALES[0], SCALES[-1]) for one in tried if one.test is not None):
         notes.append("a best scale is the last of the grid; a better one may lie beyond it.")
     return Sweep(tried, evaluation, notes)
 
 
-def at_scales(method: str, base: State, merged: Callable[[float], State]) -> Callable[[float], State]:
+def at_scales(row: Method, base: State, merged: Callable[[float], State]) -> Callable[[float], State]:
     """Return the merge at any scale, all from one; where scale sits inside a fraction, each from its own."""
-    if method == "gradient_matching":
+    if not row.linear_in_scale:
         return merged
     whole = merged(1.0)
 
@@ -226,26 +238,14 @@ def scaled(base: State, merged: State, scale: float) -> dict[str, Tensor]:
     }
 
 
-def shared_basis(
-    known: dict[int | None, dict[str, Any]], base: State, models: Sequence[State], rank: int | None, shape: str,
-    rules: Sequence[tuple[str, str]],
-) -> dict[str, Any]:  # fmt: skip
-    """Return the models' basis, built once for every rank."""
-    if rank not in known:
-        known[rank] = dict(build_basis(dict(base), [dict(model) for model in models], rank=rank, rules=rules))
-    atoms = known[rank]
-    return atoms if shape == "tagged" else {name: pairs(one) for name, one in atoms.items()}
-
-
 def check_methods(methods: Sequence[str] | None, kind: str | None) -> list[Method]:
     """Return the methods to try; refuse those that cannot be."""
-    wanted = methods if methods is not None else (*METHODS, *CURVED.get(kind or "", ()))
     rows = []
-    for name in wanted:
-        row = find_method(name)
-        if any(parameter.kind == "callable" for parameter in row.parameters):
+    for name in methods if methods is not None else default_sweep(kind):
+        row = describe_method(name)
+        if row.needs_function:
             raise ParameterError(f"{name} chooses by a function of its own; leave it out of a sweep.")
-        check_kind(row, kind)
+        row.check_kind(kind)
         rows.append(row)
     return rows
 

@@ -1,107 +1,100 @@
-"""Make the basis of a recipe's models before any curvature is measured, so that only what lies in it need be kept."""
+"""The walk that builds bases: the tasks' singular vectors of every matrix, before any curvature is measured."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.writer import check_new
-from epimer.curvature.basis import HEADER, StoredBasis, save_basis
-from epimer.engine.merge import check_plan
-from epimer.errors import ParameterError
-from epimer.geometry.subspace import Pairs, Tagged, clamp_rank, pairs, tagged
-from epimer.methods.inputs import check_finite, matrix_shape, task_vectors
-from epimer.methods.registry import describe_method
-from epimer.plan.jobs import Job, Plan, make_plan
+from epimer.checkpoints.checkpoint import header, nbytes
+from epimer.engine.memory import memory_budget
+from epimer.engine.merge import Tensors, read_tensors, task_vectors
+from epimer.engine.threads import Threads, worker_devices
+from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
+from epimer.methods.options import MethodOptions
+from epimer.methods.registry import Method, describe_method
+from epimer.methods.rules import matrix_shape
+from epimer.plan.inputs import Fates, check_finite, check_models, refuse
+from epimer.plan.jobs import Job, memory_of, precision
+from epimer.plan.participants import Participants
 from epimer.progress import Progress
-from epimer.recipe.model import Recipe, open_recipe
 
 KINDS = ("tagged", "tensor")
 
 
-def make_basis(
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
-    out: str | os.PathLike[str],
+@dataclass(frozen=True)
+class BasisWalk:
+    """Builds the basis of every matrix; tensor names to Tagged or TensorProduct."""
+
+    participants: Participants
+    jobs: Sequence[Job]
+    rank: int | None
+    kind: str
+
+    def read(self, job: Job) -> Tensors:
+        """Read one matrix of the base and of every model."""
+        return read_tensors(self.participants, job)
+
+    def work(self, job: Job, tensors: Tensors, device: torch.device) -> Basis:
+        """Return the basis of one matrix."""
+        deltas = read_deltas(self.participants, job, tensors, device)
+        atoms = tagged(deltas, clamp_rank(deltas[0].shape, len(deltas), self.rank))
+        return atoms if self.kind == "tagged" else tensor_product(atoms)
+
+
+def matrix_jobs(participants: Participants, fates: Fates, method: Method, rank: int | None) -> list[Job]:
+    """Return a job for every matrix that can give each task a direction, with the memory that `method` takes on it."""
+    tasks, jobs = len(participants.models), []
+    for name in fates.matrices:
+        W = participants.template.headers[name]
+        if not clamp_rank(matrix_shape(W), tasks, rank):
+            continue
+        tensors = [one.headers[name] for one in participants.all]
+        reads, dtype = sum(map(nbytes, tensors)), precision(tensors)
+        device = torch.device("cpu") if W.is_meta else W.device
+        memory = memory_of(method, "matrix", reads, W, dtype, 0, tasks)
+        jobs.append(
+            Job(name, "matrix", header(W.shape, dtype), None, MethodOptions(), [], reads, memory, dtype, device=device)
+        )
+    return jobs
+
+
+def read_deltas(participants: Participants, job: Job, tensors: Tensors, device: torch.device) -> list[Tensor]:
+    """Return a matrix's task vectors, dense, m x n."""
+    assert tensors.base is not None
+    if not any(isinstance(W, Tensor) for W in tensors.models):  # else a task vector shows what is not finite
+        check_finite("base", job.name, tensors.base)
+    return task_vectors(participants, job, tensors.base.to(device, job.precision), tensors, device)
+
+
+def build_bases(
+    participants: Participants,
+    rules: Sequence[tuple[str, str]],
     *,
-    kind: str | None = None,
-    rank: int | None = None,
-    overwrite: bool = False,
-    progress: bool = True,
-) -> StoredBasis:
-    """Build the basis that a recipe's merge will use, and write it to a folder.
+    rank: int | None,
+    kind: str,
+    workers: int | None = None,
+    max_memory: str | int | None = None,
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, Basis]]:
+    """Yield the basis of every matrix with its name, in the order of the template.
 
     Args:
-        recipe: a YAML file, or its content as a mapping; its curvature need not exist yet.
-        out: the folder to make.
-        kind: tagged or tensor; by default what the recipe's method takes.
-        rank: directions per task; by default what the recipe says.
-        overwrite: replace a basis folder.
-        progress: show a bar on a terminal.
+        participants: the base and the models.
+        rules: which tensors are matrices, by name pattern.
+        rank: directions per task; None is floor(min(m, n) / T).
+        kind: tagged or tensor.
+        workers: matrices worked on at the same time; by default one per core.
+        max_memory: most memory of the process; by default four fifths of what is free.
+        progress: where to show how far it is.
     """
-    out = Path(os.path.abspath(Path(out).expanduser()))
-    check_new(out, HEADER, overwrite=overwrite)
-    given, folder = open_recipe(recipe)
-    chosen = kind or _kind(given)
-    if chosen not in KINDS:
-        raise ParameterError(f"a basis is one of {', '.join(KINDS)}, got {chosen!r}; say which with --kind.")
-    if given.base_model is None:
-        raise ParameterError("a basis is made of task vectors, so the recipe needs a base_model.")
-    if rank is not None and rank < 1:
-        raise ParameterError(f"--rank must be at least 1, got {rank}.")
-    plan = make_plan(_without_curvature(given, rank), folder=folder, progress=progress)
-    check_plan(plan)
-    jobs = [job for job in plan.jobs if job.rule == "matrix" and job.name not in plan.ties]
-    with Progress(progress) as bar, torch.no_grad():
-        stage = bar.begin("building", sum(job.reads for job in jobs))
-
-        def built() -> Iterator[tuple[str, Tagged | Pairs]]:
-            for job in jobs:
-                basis = _basis(plan, job, chosen)
-                if basis is not None:
-                    yield job.name, basis
-                stage.advance(job.reads, job.name)
-
-        about = {"rank": plan.recipe.parameters["rank"], "models": [role.checkpoint.fingerprint for role in plan.roles]}
-        save_basis(built(), out, about=about, overwrite=overwrite)
-    return StoredBasis(out)
-
-
-def _kind(recipe: Recipe) -> str:
-    """Return the kind of basis a recipe's method is merged in."""
-    defaults = {p.name: p.default for p in describe_method(recipe.merge_method).parameters}
-    if "basis" not in defaults:
-        raise ParameterError(f"{recipe.merge_method} is not merged in a basis; take epimer_kron, or say --kind.")
-    return str(recipe.parameters.get("basis", defaults["basis"]))
-
-
-def _without_curvature(recipe: Recipe, rank: int | None) -> Recipe:
-    """Return a recipe of the same models that needs no curvature: what it merges is not of interest."""
-    defaults = {p.name: p.default for p in describe_method(recipe.merge_method).parameters}
-    plain = recipe.plain({"rank": rank or recipe.parameters.get("rank", defaults.get("rank", 32))}, basis=None)
-    models = tuple(entry.model_copy(update={"curvature": None}) for entry in plain.models)
-    return plain.model_copy(update={"models": models})
-
-
-def _basis(plan: Plan, job: Job, kind: str) -> Tagged | Pairs | None:
-    assert plan.base is not None
-    assert job.setting is not None
-    rank = clamp_rank(matrix_shape(job.template), len(plan.models), job.setting.p.rank)
-    if not rank:
-        return None
-    base, *models = read_all(plan, job)
-    atoms = tagged(task_vectors(base, models, matrix=True), rank)
-    return atoms if kind == "tagged" else pairs(atoms)
-
-
-def read_all(plan: Plan, job: Job) -> list[Tensor]:
-    """Read one tensor of the base and of every model, in the precision it is computed in."""
-    tensors = []
-    for role in plan.roles:
-        tensors.append(role.read(job.name).to(job.precision))
-        check_finite(role.label, job.name, tensors[-1])
-    return tensors
+    fates = check_models(participants, rules, refuse)
+    jobs = matrix_jobs(participants, fates, describe_method("tsv"), rank)
+    device = next((job.device for job in jobs), torch.device("cpu"))
+    engine = Threads(worker_devices(device, workers, 1), memory=memory_budget(max_memory, jobs))
+    stage = (progress or Progress(False)).begin("building", sum(job.reads for job in jobs))
+    for job, basis in engine.map(BasisWalk(participants, jobs, rank, kind)):
+        yield job.name, basis
+        stage.advance(job.reads, job.name)

@@ -1,293 +1,357 @@
-"""Merge checkpoints: recipe in, model folder out."""
+"""The walk of a merge: read the models' tensors, and merge their differences from the base, one job at a time."""
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
-import hashlib
-import json
-import os
-import re
-import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-import epimer
-from epimer.checkpoints.sidecar_files import carried, code_files
-from epimer.checkpoints.writer import Draft, Shard, as_json, draft_of, explained, index_of, lay_out, settle
-from epimer.engine.card import model_card
-from epimer.engine.threads import Runner
-from epimer.errors import EpimerError, OutputError, ParameterError, listed
-from epimer.methods.merge import check_device, plain, tied, warn_of
-from epimer.methods.registry import Prepared
-from epimer.plan.jobs import Plan, make_plan
-from epimer.progress import Progress
-from epimer.recipe.model import Recipe, open_recipe
-from epimer.records import MergeRecord, TensorRecord
+from epimer.checkpoints.checkpoint import fresh, header
+from epimer.engine.protocol import Engine
+from epimer.errors import TensorError
+from epimer.geometry.linalg import LowRank, as_compute_dtype, chunks, dense, nonfinite
+from epimer.geometry.solution import Solution
+from epimer.methods.averaging import average
+from epimer.methods.frechet import FISHER, fisher
+from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_method
+from epimer.methods.rules import matrix_shape
+from epimer.plan.inputs import check_finite
+from epimer.plan.jobs import Job, Plan, precision
+from epimer.plan.layer_curvature import NOTHING, LayerCurvature, layer_curvature
+from epimer.plan.participants import Participant, Participants
+from epimer.progress import Stage
+from epimer.records import Status, TensorRecord
 
-RECORD = "epimer.json"
-INDEX = "model.safetensors.index.json"
-ENGINES = ("local",)
-M_MMAP_THRESHOLD = -3  # glibc's name for it
-SLACK = 1 << 26  # bytes kept free for what is not counted: Python, headers, the journal
-UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+SMALL = 1 << 20  # jobs below this many bytes are handed over together
+TOGETHER = 1 << 23
+
+Merged = tuple[Job, Tensor, TensorRecord]
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to run a merge; none of it changes what is computed but for the device's rounding."""
+class Batch:
+    """Small jobs that are done together, so that a norm or a bias does not cost a turn of its own; or one large job."""
 
-    device: str = "auto"
-    workers: int | None = None
-    threads: int = 1
-    max_memory: str | int | None = None
-    max_shard_size: str | int = "5GB"
-    overwrite: bool = False
-    progress: bool = True
+    jobs: tuple[Job, ...]
 
+    @property
+    def name(self) -> str:
+        """What to call it in an error: its first tensor."""
+        return self.jobs[0].name
 
-def merge(
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
-    out: str | os.PathLike[str],
-    *,
-    device: str = "auto",
-    engine: str = "local",
-    progress: bool = True,
-    overwrite: bool = False,
-    any_curvature: bool = False,
-    max_shard_size: str | int = "5GB",
-    max_memory: str | int | None = None,
-    workers: int | None = None,
-    threads: int = 1,
-    folder: Path | None = None,
-) -> MergeRecord:
-    """Merge the checkpoints that a recipe names into a new model folder.
-
-    Args:
-        recipe: a YAML file, or its content as a mapping.
-        out: the folder to make; it appears when it is complete, and not before.
-        device: cpu, cuda, cuda:N, or auto for every GPU there is, else the CPU.
-        engine: local.
-        progress: show a bar on a terminal.
-        overwrite: replace a model folder that epimer made before.
-        any_curvature: use curvature even where it was measured on another model.
-        max_shard_size: largest file of weights, as "5GB".
-        max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
-        workers: tensors merged at the same time; by default one per core.
-        threads: threads within each of them. Results do not depend on `workers`; they may, in their last digit, on
-            `threads` and `device`.
-        folder: where relative paths of a recipe that is no file are looked for too.
-    """
-    if engine not in ENGINES:
-        raise ParameterError(f"There is no engine {engine!r}; engines: {', '.join(ENGINES)}.")
-    options = Options(device, workers, threads, max_memory, max_shard_size, overwrite, progress)
-    plan = plan_recipe(recipe, progress=progress, any_curvature=any_curvature, folder=folder)
-    return run(plan, Path(out), options)
+    @property
+    def memory(self) -> int:
+        """Bytes in use at once."""
+        return sum(job.memory for job in self.jobs)
 
 
-def plan_recipe(
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
-    *,
-    progress: bool = False,
-    any_curvature: bool = False,
-    folder: Path | None = None,
-) -> Plan:
-    """Read a recipe and plan its merge; relative paths are looked for in `folder` too, by default the recipe's own."""
-    given, folder = open_recipe(recipe, folder)
-    return make_plan(given, folder=folder, progress=progress, any_curvature=any_curvature)
+@dataclass
+class Tensors:
+    """What was read for one job."""
+
+    base: Tensor | None
+    models: list[Tensor | LowRank | None]
+    """per model its tensor, or its difference from the base as factors; None once it has been used"""
+    curvature: LayerCurvature = NOTHING
 
 
-def run(plan: Plan, out: Path, options: Options) -> MergeRecord:
-    """Carry out a plan, or find that it has been carried out."""
-    started = time.perf_counter()
-    check_plan(plan)
-    devices = _devices(options)
-    memory = check_memory(plan, options)
-    shards = lay_out(plan.outputs, plan.ties, parse_size(options.max_shard_size, "max_shard_size"))
-    beside = _beside(plan, shards)
-    out = Path(os.path.abspath(out.expanduser()))
-    _settle(out)
-    if (found := finished(out, plan, shards, beside)) is not None:
-        return found
-    check_output(out, plan, options)
-    runner = Runner(plan, devices, threads=options.threads, memory=memory)
-    key = _key(plan, shards, devices[0].type, options.threads)
-    draft = Draft(out, shards, key, lambda: check_output(out, plan, options))
-    with draft.opened(), Progress(options.progress) as progress:
-        try:
-            prepared = _prepare(plan, runner, draft, progress)
-            before = time.perf_counter()
-            records = _merge_all(plan, runner, draft, progress)
-            now = time.perf_counter()
-            timings = {"prepass": before - started, "merge": now - before, "total": now - started}
-            record = _record(plan, prepared, records, shards, beside, timings)
-            _publish(plan, draft, record, beside)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:
-            draft.discard()
-            raise
-    warn_of(plan.method.name, record.tensors)
-    return record
+class MergeWalk:
+    """Merges the tensors of a plan."""
 
+    def __init__(self, plan: Plan, jobs: Sequence[Job], prepared: Prepared | None = None) -> None:
+        self.plan, self.prepared = plan, prepared
+        self.jobs = list(batches(jobs))
 
-def check_plan(plan: Plan) -> None:
-    """Refuse a plan with problems."""
-    if plan.problems:
-        first, more = plan.problems[0], len(plan.problems) - 1
-        raise first if not more else type(first)(f"{first} ({more} more: see epimer merge --dry-run)")
-    if not plan.jobs:
-        raise EpimerError("there is nothing to write: the rules skip every tensor.")
+    def read(self, batch: Batch) -> list[Tensors]:
+        """Read the tensors, the curvature and the basis of every job."""
+        return [self._read_one(job) for job in batch.jobs]
 
-
-def check_memory(plan: Plan, options: Options) -> int:
-    """Return the bytes that jobs may take in all; refuse a limit that the widest tensor exceeds."""
-    if options.max_memory is None:
-        most = int(0.8 * _available())
-        return max(most, plan.memory)
-    _return_freed_memory()
-    most, used = parse_size(options.max_memory, "max_memory"), _resident() + SLACK
-    if used + plan.memory > most:
-        widest = max(plan.parts, key=lambda job: job.memory)
-        raise ParameterError(
-            f"max_memory of {most / 1e9:.2f} GB is too little: {widest.name!r} needs {widest.memory / 1e9:.2f} GB "
-            f"beside {used / 1e9:.2f} GB for Python and torch; give {(used + widest.memory) / 1e9 + 0.01:.2f}GB."
+    def _read_one(self, job: Job) -> Tensors:
+        participants = self.plan.participants
+        if job.method is None:
+            return Tensors(participants.template.read(job.name), [])
+        tensors = read_tensors(participants, job)
+        W = header(job.template.shape, job.precision)
+        tasks, based = len(participants.models), participants.base is not None
+        tensors.curvature = layer_curvature(
+            job.name, job.rule, W, tasks, job.method, job.options, self.plan.curvatures, based=based
         )
-    return most - used
+        return tensors
 
+    def work(self, batch: Batch, loaded: list[Tensors], device: torch.device) -> list[Merged]:
+        """Merge small tensors whose entries stand alone as one vector; anything else, and what fails, one by one."""
+        alike = {self._common(job, tensors) for job, tensors in zip(batch.jobs, loaded, strict=True)}
+        if len(batch.jobs) > 1 and len(alike) == 1:
+            with suppress(TensorError):  # which does not say whose fault it was
+                return list(self._as_one(batch, loaded, device))
+        return [(job, *self._merge(job, loaded.pop(0), device)) for job in batch.jobs]
 
-def parse_size(text: str | int, name: str) -> int:
-    """Return a size like 5GB or 512MiB in bytes."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?I?)B?\s*", str(text).upper())
-    if not match or not float(match[1]) > 0 or match[2] not in UNITS:
-        raise ParameterError(f"The {name!r} parameter must be a size like 5GB or 512MiB. Got {text!r} instead.")
-    return int(float(match[1]) * UNITS[match[2]])
+    def _common(self, job: Job, tensors: Tensors) -> object:
+        """Return what jobs must have in common to be done as one; a job that cannot has itself."""
+        if not job.entrywise or not all(isinstance(W, Tensor) for W in tensors.models):
+            return job.key
+        dtypes = [job.template.dtype, *(W.dtype for W in (tensors.base, *tensors.models) if isinstance(W, Tensor))]
+        return id(job.options), job.rule, tuple(job.weights), tuple(dtypes), job.device
 
+    def _as_one(self, batch: Batch, loaded: list[Tensors], device: torch.device) -> Iterator[Merged]:
+        sizes = [job.template.numel() for job in batch.jobs]
+        columns = zip(*([tensors.base, *tensors.models] for tensors in loaded), strict=True)
+        base, *models = [
+            None if parts[0] is None else torch.cat([dense(W).reshape(-1) for W in parts if W is not None])
+            for parts in columns
+        ]
+        whole = replace(batch.jobs[0], template=header((sum(sizes),), batch.jobs[0].template.dtype))
+        result, record = self._merge(whole, Tensors(base, list(models)), device)
+        for job, part in zip(batch.jobs, torch.split(result, sizes), strict=True):
+            shape, share = tuple(job.template.shape), (record.seconds or 0) * part.numel() / sum(sizes)
+            yield job, part.reshape(shape), replace(record, shape=shape, seconds=share)
 
-def finished(out: Path, plan: Plan, shards: list[Shard], beside: dict[str, bytes]) -> MergeRecord | None:
-    """Return the record of an output that is already what the plan would make."""
-    record = _recorded(out)
-    sizes = {shard.file: shard.size for shard in shards}
-    if record is None or record.request != plan.request or not sizes.items() <= record.files.items():
-        return None
-    try:
-        there = all((out / file).stat().st_size == size for file, size in record.files.items())
-        there = there and all((out / file).read_bytes() == data for file, data in beside.items())
-    except OSError:
-        return None
-    return record if there else None
+    def _merge(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor, TensorRecord]:
+        started = time.perf_counter()
+        if job.method is None:
+            result, record = self._copy(job, tensors), TensorRecord(job.rule, tuple(job.template.shape))
+        else:
+            if self.prepared is not None:
+                job = replace(job, weights=self.prepared.weights or job.weights)
+            if tensors.base is not None and not any(isinstance(W, Tensor) for W in tensors.models):
+                check_finite("base", job.name, tensors.base)
+            if job.entrywise and device.type == "cpu":
+                result, record = self._merge_in_chunks(job, tensors)
+            else:
+                base, tensors.base = tensors.base, None
+                start = None if base is None else base.to(device, job.precision)
+                del base
+                deltas = task_vectors(self.plan.participants, job, start, tensors, device)
+                result, record = self._merge_deltas(job, start, deltas, job.template, tensors.curvature)
+        seconds = time.perf_counter() - started
+        return result.to(job.device), replace(record, shape=tuple(job.template.shape), seconds=seconds)
 
+    def _copy(self, job: Job, tensors: Tensors) -> Tensor:
+        W = tensors.base
+        assert W is not None
+        result = W.to(job.template.dtype, copy=self.plan.participants.template.checkpoint.in_memory)
+        if W.is_floating_point() and nonfinite(result) and not nonfinite(W):
+            raise TensorError(f"{job.name!r} does not fit in {result.dtype}, to which it is copied; widen the dtype.")
+        return result
 
-def _recorded(out: Path) -> MergeRecord | None:
-    """Return the record in a folder, if epimer made it."""
-    try:
-        return MergeRecord.from_dict(json.loads((out / RECORD).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    def _merge_in_chunks(self, job: Job, tensors: Tensors) -> tuple[Tensor, TensorRecord]:
+        """Merge entries that stand alone a megabyte at a time, which never leaves the processor's cache."""
+        result, dtype = fresh(job.template.shape, job.template.dtype), job.precision
+        given = [dense(W).to(dtype) if isinstance(W, LowRank) else W for W in tensors.models]
+        columns = [None if W is None else chunks(W.reshape(-1)) for W in (tensors.base, *given)]
+        record: TensorRecord | None = None
+        for i, target in enumerate(chunks(result.reshape(-1))):
+            base, *parts = [None if column is None else column[i] for column in columns]
+            start = None if base is None else base.to(dtype)
+            deltas = []
+            for model, W, part in zip(self.plan.participants.models, tensors.models, parts, strict=True):
+                assert part is not None
+                D = part.to(dtype) if start is None or isinstance(W, LowRank) else part.to(dtype) - start
+                check_delta(self.plan.participants, model, job, D)
+                deltas.append(D)
+            piece, record = self._merge_deltas(job, start, deltas, header(target.shape, target.dtype), NOTHING)
+            target.copy_(piece)
+        assert record is not None
+        return result, record
 
-
-def check_output(out: Path, plan: Plan, options: Options) -> None:
-    """Refuse to write over what is there, unless it was asked for and is ours."""
-    real = out.resolve()
-    for one in plan.checkpoints:
-        for file in one.files:
-            if file.resolve().is_relative_to(real):
-                raise OutputError(f"{out} holds {one.where}, which the merge reads; choose another output.")
-    if not os.path.lexists(out):
-        return
-    if out.is_symlink():
-        raise OutputError(f"{out} is a link; give the folder itself.")
-    if not out.is_dir():
-        raise OutputError(f"{out} is a file; the output is a folder: choose another name.")
-    with explained(out, "read"):
-        content = {path.name for path in out.iterdir()}
-    if not content:
-        return
-    if not options.overwrite:
-        raise OutputError(
-            f"{out} exists and holds something else, or another version's; choose another name, or pass --overwrite."
+    def _merge_deltas(
+        self, job: Job, W0: Tensor | None, deltas: list[Any], template: Tensor, curvature: LayerCurvature
+    ) -> tuple[Tensor, TensorRecord]:
+        """Merge task vectors onto the base; the result has the template's shape and dtype."""
+        context = None if self.prepared is None else self.prepared.context
+        solution = merge_layer(job, Layer(job.name, deltas, job.weights, context=context), curvature)
+        total = job.options.scale * dense(solution.value).reshape(template.shape)
+        if W0 is not None:
+            total += as_compute_dtype(W0)
+        result = total.to(template.dtype)
+        if nonfinite(result):
+            raise TensorError(
+                f"the merged {job.name!r} does not fit in {template.dtype}; lower scale, or widen its dtype."
+            )
+        record = TensorRecord(
+            job.rule,
+            tuple(template.shape),
+            solution.status,
+            solution.rank,
+            solution.residual,
+            solution.eta,
+            solution.note,
         )
-    record = _recorded(out)
-    if record is None:
-        raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.")
-    ours = {*record.files, RECORD, "README.md"}
-    if content - ours:
-        raise OutputError(
-            f"{out} also holds {listed(sorted(content - ours))}, which epimer did not make; move it away."
-        )
+        return result, record
 
 
-def _settle(out: Path) -> None:
-    """Tidy up after a run that was killed while it replaced an output, unless another one is at work."""
-    with suppress(OSError):
-        lock = os.open(draft_of(out), os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            settle(out)
-        finally:
-            os.close(lock)
+def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
+    """Return the merged task vector of one tensor under its rule."""
+    assert job.method is not None
+    if job.rule == "average":
+        return average(layer, job.options)
+    if job.method.needs_curvature and not curvature.metrics:
+        return replace(average(layer, job.options), note="no curvature: averaged")
+    like, base_metric = layer.deltas[0], curvature.base_metric
+    layer = replace(
+        layer,
+        metrics=[metric.to(like.device, like.dtype) for metric in curvature.metrics],
+        base_metric=None if base_metric is None else base_metric.to(like.device, like.dtype),
+        basis=None if curvature.basis is None else curvature.basis.to(like),
+    )
+    return fisher(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
 
 
-def _devices(options: Options) -> list[torch.device]:
-    """Return the device of every worker."""
-    for name, value in (("threads", options.threads), ("workers", options.workers)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ParameterError(f"The {name!r} parameter must be an integer at least 1. Got {value!r} instead.")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if options.device == "auto":
-        names = [f"cuda:{i}" for i in range(gpus)] or ["cpu"]
-    elif options.device == "cuda" and gpus > 1:
-        names = [f"cuda:{i}" for i in range(gpus)]
-    else:
-        names = [options.device]
-    found = [device for name in names if (device := check_device(name)) is not None]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    each = max(1, cores // options.threads) if found[0].type == "cpu" else 2
-    count = options.workers or each * len(found)
-    return [found[i % len(found)] for i in range(count)]
+def batches(jobs: Sequence[Job]) -> Iterator[Batch]:
+    """Group small jobs; a large one stands alone."""
+    batch: list[Job] = []
+    for job in jobs:
+        if batch and (job.memory > SMALL or sum(other.memory for other in batch) > TOGETHER):
+            yield Batch(tuple(batch))
+            batch = []
+        batch.append(job)
+        if job.memory > SMALL:
+            yield Batch(tuple(batch))
+            batch = []
+    if batch:
+        yield Batch(tuple(batch))
 
 
-def _prepare(plan: Plan, runner: Runner, draft: Draft, progress: Progress) -> Prepared | None:
-    """Do the method's pre-pass, or take it from an earlier run's journal."""
-    if plan.method.prepare is None:
+def read_tensors(participants: Participants, job: Job) -> Tensors:
+    """Read one tensor of the base and of every model; an adapter's as the factors it adds to the base."""
+    base = participants.base
+    models: list[Tensor | LowRank | None] = []
+    for model in participants.models:
+        delta = None if base is None else model.delta(job.name, base, job.rows)
+        if delta is not None:
+            for factor in (delta.A, delta.B):
+                check_finite(model.label, job.name, factor)
+        models.append(model.read(job.name, job.rows) if delta is None else delta)
+    return Tensors(None if base is None else base.read(job.name, job.rows), models)
+
+
+def task_vectors(
+    participants: Participants, job: Job, start: Tensor | None, tensors: Tensors, device: torch.device
+) -> list[Any]:
+    """Return D_t = W_t - W0 in working precision, letting go of each model's tensor on the way."""
+    shape = matrix_shape(job.template) if job.rule == "matrix" else job.template.shape
+    deltas: list[Any] = []
+    for t, model in enumerate(participants.models):
+        W, tensors.models[t] = tensors.models[t], None
+        assert W is not None
+        if isinstance(W, LowRank):
+            D = W.to(device, job.precision)
+            deltas.append(D if job.factored and len(D.A) else D.dense().reshape(shape))
+            continue
+        E = W.to(device, job.precision, copy=start is not None and model.checkpoint.in_memory)
+        if start is not None:
+            E -= start  # what was read from a file, or copied, is nobody else's
+        check_delta(participants, model, job, E)
+        deltas.append(E.reshape(shape))
+    return deltas
+
+
+def check_delta(participants: Participants, model: Participant, job: Job, D: Tensor) -> None:
+    """Refuse a task vector that is not finite, and say whose fault it is."""
+    if nonfinite(D):
+        for one in (participants.base, model):
+            if one is not None:
+                check_finite(one.label, job.name, one.read(job.name, job.rows))
+        raise TensorError(f"{model.label}[{job.name!r}] is too far from base for {D.dtype}; pass both in float64.")
+
+
+# --- the pre-pass of methods that look at the whole model first ---
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """A tensor that is only read."""
+
+    job: Job
+
+    @property
+    def memory(self) -> int:
+        """Bytes in use at once."""
+        return self.job.reads
+
+
+class ReadWalk:
+    """Reads the tensors that take part in a merge, and does nothing with them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.jobs = plan, [ReadJob(job) for job in plan.merged]
+
+    def read(self, item: ReadJob) -> list[Tensor]:
+        """Read the base's tensor, if there is one, and the models'."""
+        tensors = []
+        for one in self.plan.participants.all:
+            tensors.append(one.read(item.job.name, item.job.rows))
+            check_finite(one.label, item.job.name, tensors[-1])
+        return tensors
+
+    def work(self, item: ReadJob, loaded: list[Tensor], device: torch.device) -> list[Tensor]:
+        """Move the tensors to where they are worked on."""
+        return [W.to(device) for W in loaded]
+
+
+def prepare(plan: Plan, engine: Engine, stage: Stage) -> Prepared | None:
+    """Let the method look at the whole model first, if it must."""
+    jobs = plan.merged
+    if plan.method.prepare is None or not jobs:
         return None
-    if "prepared" in draft.notes:
-        runner.prepared = Prepared(**draft.notes["prepared"])
-    else:
-        reads = plan.method.passes * sum(job.reads for job in plan.merged)
-        runner.prepared = runner.prepare(progress.begin("looking at the whole model", reads))
-        if runner.prepared is not None:
-            draft.note("prepared", asdict(runner.prepared))
-    return runner.prepared
+
+    def tensors() -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
+        for item, read in engine.map(ReadWalk(plan)):
+            yield item.job.name, None if plan.participants.base is None else read.pop(0), read
+            stage.advance(item.job.reads, item.job.key)
+
+    def mean(weights: list[float]) -> dict[str, Tensor]:
+        return merge_in_memory(averaging_plan(plan, weights), engine)[0]
+
+    headers = [one.headers[job.name] for one in plan.participants.all for job in jobs]
+    workers = 1 if engine.devices[0].type == "cuda" else len(engine.devices)
+    entries = sum(job.template.numel() for job in jobs)
+    prepass = Prepass(tensors, jobs[0].weights, mean, entries, precision(headers), workers)
+    return plan.method.prepare(prepass, jobs[0].options)
 
 
-def _merge_all(plan: Plan, runner: Runner, draft: Draft, progress: Progress) -> dict[str, TensorRecord]:
-    made = {key: _tensor_record(given) for key, given in draft.done.items()}
-    stage = progress.begin("merging", plan.reads)
-    stage.advance(sum(job.reads for job in plan.parts if job.key in made), "")
-    for job, result, record in runner.results([job for job in plan.parts if job.key not in made]):
-        draft.put(job.key, job.name, job.skip, result, asdict(record))
-        made[job.key] = record
-        stage.advance(job.reads, job.key)
-    draft.flush()
+def averaging_plan(plan: Plan, weights: list[float]) -> Plan:
+    """Return the plan of the models' plain average under these weights, with a plan's rules."""
+    row: Method = describe_method("average")
+    options = row.resolve({})
+    jobs = [
+        job if job.method is None else replace(job, method=row, options=options, weights=weights) for job in plan.jobs
+    ]
+    return replace(plan, method=row, jobs=jobs)
+
+
+# --- into memory ---
+
+
+def merge_in_memory(
+    plan: Plan, engine: Engine, stage: Stage | None = None
+) -> tuple[dict[str, Tensor], dict[str, TensorRecord], Prepared | None]:
+    """Carry out a plan and keep the tensors; return them, their records and what the pre-pass found."""
+    prepared = prepare(plan, engine, stage or Stage(None, None))
+    pieces: dict[str, list[Tensor]] = {}
     records: dict[str, TensorRecord] = {}
-    for job in plan.parts:
-        records[job.name] = _joined(records.get(job.name), made[job.key])
-    for name, W in plan.skipped.items():
-        records[name] = TensorRecord("skip", tuple(W.shape))
-    for name, twin in plan.ties.items():
-        records[name] = tied(records[twin], twin)
-    order = {**plan.outputs, **plan.skipped}
-    return {name: records[name] for name in order}
+    for batch, merged in engine.map(MergeWalk(plan, plan.parts, prepared)):
+        for job, result, record in merged:
+            pieces.setdefault(job.name, []).append(result)
+            records[job.name] = joined(records.get(job.name), record)
+        if stage is not None:
+            stage.advance(sum(job.reads for job in batch.jobs), batch.name)
+    tensors: dict[str, Tensor] = {}
+    for job in plan.jobs:
+        if (twin := plan.ties.get(job.name)) is not None:
+            tensors[job.name] = tensors[twin]
+        else:
+            parts = pieces.pop(job.name)
+            tensors[job.name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return tensors, all_records(plan, records), prepared
 
 
-def _joined(one: TensorRecord | None, other: TensorRecord) -> TensorRecord:
+def joined(one: TensorRecord | None, other: TensorRecord) -> TensorRecord:
     """Return the record of a tensor that was made in two parts."""
     if one is None:
         return other
@@ -295,81 +359,12 @@ def _joined(one: TensorRecord | None, other: TensorRecord) -> TensorRecord:
     return replace(one, shape=shape, seconds=(one.seconds or 0) + (other.seconds or 0))
 
 
-def _tensor_record(given: dict[str, Any]) -> TensorRecord:
-    return TensorRecord(**{**given, "shape": tuple(given["shape"])})
-
-
-def _record(
-    plan: Plan,
-    prepared: Prepared | None,
-    tensors: dict[str, TensorRecord],
-    shards: list[Shard],
-    beside: dict[str, bytes],
-    timings: dict[str, float],
-) -> MergeRecord:
-    settings = [job.setting for job in plan.jobs if job.setting is not None]
-    shown = {key: plain(value) for key, value in vars(settings[0].p).items()} if settings else {}
-    weights = (prepared and prepared.weights) or (settings[0].weights if settings else ())
-    return MergeRecord(
-        method=plan.method.name,
-        parameters=shown,
-        weights=tuple(weights),
-        tensors=tensors,
-        models=tuple((role.checkpoint.name, role.checkpoint.fingerprint) for role in plan.roles),
-        recipe=plan.public_recipe(),
-        request=plan.request,
-        files={shard.file: shard.size for shard in shards} | {file: len(data) for file, data in beside.items()},
-        version=epimer.__version__,
-        timings=timings,
-        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
-
-
-def _beside(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
-    """Return the index and the files that are carried over; note those that are not."""
-    dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
-    files = carried(plan.donor.folder, plan.tokenizer, dtypes.pop() if len(dtypes) == 1 else None)
-    if (index := index_of(shards, plan.outputs)) is not None:
-        files[INDEX] = index
-    left = code_files(plan.donor.folder)
-    if left:
-        plan.notes.append(f"Python files are not copied: {', '.join(left)}; add them yourself if you trust them.")
-    return files
-
-
-def _publish(plan: Plan, draft: Draft, record: MergeRecord, beside: dict[str, bytes]) -> None:
-    for file, data in beside.items():
-        draft.add(file, data)
-    draft.add("README.md", model_card(plan, record).encode())
-    draft.add(RECORD, as_json(record.lasting()))
-    draft.publish()
-
-
-def _key(plan: Plan, shards: list[Shard], device: str, threads: int) -> str:
-    """Return a hash of all that the bytes of a half-made output depend on."""
-    state = [role.checkpoint.state for role in plan.roles] + [one.state for one in plan.beside]
-    how = [plan.request, state, [shard.size for shard in shards], device, threads, torch.__version__]
-    return hashlib.blake2b(json.dumps(how).encode(), digest_size=16).hexdigest()
-
-
-def _return_freed_memory() -> None:
-    """Let the C library give every freed block of four megabytes or more back at once, not keep it for later."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 22)
-
-
-def _resident() -> int:
-    """Return the bytes this process has in memory now."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _available() -> int:
-    """Return the bytes of memory that are free on this machine."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+def all_records(plan: Plan, records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """Return the record of every tensor of the template, skipped and tied ones too, in their order."""
+    records = dict(records)
+    for name, W in plan.skipped.items():
+        records[name] = TensorRecord("skip", tuple(W.shape))
+    for name, twin in plan.ties.items():
+        records[name] = replace(records[twin], status=Status.TIED, note=f"tied to {twin}")
+    order = (name for name in plan.participants.template.headers if name in records)
+    return {name: records[name] for name in order}

@@ -1,11 +1,12 @@
-"""A suite that a file describes, made ready: tensors read when they are needed, one network per task, data in batches.
+"""Load the suite of a YAML file: tensors read on access, one transformers network per task, data in batches.
 
-A network is loaded by transformers once, with its task's own model, and every state dict is copied into it by name.
+A network is loaded once, with its task's own model, and every state dict is copied into it by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,16 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from epimer.checkpoints import open_checkpoint
-from epimer.errors import CheckpointError, DataError, EpimerError, listed
-from epimer.evaluation.metrics import CLASSES, TOKENS
-from epimer.evaluation.suite import Suite, SuiteTask, classification_loss
-from epimer.evaluation.suite_file import Described, Entry, describe_suite
-from epimer.plan.participants import Role, assign_roles
+from epimer.errors import CheckpointError, DataError, listed
+from epimer.evaluation.lazy_tensors import LazyTensors
+from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES
+from epimer.evaluation.suite import State, Suite, SuiteTask, classification_loss
+from epimer.evaluation.suite_file import SuiteFile, TaskEntry, errors_at, read_suite_file
+from epimer.plan.participants import Participant, align
 from epimer.tasks.loading import CAUSAL_LM, Output, WithHead
 from epimer.tasks.tables import Table
 from epimer.tasks.task import Task, load_task, sample_losses
 
-KEPT = 1 << 28  # bytes of a split's batches that are kept for the next evaluation
+CACHE_BYTES = 1 << 28  # of a split's batches that are kept for the next evaluation
 
 
 def read_suite(
@@ -36,133 +38,120 @@ def read_suite(
     Args:
         path: the YAML file; paths in it are relative to its folder.
         device: where networks compute: cpu, cuda, cuda:N, or auto.
-        keep: hold every network and tensor in memory for many evaluations; otherwise one task's network at a time.
+        keep: keep every network and tensor in memory for many evaluations; otherwise one task's network at a time.
         labels: refuse data without them.
         progress: show the progress of downloads.
     """
-    described = describe_suite(path, labels=labels, progress=progress)
-    with described.at(("base",)):
-        base = open_checkpoint(described.base, progress=progress)
+    file = read_suite_file(path, labels=labels, progress=progress)
+    with errors_at(file.source, ("base",)):
+        base = open_checkpoint(file.base, progress=progress)
     models = []
-    for entry in described.entries:
-        with described.at((*entry.place, "model")):
+    for entry in file.tasks:
+        with errors_at(file.source, (*entry.location, "model")):
             models.append(open_checkpoint(entry.model, progress=progress))
-    roles, ancestor, ties = assign_roles(base, models, [entry.model for entry in described.entries])
-    assert ancestor is not None
-    merged = _shared(described, ancestor, roles)
+    participants = align(base, models, [entry.model for entry in file.tasks])
+    ancestor, tuned, ties = participants.template, participants.models, participants.ties
+    merged = _merged_names(file, ancestor, tuned)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    networks = Networks(described, roles, merged, device, keep=keep, labels=labels)
+    networks = Networks(file, tuned, merged, device, keep=keep, labels=labels)
+
+    def tensors(model: Participant) -> LazyTensors:
+        return LazyTensors({name: model.headers[name] for name in merged}, model.read, keep=keep, ties=ties)
+
     return Suite(
-        name=described.name,
-        base=Stored(ancestor, merged, ties, keep=keep),
-        models=[Stored(role, merged, ties, keep=keep) for role in roles],
-        tasks=[networks.task(entry) for entry in described.entries],
+        name=file.name,
+        base=tensors(ancestor),
+        models=[tensors(model) for model in tuned],
+        tasks=[networks.task(entry) for entry in file.tasks],
         network=networks.network,
-        batch=described.batch,
+        batch=file.batch,
         names=networks.names,
-        untrained="base",
     )
 
 
-class Stored(Mapping[str, Tensor]):
-    """Tensors of a checkpoint: read when they are asked for, and kept where they will be asked for again."""
-
-    def __init__(self, role: Role, names: Sequence[str], ties: Mapping[str, str], *, keep: bool) -> None:
-        self.role, self.ties = role, ties
-        self.headers = {name: role.headers[name] for name in names}
-        self.kept: dict[str, Tensor] | None = {} if keep else None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.headers:
-            raise KeyError(name)
-        if self.kept is None:
-            return self.role.read(name)
-        first = self.ties.get(name, name)  # names that share a tensor share it here too
-        first = first if first in self.headers else name
-        if first not in self.kept:
-            self.kept[first] = self.role.read(first)
-        return self.kept[first]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.headers)
-
-    def __len__(self) -> int:
-        return len(self.headers)
-
-
-def _shared(described: Described, base: Role, roles: Sequence[Role]) -> list[str]:
-    """Return the tensors that are merged: the base's, without those that are a task's own or that no model has."""
-    own = {pattern for entry in described.entries for pattern in entry.own}
-    merged = [name for name in base.headers if not _any(own, name) and any(name in role.headers for role in roles)]
-    for entry, role in zip(described.entries, roles, strict=True):
-
-        def refuse(message: str, entry: Entry = entry) -> EpimerError:
-            return described.source.error((*entry.place, "model"), message)
-
-        for pattern in entry.own:
-            if not any(fnmatchcase(name, pattern) for name in role.headers):
-                raise described.source.error(
-                    (*entry.place, "classifier"),
-                    f"the model of task {entry.name!r} has no tensor {pattern!r}; it has {listed(role.headers)}: "
+def _merged_names(file: SuiteFile, base: Participant, models: Sequence[Participant]) -> list[str]:
+    """Return the tensors that are merged: the base's, without those that belong to a task or that no model has."""
+    classifier = [pattern for entry in file.tasks for pattern in entry.classifier]
+    merged = [
+        name
+        for name in base.headers
+        if not _matches(classifier, name) and any(name in model.headers for model in models)
+    ]
+    for entry, model in zip(file.tasks, models, strict=True):
+        for pattern in entry.classifier:
+            if not any(fnmatchcase(name, pattern) for name in model.headers):
+                raise file.source.error(
+                    (*entry.location, "classifier"),
+                    f"the model of task {entry.name!r} has no tensor {pattern!r}; it has {listed(model.headers)}: "
                     "'classifier' takes whole names or patterns such as 'classifier.*'.",
                 )
-        missing = [name for name in merged if name not in role.headers]
-        if not merged or len(missing) == len(merged):
-            raise refuse(
-                f"{entry.model} shares no tensor with the base: it has {listed(role.headers)}, the base "
-                f"{listed(base.headers)}; is it a model of this ancestor, saved with the same prefix?"
-            )
-        if missing:
-            raise refuse(
-                f"{entry.model} lacks {listed(missing)}, which base and other models have; give a whole model."
-            )
-        for name in merged:
-            W, W0 = role.headers[name], base.headers[name]
-            if W.shape != W0.shape:
-                raise refuse(
-                    f"{entry.model}[{name!r}] has shape {tuple(W.shape)}, the base's {tuple(W0.shape)}; "
-                    "if it belongs to the task, name it in 'classifier'."
-                )
-        extra = [name for name, W in role.headers.items() if name not in base.headers and W.is_floating_point()]
-        extra = [name for name in extra if not _any(own, name)]
-        if extra and entry.head is None:
-            raise refuse(
-                f"{entry.model} has {listed(extra)}, which the base lacks; name them in 'classifier' if they belong "
-                "to the task, or give the task a 'head'."
-            )
+        with errors_at(file.source, (*entry.location, "model")):
+            _check_model(entry, model, base, merged, classifier)
     return merged
 
 
-def _any(patterns: set[str] | Sequence[str], name: str) -> bool:
+def _check_model(
+    entry: TaskEntry, model: Participant, base: Participant, merged: Sequence[str], classifier: Sequence[str]
+) -> None:
+    """Refuse a model that does not have the merged tensors in the base's shapes, or that has others."""
+    missing = [name for name in merged if name not in model.headers]
+    if not merged or len(missing) == len(merged):
+        raise CheckpointError(
+            f"{entry.model} shares no tensor with the base: it has {listed(model.headers)}, the base "
+            f"{listed(base.headers)}; is it a model of this ancestor, saved with the same prefix?"
+        )
+    if missing:
+        raise CheckpointError(
+            f"{entry.model} lacks {listed(missing)}, which base and other models have; give a whole model."
+        )
+    for name in merged:
+        W, W0 = model.headers[name], base.headers[name]
+        if W.shape != W0.shape:
+            raise CheckpointError(
+                f"{entry.model}[{name!r}] has shape {tuple(W.shape)}, the base's {tuple(W0.shape)}; "
+                "if it belongs to the task, name it in 'classifier'."
+            )
+    extra = [
+        name
+        for name, W in model.headers.items()
+        if name not in base.headers and W.is_floating_point() and not _matches(classifier, name)
+    ]
+    if extra and entry.head is None:
+        raise CheckpointError(
+            f"{entry.model} has {listed(extra)}, which the base lacks; name them in 'classifier' if they belong "
+            "to the task, or give the task a 'head'."
+        )
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 # --- networks --------------------------------------------------------------------------------------------------------
 
 
-class Placed(WithHead):
-    """A model with a head that, where the two do not fit, tells the place in the file that names the head."""
+class HeadFromFile(WithHead):
+    """A model with a head; where the two do not fit, the error names the line of the file that names the head."""
 
-    def __init__(self, plain: WithHead, at: Callable[[], Any]) -> None:
+    def __init__(self, plain: WithHead, errors: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__(plain.backbone, plain.head, plain.pooling)
-        self.at = at
-        """what adds the place to an error"""
+        self.errors = errors
 
     def forward(self, **inputs: Tensor) -> Output:
         """Return the logits of a batch."""
-        with self.at():
+        with self.errors():
             return super().forward(**inputs)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A task's network, and where in it each tensor of a state dict belongs."""
+    """A task's network, and where each tensor of a state dict is in it."""
 
     task: Task
     names: dict[str, str]
     """parameter -> its name in state dicts"""
-    places: dict[str, Tensor]
+    targets: dict[str, Tensor]
     """name in state dicts -> the parameter or buffer"""
 
 
@@ -170,8 +159,8 @@ class Loaded:
 class Networks:
     """One network per task, loaded when it is first needed."""
 
-    described: Described
-    roles: Sequence[Role]
+    file: SuiteFile
+    models: Sequence[Participant]
     merged: Sequence[str]
     device: str
     keep: bool = True
@@ -179,25 +168,24 @@ class Networks:
     """whether data without labels is an error"""
     _loaded: dict[str, Loaded] = field(default_factory=dict)
 
-    def task(self, entry: Entry) -> SuiteTask:
+    def task(self, entry: TaskEntry) -> SuiteTask:
         """Return a task whose data is read by its own model's tokenizer or image processor."""
-        splits = {split: Rows(self, entry, table) for split, table in entry.tables.items()}
         tokens = entry.kind == CAUSAL_LM
         return SuiteTask(
             entry.name,
             entry.classes,
-            splits,
-            score=(TOKENS if tokens else CLASSES)[entry.metric],
+            {split: TableSplit(self, entry, table) for split, table in entry.tables.items()},
+            score=(TOKEN_SCORES if tokens else CLASSIFIER_SCORES)[entry.metric],
             loss=sample_losses if tokens else classification_loss,
             metric=entry.metric,
         )
 
-    def network(self, state: Mapping[str, Tensor], task: SuiteTask) -> nn.Module:
-        """Put a state dict into the task's network; what it lacks there is the task's own, and stays."""
+    def network(self, state: State, task: SuiteTask) -> nn.Module:
+        """Copy a state dict into the task's network; tensors that it lacks keep the values of the task's own model."""
         loaded = self.loaded(task.name)
         with torch.no_grad():
-            for name, place in loaded.places.items():
-                place.copy_(state[name])
+            for name, target in loaded.targets.items():
+                target.copy_(state[name])
         return loaded.task.model
 
     def names(self, task: SuiteTask) -> dict[str, str]:
@@ -205,104 +193,99 @@ class Networks:
         return self.loaded(task.name).names
 
     def loaded(self, name: str) -> Loaded:
-        """Load a task's network, or return it."""
+        """Return a task's network, loaded at the first call."""
         if name not in self._loaded:
             if not self.keep:
                 self._loaded.clear()
-            t = next(t for t, entry in enumerate(self.described.entries) if entry.name == name)
-            entry = self.described.entries[t]
-            with self.described.at((*entry.place, "model")):
-                self._loaded[name] = self._load(entry, self.roles[t])
+            entry, model = next(
+                (entry, model) for entry, model in zip(self.file.tasks, self.models, strict=True) if entry.name == name
+            )
+            with errors_at(self.file.source, (*entry.location, "model")):
+                self._loaded[name] = self._load(entry, model)
         return self._loaded[name]
 
-    def _load(self, entry: Entry, role: Role) -> Loaded:
+    def _load(self, entry: TaskEntry, model: Participant) -> Loaded:
         task = load_task(
-            entry.model,
-            entry.kind,
-            head=entry.head,
-            pooling=entry.pooling,
-            dtype=self.described.dtype,
-            device=self.device,
+            entry.model, entry.kind, head=entry.head, pooling=entry.pooling, dtype=self.file.dtype, device=self.device
         )
         task.require_labels = self.labels
         if isinstance(task.model, WithHead):
-            task.model = Placed(task.model, partial(self.described.at, (*entry.place, "head"))).eval()
+            task.model = HeadFromFile(
+                task.model, partial(errors_at, self.file.source, (*entry.location, "head"))
+            ).eval()
         if entry.classes:
             if len(entry.classes) != task.classes:
                 raise DataError(f"the model has {task.classes} classes, but 'classes' names {len(entry.classes)}.")
             task.label2id = {name: i for i, name in enumerate(entry.classes)}
-        formed = [name for name in task.unmatched if not (isinstance(task.model, WithHead) and "pooler" in name)]
-        if formed:
+        converted = [name for name in task.unmatched if not (isinstance(task.model, WithHead) and "pooler" in name)]
+        if converted:
             raise CheckpointError(
-                f"{entry.model} holds {listed(formed)} in another form than transformers does, so merged tensors "
-                "cannot be put in; write a suite in Python that can."
+                f"{entry.model} holds {listed(converted)} in another form than transformers does, so merged tensors "
+                "cannot be copied in; write the suite as a Python function."
             )
-        merged, other = set(self.merged), {stored: name for name, stored in role.stored.items()}
-        memory: dict[str, Any] = dict(task.model.named_parameters())
-        stored = {name: disk if disk in merged else other.get(disk, disk) for name, disk in task.names.items()}
-        foreign = [disk for name, disk in task.names.items() if stored[name] not in merged and not self._own(disk)]
+        merged, tied = set(self.merged), {stored: name for name, stored in model.stored.items()}
+        names = {name: disk if disk in merged else tied.get(disk, disk) for name, disk in task.names.items()}
+        classifier = [pattern for other in self.file.tasks for pattern in other.classifier]
+        foreign = [disk for name, disk in task.names.items() if names[name] not in merged]
+        foreign = [disk for disk in foreign if not _matches(classifier, disk)]
         if foreign:
             raise CheckpointError(
                 f"{entry.model} is run with {listed(foreign)}, which the base lacks; name them in 'classifier' if they "
                 "belong to the task."
             )
-        names = {name: disk for name, disk in stored.items() if disk in merged}
-        places = {disk: memory[name].data for name, disk in names.items()}
-        for disk, buffer in _buffers(task.model, merged).items():
-            places.setdefault(disk, buffer)
-        return Loaded(task, names, places)
-
-    def _own(self, disk: str) -> bool:
-        return any(_any(entry.own, disk) for entry in self.described.entries)
+        names = {name: disk for name, disk in names.items() if disk in merged}
+        parameters: dict[str, Any] = dict(task.model.named_parameters())
+        targets = {disk: parameters[name].data for name, disk in names.items()}
+        return Loaded(task, names, {**_buffers(task.model, merged), **targets})
 
 
 def _buffers(model: nn.Module, merged: set[str]) -> dict[str, Tensor]:
     """Return the buffers that are saved with a model, by the name of the tensor they belong to: equal, or its end."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    found = {}
+    buffers = {}
     for name, value in model.state_dict().items():
         inner = name.removeprefix("backbone.") if isinstance(model, WithHead) else name
         ends = [disk for disk in merged if f".{inner}".endswith(f".{disk}") or f".{disk}".endswith(f".{inner}")]
         disk = inner if inner in merged else ends[0] if len(ends) == 1 else None
         if name not in parameters and disk is not None:
-            found[disk] = value
-    return found
+            buffers[disk] = value
+    return buffers
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Rows:
-    """Rows of a table, made ready for a task's network; small splits are made ready once."""
+class TableSplit:
+    """Rows of a table as batches for a task's network; those of a small split are prepared once."""
 
     networks: Networks
-    entry: Entry
+    entry: TaskEntry
     table: Table
-    _kept: list[Any] | None = None
+    _cached: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.table)
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield (inputs, targets) of all rows, or of those in `order`, some at a time."""
-        if order is None and self._kept is not None:
-            yield from self._kept
+        """Yield (inputs, targets), see `Data.batches`."""
+        if order is None and self._cached is not None:
+            yield from self._cached
             return
-        described, held = self.networks.described, 0
-        made: list[Any] = []
+        file, nbytes = self.networks.file, 0
+        prepared: list[Any] = []
         batches = self.networks.loaded(self.entry.name).task.batches(
             self.table,
             range(len(self)) if order is None else order.tolist(),
-            batch_size=min(size, described.batch),
-            max_length=described.longest,
+            batch_size=min(size, file.batch),
+            max_length=file.max_length,
             **self.entry.columns,
         )
         for inputs, targets in batches:
-            held += sum(value.nbytes for value in inputs.values())
-            if order is not None or not self.networks.keep or held > KEPT:
-                made.clear()
+            nbytes += sum(value.nbytes for value in inputs.values())
+            if order is not None or not self.networks.keep or nbytes > CACHE_BYTES:
+                prepared.clear()
             else:
-                made.append((inputs, targets))
+                prepared.append((inputs, targets))
             yield inputs, targets
-        self._kept = made or None
+        self._cached = prepared or self._cached

@@ -1,4 +1,4 @@
-"""Merge the models of a suite in every way, choose each method's scale on validation data, report on test data."""
+"""Merge the models of a suite with every method, choose each one's scale on validation data, report on test data."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from epimer.api import MergedState, build_basis, merge_state_dicts
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.sweep import climb, scaled
 from epimer.errors import DataError, EpimerError, EpimerWarning
-from epimer.evaluation.metrics import one_unit
+from epimer.evaluation.metrics import shared_unit
+from epimer.evaluation.provenance import provenance
 from epimer.evaluation.statistics import Scores
-from epimer.evaluation.suite import Suite
+from epimer.evaluation.suite import State, Suite
 from epimer.geometry.metric import Metric
-from epimer.methods.merge import MergedState, build_basis, merge_state_dicts
 from epimer.methods.registry import describe_method
-from epimer.records import Experiment, provenance
+from epimer.records import Experiment
 
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
-COARSE = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.6, 2.0, 2.6, 3.4)
+COARSE_SCALES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.6, 2.0, 2.6, 3.4)
 STEPS = 40  # of conjugate gradients; solved to the end, the same merges score the same (docs/glyphs8.md)
 SAMPLES = 256  # per task, for curvature
-RANK = 32  # of bases, where a candidate does not say otherwise
-ESTIMATE = 2  # raised when curvature is estimated in another way, so that what was kept is measured anew
-CHUNK = 64  # samples in a batch when curvature is measured
+RANK = 32  # of bases, where a candidate does not set another
+CURVATURE_VERSION = 2  # raised when the estimate changes, so that cached curvature is measured again
+CURVATURE_BATCH = 64  # samples in a batch when curvature is measured
 
-State = Mapping[str, Tensor]
 Item = TypeVar("Item")
 
 
@@ -45,11 +45,11 @@ class Candidate:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
     kind: str | None = None
-    """of curvature, where it is not what the method asks for by name"""
+    """of curvature; None takes the kind that the method asks for"""
 
     @property
     def name(self) -> str:
-        """What to call it in a table."""
+        """What tables call it."""
         return self.label or self.method
 
     @property
@@ -62,6 +62,17 @@ class Candidate:
         """The kind of curvature it needs."""
         row = describe_method(self.method)
         return self.kind or (row.curvature if row.needs_curvature else None)
+
+    @property
+    def in_subspace(self) -> bool:
+        """Whether it merges in a basis of `rank` directions per task, by its parameters or by default."""
+        defaults = {parameter.name: parameter.default for parameter in describe_method(self.method).parameters}
+        return self.parameters.get("basis", defaults.get("basis", "full")) != "full"
+
+    @property
+    def linear_in_scale(self) -> bool:
+        """Whether the merged delta is proportional to the scale, so that one merge serves all scales."""
+        return describe_method(self.method).linear_in_scale
 
 
 CANDIDATES = (
@@ -99,7 +110,16 @@ class Outcome:
 
 
 class Bench:
-    """A suite with the curvature of its models, measured once and kept."""
+    """A suite with the curvature of its models, measured once and cached.
+
+    Args:
+        suite: the models and their tasks.
+        samples: per task, for curvature.
+        seed: of the choice of these samples.
+        keep: cache curvature in the suite's folder between runs.
+        scales: the grid to choose from.
+        ahead: worse scales in a row after which the search along the grid stops.
+    """
 
     def __init__(
         self,
@@ -114,37 +134,37 @@ class Bench:
         self.suite, self.samples, self.seed, self.keep = suite, samples, seed, keep
         self.scales, self.ahead = sorted(scales), ahead
         self.seconds: dict[str, float] = {}
-        """what measuring each kind of curvature took"""
+        """kind of curvature -> the time it took to measure"""
         self.notes: list[str] = []
-        """what merges warned of, each once"""
+        """warnings of merges, each once"""
         self.winner: Outcome | None = None
         """the best on validation data so far"""
         self.model: State = {}
-        """its merged model"""
-        self.watch: Callable[[int, int, str], None] = lambda done, total, item: None
-        """told how many steps of an experiment are done, of how many, and what comes next"""
+        """the winner's merged model"""
+        self.report_progress: Callable[[int, int, str], None] = lambda done, total, item: None
+        """called with the steps of an experiment that are done, their total, and the name of the next one"""
         self._outcomes: dict[str, Outcome] = {}
         self._curvature: dict[str, list[Curvature]] = {}
         self._bases: dict[int | None, tuple[dict[str, Any], float]] = {}
 
-    def each(self, items: Iterable[Item], called: Callable[[Item], str] = str) -> Iterator[Item]:
-        """Go through the steps of an experiment, telling whoever watches."""
+    def each(self, items: Iterable[Item], name: Callable[[Item], str] = str) -> Iterator[Item]:
+        """Yield the steps of an experiment and report progress before each."""
         steps = list(items)
         for done, item in enumerate(steps):
-            self.watch(done, len(steps), called(item))
+            self.report_progress(done, len(steps), name(item))
             yield item
-        self.watch(len(steps), len(steps), "")
+        self.report_progress(len(steps), len(steps), "")
 
     @cached_property
     def metric(self) -> str:
-        """What all its tasks are measured in."""
-        return one_unit(self.suite)
+        """The unit of all tasks' scores."""
+        return shared_unit(self.suite)
 
-    def signed(self, result: Experiment, *notes: str) -> Experiment:
-        """Return a result under the suite's name, with what made it and when."""
-        made = provenance(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
-        told = (
-            f"Made by epimer {made['epimer']} with torch {made['torch']} on {made['date']}; seed {self.seed}, "
+    def with_provenance(self, result: Experiment, *notes: str) -> Experiment:
+        """Return a result with the suite's name, and the versions, settings and date it was made with."""
+        origin = provenance(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
+        note = (
+            f"Made by epimer {origin['epimer']} with torch {origin['torch']} on {origin['date']}; seed {self.seed}, "
             f"curvature of {self.samples} samples per task at most, unless the table says otherwise."
         )
         return replace(
@@ -152,8 +172,8 @@ class Bench:
             title=f"{self.suite.name}: {result.title}",
             suite=self.suite.name,
             metric=self.metric,
-            made=made,
-            notes=[*result.notes, *notes, told],
+            made=origin,
+            notes=[*result.notes, *notes, note],
         )
 
     @cached_property
@@ -162,7 +182,7 @@ class Bench:
         return [dict(model) for model in self.suite.models]
 
     @cached_property
-    def unmerged(self) -> float:
+    def base_average(self) -> float:
         """The base's average on validation data."""
         return self.score(self.suite.base, "val").average
 
@@ -170,12 +190,12 @@ class Bench:
         """Return the models' tagged basis, built once."""
         if rank not in self._bases:
             started = time.perf_counter()
-            built = dict(build_basis(dict(self.suite.base), self.states, rank=rank))
-            self._bases[rank] = built, time.perf_counter() - started
+            basis = dict(build_basis(dict(self.suite.base), self.states, rank=rank))
+            self._bases[rank] = basis, time.perf_counter() - started
         return self._bases[rank][0]
 
-    def preparing(self, candidate: Candidate) -> float:
-        """Return the seconds that a merge's basis took, where it was built beforehand."""
+    def basis_seconds(self, candidate: Candidate) -> float:
+        """Return the time that a candidate's basis took, where it is built before the merge."""
         if candidate.curvature != "samples":
             return 0.0
         self.basis(candidate.rank)
@@ -187,14 +207,14 @@ class Bench:
         Per-sample gradients (kind samples) are kept in the basis of `rank` only.
         """
         basis = self.basis(rank) if kind == "samples" else None
-        key = f"{kind}-{self.samples}-{self.seed}" + (f"-{rank}" if basis else "") + f"-v{ESTIMATE}"
+        key = f"{kind}-{self.samples}-{self.seed}" + (f"-{rank}" if basis else "") + f"-v{CURVATURE_VERSION}"
         if key not in self._curvature:
             started = time.perf_counter()
-            self._curvature[key] = [self._measured(t, key, kind, basis) for t in range(len(self.states))]
+            self._curvature[key] = [self._load_or_measure(t, key, kind, basis) for t in range(len(self.states))]
             self.seconds[kind] = time.perf_counter() - started
         return self._curvature[key]
 
-    def _measured(self, t: int, key: str, kind: str, basis: dict[str, Any] | None) -> Curvature:
+    def _load_or_measure(self, t: int, key: str, kind: str, basis: dict[str, Any] | None) -> Curvature:
         task = self.suite.tasks[t]
         folder = self.suite.folder / "curvature" / key / task.name if self.keep and self.suite.folder else None
         if folder is not None and (folder / "curvature.json").is_file():
@@ -206,9 +226,9 @@ class Bench:
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))[: self.samples]
         network, names = self.suite.network(self.states[t], task), self.suite.names and self.suite.names(task)
         names = names or {name: name for name, _ in network.named_parameters() if name in self.suite.base}
-        found = estimate_curvature(
+        curvature = estimate_curvature(
             network,
-            data.batches(CHUNK, order),
+            data.batches(CURVATURE_BATCH, order),
             task.loss,
             kind=kind,
             samples=None,
@@ -217,28 +237,30 @@ class Bench:
             layers=list(names),
             progress=False,
         )
-        found = found if self.suite.names is None else found.renamed(names)
+        curvature = curvature if self.suite.names is None else curvature.renamed(names)
         if folder is not None:
-            found.save(folder)
-        return found
+            curvature.save(folder)
+        return curvature
 
     def merge(self, candidate: Candidate, models: Sequence[int] | None = None, **parameters: Any) -> MergedState:
-        """Merge all models of the suite, or some of them."""
+        """Merge all models of the suite, or those with the indices `models`."""
         chosen = range(len(self.states)) if models is None else models
-        given = {**candidate.parameters, **parameters}
+        parameters = {**candidate.parameters, **parameters}
         curvature: list[Mapping[str, Metric]] | None = None
         if candidate.curvature is not None:
-            rank = given.get("rank", RANK)
+            rank = parameters.get("rank", RANK)
             curvature = [self.curvature(candidate.curvature, rank)[t] for t in chosen]
             if candidate.curvature == "samples":
-                given["basis"] = self.basis(rank)
-        some = [self.states[t] for t in chosen]
+                parameters["basis"] = self.basis(rank)
+        states = [self.states[t] for t in chosen]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", EpimerWarning)
-            merged = merge_state_dicts(dict(self.suite.base), some, candidate.method, curvature=curvature, **given)
-        said = [str(warning.message) for warning in caught if issubclass(warning.category, EpimerWarning)]
-        said = [note for note in said if "iterations" not in given or "conjugate gradients" not in note]
-        self.notes += [note for note in said if note not in self.notes]
+            merged = merge_state_dicts(
+                dict(self.suite.base), states, candidate.method, curvature=curvature, **parameters
+            )
+        notes = [str(warning.message) for warning in caught if issubclass(warning.category, EpimerWarning)]
+        notes = [note for note in notes if "iterations" not in parameters or "conjugate gradients" not in note]
+        self.notes += [note for note in notes if note not in self.notes]
         return merged
 
     def scaled(self, merged: State, scale: float) -> dict[str, Tensor]:
@@ -246,42 +268,40 @@ class Bench:
         return scaled(self.suite.base, merged, scale)
 
     def score(self, state: State, split: str) -> Scores:
-        """Return how a model does on every task."""
-        return Scores([self.suite.sure_scores(state, task, split) for task in self.suite.tasks])
+        """Return a model's scores on every task; refuse NaN and Inf."""
+        return Scores([self.suite.finite_scores(state, task, split) for task in self.suite.tasks])
 
     def best(self, candidate: Candidate) -> Outcome:
-        """Merge once, take the scale that is best on validation data, and report on test data; asked again, remember.
+        """Merge once, take the scale that is best on validation data, and report on test data; computed once.
 
-        The merged delta is proportional to the scale, so all scales share one merge; the search climbs from 1.
+        Where the merged delta is proportional to the scale, all scales share one merge; the search climbs from 1.
         """
-        asked = repr(candidate)
-        if asked not in self._outcomes:
-            self._outcomes[asked] = self._best(candidate)
-        return self._outcomes[asked]
+        key = repr(candidate)
+        if key not in self._outcomes:
+            self._outcomes[key] = self._best(candidate)
+        return self._outcomes[key]
 
     def _best(self, candidate: Candidate) -> Outcome:
         if candidate.curvature is not None:
             self.curvature(candidate.curvature, candidate.rank)
         started = time.perf_counter()
         merged = self.merge(candidate)
-        seconds = time.perf_counter() - started + self.preparing(candidate)
+        seconds = time.perf_counter() - started + self.basis_seconds(candidate)
         validation: dict[float, float] = {}
 
-        def made(scale: float) -> State:
-            if candidate.method == "gradient_matching":  # whose scale sits inside a fraction
-                return self.merge(candidate, scale=scale)
-            return self.scaled(merged, scale)
+        def merged_at(scale: float) -> State:
+            return self.scaled(merged, scale) if candidate.linear_in_scale else self.merge(candidate, scale=scale)
 
-        def at(scale: float) -> float:
+        def average_at(scale: float) -> float:
             if scale not in validation:
-                average = Scores(self.suite.scores(made(scale), "val")).average
-                validation[scale] = average if math.isfinite(average) else -math.inf  # out of range, so no choice
+                average = Scores(self.suite.scores(merged_at(scale), "val")).average
+                validation[scale] = average if math.isfinite(average) else -math.inf  # never chosen
             return validation[scale]
 
-        scale = climb(at, self.scales, self.ahead)
-        if validation[scale] < self.unmerged:  # far too long at 1, where a step tells nothing: look everywhere
-            scale = max(self.scales, key=at)
-        state = made(scale)
+        scale = climb(average_at, self.scales, self.ahead)
+        if validation[scale] < self.base_average:  # far too long at 1, where the slope is flat: try the whole grid
+            scale = max(self.scales, key=average_at)
+        state = merged_at(scale)
         edge = scale in (self.scales[0], self.scales[-1])
         outcome = Outcome(candidate, scale, validation[scale], self.score(state, "test"), seconds, edge)
         if self.winner is None or outcome.validation > self.winner.validation:
@@ -290,7 +310,7 @@ class Bench:
 
 
 def references(bench: Bench) -> dict[str, Scores]:
-    """Return the base with each task's head and each model on its own task."""
+    """Return the test scores of the base, with each task's head, and of each fine-tuned model on its own task."""
     suite = bench.suite
-    own = [suite.sure_scores(state, task, "test") for state, task in zip(bench.states, suite.tasks, strict=True)]
-    return {suite.untrained: bench.score(suite.base, "test"), "fine-tuned": Scores(own)}
+    tuned = [suite.finite_scores(state, task, "test") for state, task in zip(bench.states, suite.tasks, strict=True)]
+    return {suite.untrained: bench.score(suite.base, "test"), "fine-tuned": Scores(tuned)}

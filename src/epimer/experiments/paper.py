@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from epimer.diagnosis.diagnose import diagnose_state_dicts
+from epimer.api import diagnose_state_dicts
 from epimer.diagnosis.landscape import landscape as survey
 from epimer.evaluation.statistics import Scores
 from epimer.experiments.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, references
@@ -30,8 +30,7 @@ from epimer.experiments.results import (
     text,
 )
 from epimer.geometry.subspace import clamp_rank
-from epimer.methods.inputs import matrix_shape
-from epimer.methods.rules import is_matrix
+from epimer.methods.rules import is_matrix, matrix_shape
 from epimer.records import Experiment, Lines, MapPoint
 
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
@@ -63,7 +62,7 @@ def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> E
     for outcome in outcomes:
         row = {"method": outcome.candidate.name, **summary(outcome.test, names), "scale": outcome.scale}
         row |= {"edge": outcome.edge, "seconds": outcome.seconds, "validation": outcome.validation}
-        other = matched if outcome.candidate.method.startswith("epimer") else first
+        other = matched if outcome.candidate.in_subspace else first
         if outcome is not other:
             row |= against(outcome.test, other.test)
         data.append(row)
@@ -269,7 +268,7 @@ def cost(bench: Bench, runs: int = 4) -> Experiment:
         for _ in range(runs):
             started = time.perf_counter()
             fresh.merge(candidate)
-            times.append(time.perf_counter() - started + fresh.preparing(candidate))
+            times.append(time.perf_counter() - started + fresh.basis_seconds(candidate))
         row = {"method": candidate.name, "median": statistics.median(times), "least": min(times)}
         data.append({**row, "curvature": candidate.curvature or ""})
     notes = [f"Median of {runs} runs, on {torch.get_num_threads()} threads where the models are on the CPU."]
@@ -361,7 +360,7 @@ def tasks(bench: Bench) -> Experiment:
 
 def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Experiment:
     """Return every task's loss on the plane of the fine-tuned models' first two principal components."""
-    suite = bench.suite.some(test=seen)
+    suite = bench.suite.truncated(test=seen)
     merged: dict[str, Mapping[str, Any]] = {}
     for method in bench.each(SHOWN):
         candidate = Candidate(method)
@@ -371,7 +370,7 @@ def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Experiment:
     points, done = 1 + len(models) + len(merged) + grid**2, itertools.count(1)
     plane = survey(
         dict(suite.base), models, lambda state: suite.losses(state, "test"), merged=merged, tasks=names, grid=grid,
-        progress=lambda _: bench.watch(next(done), points, "losses"),
+        progress=lambda _: bench.report_progress(next(done), points, "losses"),
     )  # fmt: skip
     data = [_marked(point.record(names)) for point in plane.points]
     columns = {

@@ -9,7 +9,15 @@ from typing import Any
 from epimer.evaluation.statistics import Scores, compare
 from epimer.evaluation.suite import Suite
 from epimer.records import Dots, Experiment, Lines, Maps
-from epimer.score_format import LOSSES, SHARES, apart, between, chance, ends, shown
+from epimer.score_format import (
+    LOSSES,
+    SHARES,
+    format_interval,
+    format_p_value,
+    format_score,
+    metric_difference,
+    order_bounds,
+)
 
 Row = dict[str, Any]
 Column = Callable[[Row], str]
@@ -115,11 +123,11 @@ class Cells:
 
     def score(self, key: str) -> Column:
         """Show a score, or nothing where a row has none."""
-        return lambda row: "" if row.get(key) is None else shown(self.metric, row[key])
+        return lambda row: "" if row.get(key) is None else format_score(self.metric, row[key])
 
     def on_task(self, name: str) -> Column:
         """Show the score on one task."""
-        return lambda row: shown(self.metric, row["tasks"][name])
+        return lambda row: format_score(self.metric, row["tasks"][name])
 
     def spread(self, key: str) -> Column:
         """Show a standard error of scores."""
@@ -127,22 +135,22 @@ class Cells:
 
     def interval(self, row: Row) -> str:
         """Show an average with its interval."""
-        return f"{shown(self.metric, row['average'])} {between(self.metric, row['low'], row['high'])}"
+        return f"{format_score(self.metric, row['average'])} {format_interval(self.metric, row['low'], row['high'])}"
 
     def worst(self, row: Row) -> str:
         """Show the worst task's score with its interval."""
         name = min(row["tasks"], key=lambda task: row["tasks"][task])
-        return f"{shown(self.metric, row['worst'])} {between(self.metric, *row['intervals'][name])}"
+        return f"{format_score(self.metric, row['worst'])} {format_interval(self.metric, *row['intervals'][name])}"
 
     def difference(self, row: Row) -> str:
         """Show the difference from another merge, with its interval and its p."""
         if row.get("difference") is None:
             return ""
-        low, high = map(self._with_sign, ends(self.metric, *row["between"]))
-        return f"{self._with_sign(row['difference'])} [{low}, {high}], p {chance(row['p'])}"
+        low, high = map(self._with_sign, order_bounds(self.metric, *row["between"]))
+        return f"{self._with_sign(row['difference'])} [{low}, {high}], p {format_p_value(row['p'])}"
 
     def _with_sign(self, by: float) -> str:
-        return f"{100 * by:+.1f}" if self.metric in SHARES else f"{apart(self.metric, by):+.3f}"
+        return f"{100 * by:+.1f}" if self.metric in SHARES else f"{metric_difference(self.metric, by):+.3f}"
 
     @property
     def margin(self) -> str:

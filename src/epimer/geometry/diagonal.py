@@ -1,4 +1,4 @@
-"""A diagonal metric on a subspace: dense in the coordinates of the atoms, and never formed per task."""
+"""A diagonal metric in the coordinates of a subspace, where it is dense, without forming a matrix for every task."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import along_atoms, conjugate_gradients, rounding, sum_of_atoms
-from epimer.geometry.operator import CONVERGED, Dense, Form, Solved
+from epimer.geometry.linalg import atom_coefficients, conjugate_gradients, null_share, sum_of_atoms
+from epimer.geometry.operator import Dense, SubspaceOperator
+from epimer.geometry.solution import Solution, solved
+from epimer.records import Status
 
 CHUNK = 1 << 24  # elements of the largest temporary of an exact projection
 CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut
 
 
 @dataclass(frozen=True)
-class AtomDiagonal(Form):
-    """A diagonal metric on the atoms u_i v_iᵀ: dense in their coordinates, though never formed per task."""
+class TaggedDiagonal(SubspaceOperator):
+    """A diagonal metric on the atoms u_i v_iᵀ. It is dense in their coordinates, but never formed for a single task."""
 
     F: Tensor
     U: Tensor
@@ -31,7 +33,7 @@ class AtomDiagonal(Form):
         return sum_of_atoms(x if self.mix is None else self.mix @ x, self.U, self.V)
 
     def _project(self, D_mn: Tensor) -> Tensor:
-        raw = along_atoms(D_mn, self.U, self.V).double()
+        raw = atom_coefficients(D_mn, self.U, self.V).double()
         return raw if self.mix is None else self.mix.T @ raw
 
     def apply(self, x: Tensor) -> Tensor:
@@ -44,12 +46,12 @@ class AtomDiagonal(Form):
         weight_mn = self.U.square() @ self.V.square().T
         return float((self.F.to(weight_mn.dtype) * weight_mn).sum()) / max(1, self.U.shape[1])
 
-    def plus(self, other: Self, weight: float) -> AtomDiagonal:
+    def plus(self, other: Self, weight: float) -> TaggedDiagonal:
         F = self.F + weight * other.F.double()
-        return AtomDiagonal(F, self.U, self.V, self.mix, self.tolerance)
+        return TaggedDiagonal(F, self.U, self.V, self.mix, self.tolerance)
 
-    def times(self, weight: float) -> AtomDiagonal:
-        return AtomDiagonal(self.F.double() * weight, self.U, self.V, self.mix, self.tolerance)
+    def times(self, weight: float) -> TaggedDiagonal:
+        return TaggedDiagonal(self.F.double() * weight, self.U, self.V, self.mix, self.tolerance)
 
     def dense(self) -> Tensor:
         """Return H̃[i,j] = Σ_ab F_ab U_ai U_aj V_bi V_bj exactly, in float64."""
@@ -62,15 +64,15 @@ class AtomDiagonal(Form):
     def _mixed(self, H_pp: Tensor) -> Tensor:
         return H_pp if self.mix is None else self.mix.T @ H_pp @ self.mix
 
-    def solve(self, b: Tensor, shift: float) -> Solved:
+    def solve(self, b: Tensor, shift: float) -> Solution:
         m, n, p = *self.F.shape, self.U.shape[1]
-        solved = None
+        solution = None
         if self.tolerance > 0 and m * n * p * p > CHEAP:
-            solved = replace(self, F=self.F.to(self.U.dtype))._solve_lowrank(b, shift)
-        return solved or Dense(self.dense(), rounding(self.U.dtype)).solve(b, shift)
+            solution = replace(self, F=self.F.to(self.U.dtype))._solve_lowrank(b, shift)
+        return solution or Dense(self.dense(), null_share(self.U.dtype)).solve(b, shift)
 
-    def _solve_lowrank(self, b: Tensor, shift: float) -> Solved | None:
-        """Iterate on exact products from a low-rank start; None where no low rank serves."""
+    def _solve_lowrank(self, b: Tensor, shift: float) -> Solution | None:
+        """Iterate on exact products, preconditioned by a low-rank projection; None where no low rank is enough."""
         approximate = project_diagonal_lowrank(self.F, self.U, self.V, self.tolerance)
         if approximate is None:
             return None
@@ -81,10 +83,10 @@ class AtomDiagonal(Form):
             return vectors @ (inverse * (vectors.T @ r))
 
         tolerance = 1e-10 if self.U.dtype == torch.float64 else 3e-7
-        y, residual = conjugate_gradients(
-            lambda x: self.apply(x) + shift * x, b, precondition, tolerance=tolerance, most=200
+        solution = conjugate_gradients(
+            lambda x: self.apply(x) + shift * x, b, precondition, tolerance=tolerance, max_steps=200
         )
-        return Solved(y, residual, iterative=True) if residual <= CONVERGED else None
+        return solution if solution.status is Status.CONVERGED else None
 
 
 def project_diagonal(F_mn: Tensor, U_mp: Tensor, V_np: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ def project_diagonal_lowrank(F_mn: Tensor, U_mp: Tensor, V_np: Tensor, tolerance
     lifts = [sum_of_atoms(probe, U_mp, V_np) for probe in probe_p2.T]
 
     def probed(D_mn: Tensor) -> Tensor:
-        return torch.stack([along_atoms(D_mn * lift, U_mp, V_np) for lift in lifts])
+        return torch.stack([atom_coefficients(D_mn * lift, U_mp, V_np) for lift in lifts])
 
     size = float(torch.linalg.vector_norm(probed(F_mn)))
     H_pp = torch.zeros(p, p, dtype=torch.float64, device=F_mn.device)
@@ -135,7 +137,7 @@ def project_diagonal_lowrank(F_mn: Tensor, U_mp: Tensor, V_np: Tensor, tolerance
 
 
 @dataclass(frozen=True)
-class PairDiagonal(Form):
+class TensorProductDiagonal(SubspaceOperator):
     """Diagonal metrics on all pairs u_i v_jᵀ: X -> Σ Uᵀ(F ∘ (U X Vᵀ))V, matrix-free.
 
     Tasks share U and V where the diagonal is in the weights' own coordinates, so that their F add up to one term.
@@ -159,7 +161,7 @@ class PairDiagonal(Form):
         diagonal = self.diagonal()
         return float(diagonal.mean()) if diagonal.numel() else 0.0
 
-    def plus(self, other: Self, weight: float) -> PairDiagonal:
+    def plus(self, other: Self, weight: float) -> TensorProductDiagonal:
         terms = list(self.terms)
         for F, U, V in other.times(weight).terms:
             shared = [i for i, (_, mine, _) in enumerate(terms) if mine is U]
@@ -167,19 +169,19 @@ class PairDiagonal(Form):
                 terms[shared[0]] = (terms[shared[0]][0] + F, U, V)
             else:
                 terms.append((F, U, V))
-        return PairDiagonal(tuple(terms))
+        return TensorProductDiagonal(tuple(terms))
 
-    def times(self, weight: float) -> PairDiagonal:
-        return PairDiagonal(tuple((F.double() * weight, U, V) for F, U, V in self.terms))
+    def times(self, weight: float) -> TensorProductDiagonal:
+        return TensorProductDiagonal(tuple((F.double() * weight, U, V) for F, U, V in self.terms))
 
-    def solve(self, b: Tensor, shift: float) -> Solved:
+    def solve(self, b: Tensor, shift: float) -> Solution:
         diagonal, dtype = self.diagonal(), self.terms[0][1].dtype
-        noise = rounding(dtype) * float(diagonal.max())
+        noise = null_share(dtype) * float(diagonal.max())
         damping = noise if shift < noise else 0.0  # a preconditioner would carry a singular solve out of its range
         diagonal, shift = diagonal + shift + damping, shift + damping
         tolerance = 1e-11 if dtype == torch.float64 else 1e-6
-        cast = PairDiagonal(tuple((F.to(dtype), U, V) for F, U, V in self.terms))  # once, not in every product
-        y, residual = conjugate_gradients(
+        cast = TensorProductDiagonal(tuple((F.to(dtype), U, V) for F, U, V in self.terms))  # once, not in every product
+        solution = conjugate_gradients(
             lambda x: cast.apply(x) + shift * x, b, lambda r: r / diagonal, tolerance=tolerance
         )
-        return Solved(y, residual, damping, iterative=True)
+        return solved(solution.value, solution.residual, damping, iterative=True)

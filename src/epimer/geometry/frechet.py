@@ -1,4 +1,4 @@
-"""The one equation: the Fréchet mean of the task vectors, in a subspace, under each task's curvature.
+"""The one equation, where subspace, metric and aggregator meet: the Fréchet mean of the task vectors.
 
     x* = argmin_x Σ_t λ_t (x - x_t)ᵀ H̃_t (x - x_t) = (Σ λ_t H̃_t)⁻¹ Σ λ_t H̃_t x_t
 
@@ -18,38 +18,68 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from epimer.geometry.aggregator import Aggregator
 from epimer.geometry.kronecker import KroneckerSum
+from epimer.geometry.linalg import weighted_sum
 from epimer.geometry.metric import Metric
-from epimer.geometry.operator import Form, combine
+from epimer.geometry.operator import SubspaceOperator, linear_combination
+from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Subspace
 
 
-@dataclass(frozen=True)
-class Solution:
-    """Where a solve ended and how well it went."""
+def frechet_mean(
+    subspace: Subspace,
+    metrics: Sequence[Metric],
+    aggregator: Aggregator,
+    deltas: Sequence[Tensor],
+    weights: Sequence[float],
+    *,
+    normalize: str = "trace",
+    jitter: float = 0.0,
+    tolerance: float = 0.0,
+    max_steps: int | None = None,
+) -> Solution:
+    """Return the merged task vector of one layer: its deltas aggregated in a subspace, each under its metric.
 
-    coordinates: Tensor
-    residual: float
-    """relative residual of the normal equations"""
-    status: str
-    """exact, converged, damped (the system was singular) or stalled (CG did not reach its tolerance)"""
-    eta: float | None = None
-    """F(x̄) - F(x*), where the reference was x̄"""
+    Args:
+        subspace: where x lives; its lift gives the layer's shape back.
+        metrics: each task's curvature H_t.
+        aggregator: Mean, Sum or Anchored.
+        deltas: task vectors D_t, all of the layer's shape.
+        weights: λ_t.
+        normalize: "trace" scales each projected curvature to mean diagonal 1; "none" leaves it as it is.
+        jitter: added to the diagonal of each projected curvature before that.
+        tolerance: relative error of the low-rank projection that may start a large diagonal solve; 0 projects exactly.
+        max_steps: steps after which conjugate gradients stop; None goes on until they converge.
+    """
+    problem = build_problem(
+        subspace, metrics, deltas, weights, normalize=normalize, jitter=jitter, tolerance=tolerance, max_steps=max_steps
+    )
+    return aggregator.aggregate(problem, subspace)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """F(x) = Σ λ_t (x - x_t)ᵀ H̃_t (x - x_t) with H̃_t = scale_t · form_t + shift_t · I."""
+    """F(x) = Σ λ_t (x - x_t)ᵀ H̃_t (x - x_t) with H̃_t = scale_t · operator_t + shift_t · I."""
 
     points: list[Tensor]
-    forms: list[Form]
+    """x_t, the tasks' coordinates"""
+    operators: list[SubspaceOperator]
     weights: list[float]
     scales: list[float]
     shifts: list[float]
+    units: list[float]
+    """what each task's damping is counted in: the mean diagonal of H̃_t before damping, 1 where it is scaled to that"""
+    mean_unit: float
+    """the same of H̄"""
+
+    def damped(self, damping: float) -> Problem:
+        """Return the problem with `damping` times its mean diagonal added to every H̃_t."""
+        return replace(self, shifts=[s + damping * unit for s, unit in zip(self.shifts, self.units, strict=True)])
 
     def product(self, t: int, x: Tensor) -> Tensor:
         """Return H̃_t x."""
-        image = self.forms[t].apply(x).mul(self.scales[t]) if self.scales[t] else torch.zeros_like(x)
+        image = self.operators[t].apply(x).mul(self.scales[t]) if self.scales[t] else torch.zeros_like(x)
         return image + self.shifts[t] * x
 
     def flat_mean(self) -> Tensor:
@@ -64,86 +94,68 @@ class Problem:
             total += weight * float((step * self.product(t, step)).sum())
         return total
 
-    def pull(self, x: Tensor) -> Tensor:
+    def descent(self, x: Tensor) -> Tensor:
         """Return Σ λ_t H̃_t (x_t - x), half the negative gradient of F."""
         total = torch.zeros_like(x)
         for t, (point, weight) in enumerate(zip(self.points, self.weights, strict=True)):
             total += weight * self.product(t, point - x)
         return total
 
-    def mean_form(self) -> Form:
-        """Return Σ λ_t scale_t form_t, the mean curvature without its shift."""
-        return self._mean_form
-
     @cached_property
-    def _mean_form(self) -> Form:
-        return combine(self.forms, [w * scale for w, scale in zip(self.weights, self.scales, strict=True)])
+    def mean_operator(self) -> SubspaceOperator:
+        """Σ λ_t scale_t operator_t, the mean curvature without its shift."""
+        return linear_combination(self.operators, [w * s for w, s in zip(self.weights, self.scales, strict=True)])
 
+    @property
     def mean_shift(self) -> float:
-        """Return Σ λ_t shift_t."""
+        """Σ λ_t shift_t."""
         return sum(w * shift for w, shift in zip(self.weights, self.shifts, strict=True))
 
     def solve(self, reference: Tensor, epsilon: float = 0.0) -> Solution:
         """Return r + (H̄ + εI)⁻¹ Σ λ_t H̃_t (x_t - r)."""
-        return self._step(reference, self.pull(reference), epsilon)
+        return self._step(reference, self.descent(reference), epsilon)
 
-    def _step(self, reference: Tensor, pull: Tensor, epsilon: float = 0.0) -> Solution:
-        if not pull.any():
-            return Solution(reference, 0.0, "exact")
-        solved = self.mean_form().solve(pull, self.mean_shift() + epsilon)
-        return Solution(reference + solved.y, solved.residual, solved.status)
+    def _step(self, reference: Tensor, descent: Tensor, epsilon: float = 0.0) -> Solution:
+        if not descent.any():
+            return Solution(reference)
+        step = self.mean_operator.solve(descent, self.mean_shift + epsilon)
+        return replace(step, value=reference + step.value)
 
     def mean(self) -> Solution:
         """Return the Fréchet mean x*, with η = F(x̄) - F(x*) = ⟨Σ λ_t H̃_t (x_t - x̄), x* - x̄⟩."""
         flat = self.flat_mean()
-        pull = self.pull(flat)
-        solution = self._step(flat, pull)
-        eta = float((pull * (solution.coordinates - flat)).sum())
+        descent = self.descent(flat)
+        solution = self._step(flat, descent)
+        eta = float((descent * (solution.value - flat)).sum())
         return replace(solution, eta=max(0.0, eta))
 
 
-def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return Σ weights_t · tensors_t."""
-    total = tensors[0] * weights[0]
-    for x, weight in zip(tensors[1:], weights[1:], strict=True):
-        if isinstance(x, Tensor) and isinstance(total, Tensor) and x.dtype == total.dtype:
-            total += weight * x  # not add_(x, alpha=…), whose rounding depends on where in a tensor an entry lies
-        else:
-            total = total + weight * x
-    return total
-
-
-def pose(
+def build_problem(
     subspace: Subspace,
     metrics: Sequence[Metric],
     deltas: Sequence[Tensor],
     weights: Sequence[float],
     *,
     normalize: str = "trace",
-    damping: float = 0.0,
     jitter: float = 0.0,
     tolerance: float = 0.0,
-    most: int | None = None,
+    max_steps: int | None = None,
 ) -> Problem:
-    """Project, add `jitter`·I, scale each H̃_t to mean diagonal 1 ("trace"), then add `damping` times its mean diagonal.
+    """Return the undamped problem: curvature projected, `jitter`·I added, scaled to mean diagonal 1 under "trace".
 
-    A task without curvature becomes damping·I under "trace" and nothing under "none". `most` ends an iterative solve
-    after so many steps.
+    A task without curvature, once damped, becomes damping·I under "trace" and nothing under "none".
     """
-    forms = [subspace.restrict(metric, tolerance) for metric in metrics]
-    forms = [replace(form, most=most) if isinstance(form, KroneckerSum) else form for form in forms]
-    scales, shifts = [], []
-    for form in forms:
-        size = form.mean_diagonal() + jitter
-        scale = 1.0 if normalize == "none" else 1 / size if size > 0 else 0.0
-        scales.append(scale)
-        shifts.append(jitter * scale + damping * (1.0 if normalize == "trace" else size))
-    return Problem([subspace.project(D) for D in deltas], forms, list(weights), scales, shifts)
-
-
-def mean_size(problem: Problem) -> float:
-    """Return the mean diagonal of H̄, the unit in which an anchor's damping is counted."""
-    return sum(
-        w * (scale * form.mean_diagonal() + shift)
-        for w, scale, shift, form in zip(problem.weights, problem.scales, problem.shifts, problem.forms, strict=True)
+    operators = [subspace.restrict(metric, tolerance) for metric in metrics]
+    operators = [replace(H, max_steps=max_steps) if isinstance(H, KroneckerSum) else H for H in operators]
+    sizes = [H.mean_diagonal() + jitter for H in operators]
+    scaled = normalize == "trace"
+    scales = [(1 / size if size > 0 else 0.0) if scaled else 1.0 for size in sizes]
+    return Problem(
+        points=[subspace.project(D) for D in deltas],
+        operators=operators,
+        weights=list(weights),
+        scales=scales,
+        shifts=[jitter * scale for scale in scales],
+        units=[1.0] * len(sizes) if scaled else sizes,
+        mean_unit=1.0 if scaled else sum(w * size for w, size in zip(weights, sizes, strict=True)),
     )

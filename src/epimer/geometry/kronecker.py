@@ -8,8 +8,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import MOST, NULL, conjugate_gradients, solve_spd
-from epimer.geometry.operator import Form, Solved, residual
+from epimer.geometry.linalg import NULL, conjugate_gradients, solve_spd
+from epimer.geometry.operator import SubspaceOperator, relative_residual
+from epimer.geometry.solution import Solution, solved
+from epimer.records import Status
 
 JOINT = 1024  # factors up to this size are worth an eigendecomposition per task
 WELL = 1.3  # bound on ‖E‖‖E⁻¹‖ of the tasks' stacked leading eigenvectors, as a multiple of an orthonormal one's
@@ -17,12 +19,12 @@ SINGLE = 1e-6  # relative residual to reach where the curvature is in single pre
 
 
 @dataclass(frozen=True)
-class KroneckerSum(Form):
+class KroneckerSum(SubspaceOperator):
     """X -> Σ_t c_t G_t X A_t; None stands for the identity."""
 
     terms: tuple[tuple[float, Tensor | None, Tensor | None], ...]
     null: float = NULL
-    most: int | None = None
+    max_steps: int | None = None
     """steps after which an iterative solve stops, converged or not"""
 
     def apply(self, x: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ class KroneckerSum(Form):
     def times(self, weight: float) -> KroneckerSum:
         return replace(self, terms=tuple((weight * c, G, A) for c, G, A in self.terms))
 
-    def solve(self, b: Tensor, shift: float) -> Solved:
+    def solve(self, b: Tensor, shift: float) -> Solution:
         """Solve in closed form where one side is the identity, else by CG where the factors are nearly diagonal."""
         if all(G is None for _, G, _ in self.terms):
             return self._one_sided(b, [(c, A) for c, _, A in self.terms], shift, right=True)
@@ -49,15 +51,15 @@ class KroneckerSum(Form):
             return self._one_sided(b, [(c, G) for c, G, _ in self.terms], shift, right=False)
         single = self.null > NULL
         if shift == 0 and (damping := self._singular()):  # no preconditioner: it would leave the operator's range
-            y, left = conjugate_gradients(
-                lambda x: self.apply(x) + damping * x, b, tolerance=1e-8, most=self.most or MOST
+            solution = conjugate_gradients(
+                lambda x: self.apply(x) + damping * x, b, tolerance=1e-8, max_steps=self.max_steps
             )
-            return Solved(y, left, damping, iterative=True)
-        P = _diagonaliser([G for _, G, _ in self.terms], b.shape[0], b, single=single, joint=self.most is None)
-        Q = _diagonaliser([A for _, _, A in self.terms], b.shape[1], b, single=single, joint=self.most is None)
+            return replace(solution, status=Status.DAMPED, damping=damping)
+        P = _diagonaliser([G for _, G, _ in self.terms], b.shape[0], b, single=single, joint=self.max_steps is None)
+        Q = _diagonaliser([A for _, _, A in self.terms], b.shape[1], b, single=single, joint=self.max_steps is None)
         terms = [(c, _congruent(P, G), _congruent(Q, A)) for c, G, A in (*self.terms, (shift, None, None)) if c]
-        y = P @ _preconditioned(terms, P.T @ b @ Q, single=single, most=self.most) @ Q.T
-        return Solved(y, residual(self, y, b, shift), iterative=True)
+        y = P @ _preconditioned(terms, P.T @ b @ Q, single=single, max_steps=self.max_steps) @ Q.T
+        return solved(y, relative_residual(self, y, b, shift), iterative=True)
 
     def _singular(self) -> float:
         """Return the damping an undamped sum needs: 0 where one term alone is well above rounding everywhere."""
@@ -68,15 +70,17 @@ class KroneckerSum(Form):
             highest += c * spectra[0][1] * spectra[1][1]
         return 0.0 if lowest > self.null * highest else self.null * highest
 
-    def _one_sided(self, b: Tensor, factors: list[tuple[float, Tensor | None]], shift: float, *, right: bool) -> Solved:
+    def _one_sided(
+        self, b: Tensor, factors: list[tuple[float, Tensor | None]], shift: float, *, right: bool
+    ) -> Solution:
         H = _total(factors, b.shape[1] if right else b.shape[0], b)
-        y, damping = solve_spd(H, b.T if right else b, shift, self.null)
-        y = y.T if right else y
-        return Solved(y, residual(self, y, b, shift + damping), damping)
+        solution = solve_spd(H, b.T if right else b, shift, self.null)
+        y, damping = solution.value.T if right else solution.value, solution.damping
+        return solved(y, relative_residual(self, y, b, shift + damping), damping)
 
 
 def _diagonaliser(factors: list[Tensor | None], size: int, like: Tensor, *, single: bool, joint: bool) -> Tensor:
-    """Return P for which all PᵀFP are nearly diagonal.
+    """Return P for which PᵀFP is nearly diagonal for every factor F.
 
     E holds each factor's own leading eigenvectors, then the mean factor's on what these leave; F's leading part is
     diagonal in EᵀX, so P = E⁻ᵀ. Fewer eigenvectors per factor are taken until E is well-conditioned; with none of
@@ -106,7 +110,9 @@ def _congruent(P: Tensor, factor: Tensor | None) -> Tensor:
     return P.T @ P if factor is None else P.T @ factor @ P
 
 
-def _preconditioned(terms: list[tuple[float, Tensor, Tensor]], b: Tensor, *, single: bool, most: int | None) -> Tensor:
+def _preconditioned(
+    terms: list[tuple[float, Tensor, Tensor]], b: Tensor, *, single: bool, max_steps: int | None
+) -> Tensor:
     """Solve Σ c G Y A = b by conjugate gradients, preconditioned by the operator's diagonal.
 
     Factors known in single precision are iterated in it, under a residual that is kept in float64.
@@ -117,16 +123,18 @@ def _preconditioned(terms: list[tuple[float, Tensor, Tensor]], b: Tensor, *, sin
     diagonal = diagonal.clamp_min(1e-30 * float(diagonal.max()))
     exact = _Stacked(terms, torch.float64)
     if not single:
-        return conjugate_gradients(exact.apply, b, lambda r: r / diagonal, most=most or MOST).y
+        return conjugate_gradients(exact.apply, b, lambda r: r / diagonal, max_steps=max_steps).value
     quick, diagonal = _Stacked(terms, torch.float32), diagonal.float()
     y, r, norm = torch.zeros_like(b), b, float(torch.linalg.vector_norm(b))
     size = norm
     for _ in range(8):
         wanted = max(0.5 * SINGLE * norm / size, 3e-6)
         scaled = (r / size).float()
-        step = conjugate_gradients(quick.apply, scaled, lambda r: r / diagonal, tolerance=wanted, most=most or MOST).y
+        step = conjugate_gradients(
+            quick.apply, scaled, lambda r: r / diagonal, tolerance=wanted, max_steps=max_steps
+        ).value
         y = y + size * step.double()
-        if most is not None:
+        if max_steps is not None:
             break
         r, previous = b - exact.apply(y), size
         size = float(torch.linalg.vector_norm(r))
@@ -143,7 +151,7 @@ class _Stacked:
         self.A_sq = torch.cat([A.to(dtype) for _, _, A in terms])  # the A_t below each other
 
     def apply(self, x: Tensor) -> Tensor:
-        return torch.matmul(self.G_tpp, x).transpose(0, 1).flatten(1) @ self.A_sq  # the G_t X beside each other
+        return torch.matmul(self.G_tpp, x).transpose(0, 1).flatten(1) @ self.A_sq  # the G_t X next to each other
 
 
 def _mean_diagonal(factor: Tensor | None) -> float:

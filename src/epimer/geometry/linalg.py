@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from epimer.geometry.solution import Solution, solved
+from epimer.records import Status
+
 BLOCK = 16  # a Krylov block's columns are a multiple of this, which matrix products like
 FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no room
 FIRST_LOOK = 4  # blocks before the first look at the error
@@ -20,16 +23,16 @@ SMALL = 192  # below this side a full SVD in float64 costs next to nothing
 SVD_TOLERANCE = 6e-3  # bound on the mean angle of float32 triples; their product's error is some 30x lower
 CHUNK = 1 << 19  # entries looked at together where each stands alone: they stay in the cache
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
-MOST = 2000  # conjugate-gradient steps
+MAX_STEPS = 2000  # of conjugate gradients
 
 
 def nonfinite(x: Tensor) -> int:
     """Return how many entries of `x` are NaN or Inf; one fast pass where there are none."""
     narrow = x.element_size() < 4 and x.device.type == "cpu"  # widened for the sum, which is cheap in the cache only
     parts = chunks(x.reshape(-1)) if narrow else [x]
-    if all(math.isfinite(working(part).sum()) for part in parts):
+    if all(math.isfinite(as_compute_dtype(part).sum()) for part in parts):
         return 0
-    return x.numel() - int(torch.isfinite(working(x)).sum())
+    return x.numel() - int(torch.isfinite(as_compute_dtype(x)).sum())
 
 
 def chunks(flat: Tensor) -> Sequence[Tensor]:
@@ -37,14 +40,14 @@ def chunks(flat: Tensor) -> Sequence[Tensor]:
     return torch.split(flat, CHUNK) if flat.device.type == "cpu" else [flat]
 
 
-def working(x: Tensor) -> Tensor:
-    """Return `x` in the precision it is computed in: float64 stays, everything else becomes float32."""
+def as_compute_dtype(x: Tensor) -> Tensor:
+    """Return `x` in the precision of all arithmetic: float64 stays, everything else becomes float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """A matrix kept as its factors: B_mr A_rn. It has what the geometry asks of a task vector, and no more."""
+    """A matrix kept as its factors B_mr A_rn, with those operations of a tensor that the geometry applies to it."""
 
     B: Tensor
     A: Tensor
@@ -141,8 +144,8 @@ def top_svd(A_mn: Delta, k: int, *, exact: bool = False) -> Svd:
     return _nonzero((None if exact else _krylov_svd(A_mn, k)) or _gram_svd(A_mn, k), A_mn)
 
 
-def iterates(A_mn: Delta, k: int) -> bool:
-    """Whether `top_svd` would look for `k` triples in a Krylov space, and so find them approximately."""
+def uses_krylov(A_mn: Delta, k: int) -> bool:
+    """Whether `top_svd` searches a Krylov space for `k` triples, which makes them approximate."""
     side = min(A_mn.shape)
     return (
         isinstance(A_mn, Tensor) and A_mn.dtype != torch.float64 and side > SMALL and side >= 2 * FIRST_LOOK * _width(k)
@@ -187,16 +190,16 @@ def _krylov_svd(A_mn: Tensor, k: int) -> Svd | None:
 
     The start is the same for every matrix of one shape, so that equal matrices have equal triples.
     """
-    if not iterates(A_mn, k):
+    if not uses_krylov(A_mn, k):
         return None
     (m, n), width = A_mn.shape, _width(k)
-    most = n // (2 * width) * width
-    B_nb, W_mb = A_mn.new_empty(n, most), A_mn.new_empty(m, most)  # the space and its image AB
+    columns = n // (2 * width) * width
+    B_nb, W_mb = A_mn.new_empty(n, columns), A_mn.new_empty(m, columns)  # the space and its image AB
     start = _start(m, width).to(A_mn)
     for _ in range(FIRST_POWERS):
         start = A_mn @ (A_mn.T @ start)
     fresh = A_mn.T @ start
-    for done in range(width, most + 1, width):
+    for done in range(width, columns + 1, width):
         new, every = slice(done - width, done), slice(done)
         B_nb[:, new] = torch.linalg.qr(fresh).Q
         W_mb[:, new] = image = A_mn @ B_nb[:, new]
@@ -285,8 +288,19 @@ def column_basis(X_mp: Tensor) -> Tensor:
     return U[:, sigma > 0.5]
 
 
-def along_atoms(D_mn: Delta, U_mp: Tensor, V_np: Tensor) -> Tensor:
-    """Return u_iᵀ D v_i for every i."""
+def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return Σ weights_t · tensors_t."""
+    total = tensors[0] * weights[0]
+    for x, weight in zip(tensors[1:], weights[1:], strict=True):
+        if isinstance(x, Tensor) and isinstance(total, Tensor) and x.dtype == total.dtype:
+            total += weight * x  # not add_(x, alpha=…), whose rounding depends on where in a tensor an entry lies
+        else:
+            total = total + weight * x
+    return total
+
+
+def atom_coefficients(D_mn: Delta, U_mp: Tensor, V_np: Tensor) -> Tensor:
+    """Return u_iᵀ D v_i, the coefficient of D along every atom u_i v_iᵀ."""
     return ((D_mn @ V_np) * U_mp).sum(dim=0)
 
 
@@ -295,45 +309,32 @@ def sum_of_atoms(c_p: Tensor, U_mp: Tensor, V_np: Tensor) -> Tensor:
     return (U_mp * c_p.to(U_mp.dtype)) @ V_np.T
 
 
-class SpdSolution(NamedTuple):
-    """y with (H + damping·I) y = b; damping is 0 unless H was singular, and then y is 0 in the null space."""
+def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL) -> Solution:
+    """Solve (H + (shift + damping)·I) y = b for symmetric positive semi-definite H in float64.
 
-    y: Tensor
-    damping: float
-
-
-def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL) -> SpdSolution:
-    """Solve (H + shift·I) y = b for symmetric positive semi-definite H in float64, damping only where it must be.
-
-    Eigenvalues of H below `null` of the largest are rounding; unless `shift` is above them, they count as zero.
+    Damping is 0 unless H is singular, and then y is 0 in the null space. Eigenvalues of H below `null` of the largest
+    are rounding; unless `shift` is above them, they count as zero. The residual is not computed here.
     """
     if not H_pp.numel():
-        return SpdSolution(b.clone(), 0.0)
+        return Solution(b.clone())
     H_pp = 0.5 * (H_pp + H_pp.T) + shift * torch.eye(len(H_pp), dtype=H_pp.dtype, device=H_pp.device)
     L, info = torch.linalg.cholesky_ex(H_pp)
     pivots = L.diagonal().square()
     noise = null * float(pivots.max())
     if not info and (pivots.min() > noise or (shift > noise and pivots.min() > NULL * float(pivots.max()))):
-        return SpdSolution(torch.cholesky_solve(b, L), 0.0)
+        return Solution(torch.cholesky_solve(b, L))
     values, vectors = torch.linalg.eigh(H_pp)
     largest = float(values[-1])
     if largest <= 0:
-        return SpdSolution(torch.zeros_like(b), 0.0)
+        return Solution(torch.zeros_like(b))
     damping = null * largest
     inverse = torch.where(values > damping, 1 / (values + damping), 0)  # below it there is only rounding
-    return SpdSolution(vectors @ (inverse[:, None] * (vectors.T @ b)), damping)
+    return Solution(vectors @ (inverse[:, None] * (vectors.T @ b)), Status.DAMPED, damping=damping)
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """Return the share of its largest eigenvalue below which a matrix of this precision holds only rounding."""
+def null_share(dtype: torch.dtype) -> float:
+    """Return the share of the largest eigenvalue below which a matrix of this precision holds only rounding."""
     return NULL if dtype == torch.float64 else 1e-6
-
-
-class CgSolution(NamedTuple):
-    """The solution and its true relative residual."""
-
-    y: Tensor
-    residual: float
 
 
 def conjugate_gradients(
@@ -342,19 +343,20 @@ def conjugate_gradients(
     precondition: Callable[[Tensor], Tensor] = lambda r: r,
     *,
     tolerance: float = 1e-10,
-    most: int = MOST,
-) -> CgSolution:
+    max_steps: int | None = None,
+) -> Solution:
     """Solve `apply(y) = b` for a symmetric positive semi-definite operator on tensors of any shape.
 
-    Starts at 0 and so stays in the operator's range: a consistent singular system has a solution.
+    The residual of the solution is computed anew at its end. The start is 0, so that the iterates stay in the
+    operator's range and a consistent singular system is solved.
     """
     y = torch.zeros_like(b)
     norm = float(torch.linalg.vector_norm(b))
     if norm == 0:
-        return CgSolution(y, 0.0)
+        return Solution(y, Status.CONVERGED)
     r, z = b, precondition(b)
     direction, rz = z, float((r * z).sum())
-    for _ in range(most):
+    for _ in range(max_steps or MAX_STEPS):
         image = apply(direction)
         curvature = float((direction * image).sum())
         if not curvature > 0:
@@ -367,7 +369,7 @@ def conjugate_gradients(
         z = precondition(r)
         rz, previous = float((r * z).sum()), rz
         direction = z + (rz / previous) * direction
-    return CgSolution(y, float(torch.linalg.vector_norm(b - apply(y))) / norm)
+    return solved(y, float(torch.linalg.vector_norm(b - apply(y))) / norm, iterative=True)
 
 
 def kth_magnitudes(
@@ -402,7 +404,7 @@ def kth_magnitudes(
                 parts = [pool.submit(count, iterator, lock, digit) for _ in range(workers)]
                 counts = torch.stack([part.result() for part in parts]).sum(0)
         for t, column in enumerate(counts):
-            found = int(torch.searchsorted(column.cumsum(0), remaining[t]))
-            remaining[t] -= int(column[:found].sum())
-            prefixes[t] = (prefixes[t] << 16) | found
+            bucket = int(torch.searchsorted(column.cumsum(0), remaining[t]))
+            remaining[t] -= int(column[:bucket].sum())
+            prefixes[t] = (prefixes[t] << 16) | bucket
     return [float(torch.tensor(prefix, dtype=whole).view(dtype)) for prefix in prefixes]

@@ -1,7 +1,7 @@
-"""What a step costs: each task's curvature as a symmetric positive semi-definite operator D -> HD on one layer.
+"""Each task's curvature: a symmetric positive semi-definite operator D -> HD on the weights of one layer.
 
-A metric knows its own product (`apply`), its form on all pairs u_i v_jᵀ (`on_pairs`; None means the identity,
-so the full space) and its form on the atoms u_i v_iᵀ (`on_atoms`). All projections are exact.
+A metric knows its own product (`apply`) and its restriction SᵀHS to two kinds of subspace: all pairs u_i v_jᵀ
+(`on_tensor_product`) and the atoms u_i v_iᵀ (`on_tagged`). All restrictions are exact.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from epimer.geometry.diagonal import AtomDiagonal, PairDiagonal, project_diagonal
+from epimer.geometry.diagonal import TaggedDiagonal, TensorProductDiagonal, project_diagonal
 from epimer.geometry.kronecker import KroneckerSum
-from epimer.geometry.linalg import nonfinite, rounding, sum_of_atoms
-from epimer.geometry.operator import Dense, Elementwise, Form, OuterSum
+from epimer.geometry.linalg import nonfinite, null_share, sum_of_atoms
+from epimer.geometry.operator import Dense, Elementwise, OuterSum, SubspaceOperator
 
 ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative
 
@@ -39,17 +39,17 @@ class Metric(ABC):
         image = self.apply(D_mn)
         return [float((X * image).double().sum()) for X in (D_mn, *others)]
 
-    def beyond(self, D_mn: Tensor, c: Tensor, U: Tensor, V: Tensor) -> float:
+    def energy_outside(self, D_mn: Tensor, c: Tensor, U: Tensor, V: Tensor) -> float:
         """Return the energy of D - U diag(c) Vᵀ, what the atoms leave of D."""
         return self.energy(D_mn - sum_of_atoms(c, U, V))
 
     @abstractmethod
-    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
-        """Return the form on X in D = U X Vᵀ."""
+    def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
+        """Return X -> Uᵀ H(U X Vᵀ) V; None for U and V is the identity, so the full space."""
 
     @abstractmethod
-    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
-        """Return the form on x in D = U diag(mix x) Vᵀ."""
+    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
+        """Return SᵀHS for S x = U diag(mix x) Vᵀ; `tolerance` allows an approximate start of its solves."""
 
     @abstractmethod
     def to(self, device: torch.device, dtype: torch.dtype) -> Metric:
@@ -61,9 +61,9 @@ class Metric(ABC):
 
 
 def _mixed(H_pp: Tensor, mix: Tensor | None, dtype: torch.dtype) -> Dense:
-    """Return the form of p x p curvature computed in `dtype`."""
+    """Return p x p curvature, computed in `dtype`, in the coordinates that `mix` makes orthonormal."""
     H_pp = H_pp.double()
-    return Dense(H_pp if mix is None else mix.T @ H_pp @ mix, rounding(dtype))
+    return Dense(H_pp if mix is None else mix.T @ H_pp @ mix, null_share(dtype))
 
 
 def _symmetric(M: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
@@ -109,10 +109,10 @@ class Identity(Metric):
     def apply(self, D_mn: Tensor) -> Tensor:
         return D_mn
 
-    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+    def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         return Elementwise(torch.ones((), device=None if U is None else U.device))
 
-    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
         return Elementwise(torch.ones((), device=U.device))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Identity:
@@ -132,11 +132,11 @@ class Diagonal(Metric):
     def apply(self, D_mn: Tensor) -> Tensor:
         return self.F * D_mn
 
-    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
-        return Elementwise(self.F) if U is None or V is None else PairDiagonal(((self.F, U, V),))
+    def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
+        return Elementwise(self.F) if U is None or V is None else TensorProductDiagonal(((self.F, U, V),))
 
-    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
-        return AtomDiagonal(self.F, U, V, mix, tolerance)
+    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
+        return TaggedDiagonal(self.F, U, V, mix, tolerance)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Diagonal:
         return Diagonal(self.F.to(device, dtype))
@@ -165,10 +165,10 @@ class Kronecker(Metric):
         image = D_mn if self.G is None else self.G @ D_mn
         return image if self.A is None else image @ self.A
 
-    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
-        return KroneckerSum(((1.0, _sandwich(self.G, U), _sandwich(self.A, V)),), _rounding(self.A, self.G))
+    def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
+        return KroneckerSum(((1.0, _sandwich(self.G, U), _sandwich(self.A, V)),), _null_share(self.A, self.G))
 
-    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
         left = U.T @ (U if self.G is None else self.G @ U)
         right = V.T @ (V if self.A is None else self.A @ V)
         return _mixed(left.double() * right.double(), mix, U.dtype)
@@ -187,8 +187,8 @@ class Kronecker(Metric):
         return None
 
 
-def _rounding(*factors: Tensor | None) -> float:
-    return max((rounding(M.dtype) for M in factors if M is not None), default=rounding(torch.float64))
+def _null_share(*factors: Tensor | None) -> float:
+    return max((null_share(M.dtype) for M in factors if M is not None), default=null_share(torch.float64))
 
 
 def _sandwich(M: Tensor | None, U: Tensor | None) -> Tensor | None:
@@ -199,7 +199,7 @@ def _sandwich(M: Tensor | None, U: Tensor | None) -> Tensor | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corrected(Metric):
+class EKFAC(Metric):
     """Kronecker's eigenvectors with exact second moments along them (EKFAC): D -> P (S ∘ (Pᵀ D Q)) Qᵀ."""
 
     S: Tensor
@@ -213,15 +213,15 @@ class Corrected(Metric):
     def apply(self, D_mn: Tensor) -> Tensor:
         return self.P @ (self.S * (self.P.T @ D_mn @ self.Q)) @ self.Q.T
 
-    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+    def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         left = self.P.T if U is None else self.P.T @ U
-        return PairDiagonal(((self.S, left, self.Q.T if V is None else self.Q.T @ V),))
+        return TensorProductDiagonal(((self.S, left, self.Q.T if V is None else self.Q.T @ V),))
 
-    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
         return _mixed(project_diagonal(self.S.to(U.dtype), self.P.T @ U, self.Q.T @ V), mix, U.dtype)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Corrected:
-        return Corrected(S=self.S.to(device, dtype), P=self.P.to(device, dtype), Q=self.Q.to(device, dtype))
+    def to(self, device: torch.device, dtype: torch.dtype) -> EKFAC:
+        return EKFAC(S=self.S.to(device, dtype), P=self.P.to(device, dtype), Q=self.Q.to(device, dtype))
 
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2 or tuple(self.S.shape) != tuple(shape):
@@ -248,13 +248,13 @@ class Samples(Metric):
     kind = "samples"
 
     def apply(self, D_mn: Tensor) -> Tensor:
-        return self.on_pairs(None, None).apply(D_mn.double()).to(D_mn.dtype)
+        return self.on_tensor_product(None, None).apply(D_mn.double()).to(D_mn.dtype)
 
-    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+    def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         g = self.g if U is None else self.g @ U
         return OuterSum(((1.0, g, self.x if V is None else self.x @ V),))
 
-    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
         s_np = ((self.g @ U) * (self.x @ V)).sum(dim=1).double()
         return _mixed(s_np.T @ s_np / len(s_np), mix, U.dtype)
 
@@ -288,7 +288,7 @@ class TaskGram(Metric):
     _known: list[tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor]]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    """the last factors and what they were projected on: the same basis serves a theory and a merge"""
+    """the last factors and the U, V they were projected on: a diagnosis and its forecast merges share a basis"""
 
     def apply(self, D_mn: Tensor) -> Tensor:
         D = self.D.double()  # a product of five task vectors leaves float32
@@ -303,11 +303,11 @@ class TaskGram(Metric):
             images.append((D @ step) @ D if D.shape[0] <= D.shape[1] else D @ (step @ D))
         return [size**4 * float((images[0] * image).sum(dtype=torch.float64)) for image in images]
 
-    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+    def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         left, right = self._factors(U, V)
-        return KroneckerSum(((1.0, left, right),), rounding(self.D.dtype))
+        return KroneckerSum(((1.0, left, right),), null_share(self.D.dtype))
 
-    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
         left, right = self._factors(U, V)
         return _mixed(left.double() * right.double(), mix, U.dtype)
 
@@ -323,14 +323,14 @@ class TaskGram(Metric):
         self._known[:] = [(U, V, factors)]
         return factors
 
-    def beyond(self, D_mn: Tensor, c: Tensor, U: Tensor, V: Tensor) -> float:
+    def energy_outside(self, D_mn: Tensor, c: Tensor, U: Tensor, V: Tensor) -> float:
         """Return ‖D (D - L)ᵀ D‖² for L = U diag(c) Vᵀ, from Gram matrices where D is the task vector itself.
 
         With K = DᵀD it is tr K³ - 2 Σ c_i u_iᵀDK²v_i + cᵀ(UᵀDDᵀU ∘ VᵀKV)c: less arithmetic where D is not square.
         """
         size = float(torch.linalg.vector_norm(self.D.double()))
         if D_mn is not self.D or size == 0 or max(D_mn.shape) < 2 * min(D_mn.shape):
-            return super().beyond(D_mn, c, U, V)
+            return super().energy_outside(D_mn, c, U, V)
         if self.D.shape[0] < self.D.shape[1]:
             D, U_, V_ = self.D.T / size, V, U
         else:
@@ -341,9 +341,9 @@ class TaskGram(Metric):
         crossed = ((D.T @ U_) * (K2 @ V_)).double().sum(0) @ c.double() / size
         left, right = self._factors(U, V)
         inside = float(c.double() @ (left * right) @ c.double()) / size**6
-        found = whole - 2 * float(crossed) + inside
+        outside = whole - 2 * float(crossed) + inside
         floor = 1e-4 if D.dtype == torch.float32 else 1e-12
-        return size**6 * found if found > floor * whole else super().beyond(D_mn, c, U, V)
+        return size**6 * outside if outside > floor * whole else super().energy_outside(D_mn, c, U, V)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TaskGram:
         return TaskGram(self.D.to(device, dtype))
@@ -371,13 +371,13 @@ class Projected(Metric):
     def apply(self, D_mn: Tensor) -> Tensor:
         raise AssertionError("projected curvature has no product in the full space")
 
-    def on_pairs(self, U: Tensor | None, V: Tensor | None) -> Form:
+    def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         assert self.H is None
-        return KroneckerSum(((1.0, _sandwich(self.G, None), _sandwich(self.A, None)),), _rounding(self.A, self.G))
+        return KroneckerSum(((1.0, _sandwich(self.G, None), _sandwich(self.A, None)),), _null_share(self.A, self.G))
 
-    def on_atoms(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> Form:
+    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
         if self.H is not None:
-            return Dense(self.H.double(), rounding(self.H.dtype))
+            return Dense(self.H.double(), null_share(self.H.dtype))
         left = U.T @ U if self.G is None else self.G
         right = V.T @ V if self.A is None else self.A
         return _mixed(left.double() * right.double(), mix, U.dtype)
@@ -394,3 +394,6 @@ class Projected(Metric):
             if M is not None and (problem := _not_psd(name, M, None)):
                 return problem
         return None
+
+
+Corrected = EKFAC  # an older name of the class, kept for those who import it

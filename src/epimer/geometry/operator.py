@@ -1,6 +1,6 @@
 """One task's curvature in the coordinates of a subspace: x -> H̃x, and the solve of a weighted sum of them.
 
-The sum Σ c_t H̃_t is a form of the same kind: a diagonal metric is summed before it is projected, so that
+The sum Σ c_t H̃_t is an operator of the same kind: a diagonal metric is summed before it is projected, so that
 one projection serves all tasks.
 """
 
@@ -8,35 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from epimer.geometry.linalg import NULL, conjugate_gradients, solve_spd
-
-CONVERGED = 1e-5  # a relative residual above this is reported as stalled
-
-
-class Solved(NamedTuple):
-    """y with (H + (shift + damping)·I) y = b up to the relative residual."""
-
-    y: Tensor
-    residual: float = 0.0
-    damping: float = 0.0
-    iterative: bool = False
-
-    @property
-    def status(self) -> str:
-        """Say in a word how the system was solved."""
-        if self.damping > 0:
-            return "damped"
-        if not self.residual <= CONVERGED:
-            return "stalled"
-        return "converged" if self.iterative else "exact"
+from epimer.geometry.solution import Solution, solved
 
 
-class Form(ABC):
+class SubspaceOperator(ABC):
     """A symmetric positive semi-definite operator on the coordinates of one subspace."""
 
     @abstractmethod
@@ -56,26 +37,26 @@ class Form(ABC):
         """Return weight · self."""
 
     @abstractmethod
-    def solve(self, b: Tensor, shift: float) -> Solved:
+    def solve(self, b: Tensor, shift: float) -> Solution:
         """Solve (H̃ + shift·I) y = b."""
 
 
-def combine(forms: list[Form], weights: list[float]) -> Form:
-    """Return Σ weights_t · forms_t; all forms are of one kind."""
-    total = forms[0].times(weights[0])
-    for form, weight in zip(forms[1:], weights[1:], strict=True):
-        total = total.plus(form, weight)
+def linear_combination(operators: list[SubspaceOperator], weights: list[float]) -> SubspaceOperator:
+    """Return Σ weights_t · operators_t; all operators are of one kind."""
+    total = operators[0].times(weights[0])
+    for operator, weight in zip(operators[1:], weights[1:], strict=True):
+        total = total.plus(operator, weight)
     return total
 
 
-def residual(form: Form, y: Tensor, b: Tensor, shift: float) -> float:
+def relative_residual(operator: SubspaceOperator, y: Tensor, b: Tensor, shift: float) -> float:
     """Return ‖(H̃ + shift·I) y - b‖ / ‖b‖."""
     norm = float(torch.linalg.vector_norm(b))
-    return float(torch.linalg.vector_norm(form.apply(y) + shift * y - b)) / norm if norm > 0 else 0.0
+    return float(torch.linalg.vector_norm(operator.apply(y) + shift * y - b)) / norm if norm > 0 else 0.0
 
 
 @dataclass(frozen=True)
-class Dense(Form):
+class Dense(SubspaceOperator):
     """H̃ as a p x p matrix, in float64."""
 
     H: Tensor
@@ -94,13 +75,14 @@ class Dense(Form):
     def times(self, weight: float) -> Dense:
         return Dense(self.H * weight, self.null)
 
-    def solve(self, b: Tensor, shift: float) -> Solved:
-        y, damping = solve_spd(self.H, b[:, None], shift, self.null)
-        return Solved(y[:, 0], residual(self, y[:, 0], b, shift + damping), damping)
+    def solve(self, b: Tensor, shift: float) -> Solution:
+        column = solve_spd(self.H, b[:, None], shift, self.null)
+        y, damping = column.value[:, 0], column.damping
+        return solved(y, relative_residual(self, y, b, shift + damping), damping)
 
 
 @dataclass(frozen=True)
-class Elementwise(Form):
+class Elementwise(SubspaceOperator):
     """A diagonal on the full space: F has the shape of the coordinates, or is one number."""
 
     F: Tensor
@@ -117,14 +99,14 @@ class Elementwise(Form):
     def times(self, weight: float) -> Elementwise:
         return Elementwise(self.F.double() * weight)
 
-    def solve(self, b: Tensor, shift: float) -> Solved:
+    def solve(self, b: Tensor, shift: float) -> Solution:
         """Divide; where the curvature is zero there is nothing to move for, so y is 0."""
         F = self.F + shift
-        return Solved(torch.where(F > 0, b / torch.where(F > 0, F, 1), 0))
+        return Solution(torch.where(F > 0, b / torch.where(F > 0, F, 1), 0))
 
 
 @dataclass(frozen=True)
-class OuterSum(Form):
+class OuterSum(SubspaceOperator):
     """X -> Σ_t c_t (1/N_t) Σ_n s_n ⟨s_n, X⟩ with s_n = Σ_tokens g xᵀ, never formed."""
 
     terms: tuple[tuple[float, Tensor, Tensor], ...]
@@ -150,7 +132,6 @@ class OuterSum(Form):
     def times(self, weight: float) -> OuterSum:
         return OuterSum(tuple((weight * c, g, x) for c, g, x in self.terms))
 
-    def solve(self, b: Tensor, shift: float) -> Solved:
+    def solve(self, b: Tensor, shift: float) -> Solution:
         tolerance = 1e-11 if self.terms[0][1].dtype == torch.float64 else 1e-6
-        y, residual = conjugate_gradients(lambda x: self.apply(x) + shift * x, b, tolerance=tolerance)
-        return Solved(y, residual, iterative=True)
+        return conjugate_gradients(lambda x: self.apply(x) + shift * x, b, tolerance=tolerance)

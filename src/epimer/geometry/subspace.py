@@ -12,17 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NULL, Svd, along_atoms, column_basis, iterates, polar, sum_of_atoms, top_svd
+from epimer.geometry.linalg import (
+    NULL,
+    Svd,
+    atom_coefficients,
+    column_basis,
+    polar,
+    sum_of_atoms,
+    top_svd,
+    uses_krylov,
+)
 from epimer.geometry.metric import Metric
-from epimer.geometry.operator import Dense, Form
+from epimer.geometry.operator import Dense, SubspaceOperator
 
 NEAR_DUPLICATE = 0.02  # a stack's weakest direction below this calls for exact SVDs
 
 
 def clamp_rank(shape: Sequence[int], tasks: int, rank: int | None) -> int:
-    """Return the directions each task may have: at most floor(min(m, n) / T), so that U and V can be orthonormal."""
-    most = min(shape) // tasks
-    return most if rank is None else min(rank, most)
+    """Return the directions per task: `rank`, but at most floor(min(m, n) / T), so that U and V can be orthonormal."""
+    ceiling = min(shape) // tasks
+    return ceiling if rank is None else min(rank, ceiling)
 
 
 class Subspace(ABC):
@@ -37,7 +46,7 @@ class Subspace(ABC):
         """Return the layer-shaped S x."""
 
     @abstractmethod
-    def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
+    def restrict(self, metric: Metric, tolerance: float = 0.0) -> SubspaceOperator:
         """Return SᵀHS; `tolerance` allows a shortcut where one exists (a diagonal on tagged atoms)."""
 
 
@@ -53,8 +62,8 @@ class Full(Subspace):
     def lift(self, x: Tensor) -> Tensor:
         return x.to(self.dtype)
 
-    def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
-        return metric.on_pairs(None, None)
+    def restrict(self, metric: Metric, tolerance: float = 0.0) -> SubspaceOperator:
+        return metric.on_tensor_product(None, None)
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,18 @@ class Tagged(Subspace):
     """index of the task that owns each atom"""
     mix: Tensor | None = None
 
+    @property
+    def atoms(self) -> Tagged:
+        """The basis itself, as a tensor product has the one it was made from."""
+        return self
+
+    @property
+    def rank(self) -> int:
+        """Directions of the task that has most."""
+        return int(self.owner.bincount().max()) if self.owner.numel() else 0
+
     def project(self, D: Tensor) -> Tensor:
-        raw = along_atoms(D, self.U, self.V).double()
+        raw = atom_coefficients(D, self.U, self.V).double()
         return raw if self.mix is None else self.mix.T @ raw
 
     def lift(self, x: Tensor) -> Tensor:
@@ -89,18 +108,23 @@ class Tagged(Subspace):
         mix = None if self.mix is None else self.mix.to(like.device)
         return Tagged(self.U.to(like), self.V.to(like), self.sigma.to(like), self.owner.to(like.device), mix)
 
-    def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
-        return metric.on_atoms(self.U, self.V, self.mix, tolerance)
+    def restrict(self, metric: Metric, tolerance: float = 0.0) -> SubspaceOperator:
+        return metric.on_tagged(self.U, self.V, self.mix, tolerance)
 
 
 @dataclass(frozen=True)
-class Pairs(Subspace):
-    """All pairs u_i v_jᵀ: coordinates X (p x q), lift U X Vᵀ. Contains the tagged subspace."""
+class TensorProduct(Subspace):
+    """The span of all pairs u_i v_jᵀ: coordinates X (p x q), lift U X Vᵀ. It contains the tagged subspace."""
 
     U: Tensor
     V: Tensor
     atoms: Tagged
     """the tagged basis it was made from"""
+
+    @property
+    def rank(self) -> int:
+        """Directions of the task that has most."""
+        return self.atoms.rank
 
     def project(self, D: Tensor) -> Tensor:
         return (self.U.T @ D @ self.V).double()
@@ -108,12 +132,12 @@ class Pairs(Subspace):
     def lift(self, x: Tensor) -> Tensor:
         return self.U @ x.to(self.U.dtype) @ self.V.T
 
-    def to(self, like: Tensor) -> Pairs:
+    def to(self, like: Tensor) -> TensorProduct:
         """Return the basis on the device and in the precision of `like`."""
-        return Pairs(self.U.to(like), self.V.to(like), self.atoms.to(like))
+        return TensorProduct(self.U.to(like), self.V.to(like), self.atoms.to(like))
 
-    def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
-        return metric.on_pairs(self.U, self.V)
+    def restrict(self, metric: Metric, tolerance: float = 0.0) -> SubspaceOperator:
+        return metric.on_tensor_product(self.U, self.V)
 
 
 @dataclass(frozen=True)
@@ -128,14 +152,14 @@ class Span(Subspace):
     def lift(self, x: Tensor) -> Tensor:
         return torch.tensordot(x.to(self.S.dtype), self.S, dims=1)
 
-    def restrict(self, metric: Metric, tolerance: float = 0.0) -> Form:
+    def restrict(self, metric: Metric, tolerance: float = 0.0) -> SubspaceOperator:
         images = [metric.apply(direction).flatten() for direction in self.S]
         flat = self.S.flatten(1)
         return Dense((flat @ torch.stack(images, dim=1) if images else flat @ flat.T).double())
 
 
 def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
-    """Build the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor."""
+    """Return the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor."""
     return tagged_with_triples(deltas, rank)[0]
 
 
@@ -145,14 +169,14 @@ def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, li
     Near-duplicate models make the stack near-singular, which magnifies errors; then the SVDs are taken exactly.
     """
     triples = [top_svd(D, rank) for D in deltas]
-    atoms, weakest = whitened(triples)
-    if weakest < NEAR_DUPLICATE and any(iterates(D, rank) for D in deltas):
+    atoms, weakest = whiten(triples)
+    if weakest < NEAR_DUPLICATE and any(uses_krylov(D, rank) for D in deltas):
         triples = [top_svd(D, rank, exact=True) for D in deltas]
-        atoms, _ = whitened(triples)
+        atoms, _ = whiten(triples)
     return atoms, triples
 
 
-def whitened(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, float]:
+def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, float]:
     """Return the tagged basis of the first `rank` triples of every task, and its stack's weakest direction."""
     triples = [Svd(U[:, :rank], sigma[:rank], V[:, :rank]) for U, sigma, V in triples]
     left, right = (polar(torch.cat([triple[side] for triple in triples], dim=1)) for side in (0, 2))
@@ -168,11 +192,11 @@ def whitened(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, f
     return atoms, min(left.weakest, right.weakest)
 
 
-def pairs(atoms: Tagged) -> Pairs:
-    """Return the whole product space of a tagged basis's factors."""
+def tensor_product(atoms: Tagged) -> TensorProduct:
+    """Return the span of all pairs u_i v_jᵀ of a tagged basis's singular vectors."""
     if atoms.mix is None:
-        return Pairs(atoms.U, atoms.V, atoms)
-    return Pairs(column_basis(atoms.U), column_basis(atoms.V), atoms)
+        return TensorProduct(atoms.U, atoms.V, atoms)
+    return TensorProduct(column_basis(atoms.U), column_basis(atoms.V), atoms)
 
 
 def joint(deltas: Sequence[Tensor], rank: int) -> Span:
@@ -180,3 +204,7 @@ def joint(deltas: Sequence[Tensor], rank: int) -> Span:
     stacked = torch.stack([D.flatten() for D in deltas], dim=1)
     directions = top_svd(stacked, rank).U
     return Span(directions.T.reshape(-1, *deltas[0].shape))
+
+
+Basis = Tagged | TensorProduct
+"""a basis that can be built ahead of a merge, stored, and given to it"""

@@ -1,17 +1,18 @@
-"""What can be known of a merge before it is made: η, V_S, R_S, the bound, the energy a basis keeps."""
+"""What the quadratic model says of a merge ahead of it: η, V_S, R_S, the bound, the energy a basis keeps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from epimer.geometry.diagonal import AtomDiagonal
-from epimer.geometry.frechet import Problem, pose
+from epimer.geometry.diagonal import TaggedDiagonal
+from epimer.geometry.frechet import build_problem
 from epimer.geometry.metric import Metric, Projected
-from epimer.geometry.operator import Dense, Form
+from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.subspace import Subspace, Tagged
 from epimer.records import LayerDiagnosis
 
@@ -26,16 +27,16 @@ def diagnose_layer(
     rank: int | None,
 ) -> LayerDiagnosis:
     """Compute the theory of one layer on a tagged basis, at the damped, trace-normalised Fréchet mean x*."""
-    problem = pose(subspace, metrics, deltas, weights, damping=damping)
-    raw = Problem(problem.points, problem.forms, problem.weights, [1.0] * len(deltas), [0.0] * len(deltas))
+    problem = build_problem(subspace, metrics, deltas, weights).damped(damping)
+    raw = replace(problem, scales=[1.0] * len(deltas), shifts=[0.0] * len(deltas))
     solution = problem.mean()
-    x = solution.coordinates
+    x = solution.value
     v_s = raw.objective(x)
     r_s = residual_energy(subspace, metrics, deltas, weights, problem.points)
     energies = [float(D.double().square().sum()) for D in deltas]
     kept = [float(point.square().sum()) for point in problem.points]
-    spectrum = _spectrum(problem.mean_form(), x.numel())
-    shift = problem.mean_shift()
+    spectrum = _spectrum(problem.mean_operator, x.numel())
+    shift = problem.mean_shift
     return LayerDiagnosis(
         eta=solution.eta or 0.0,
         eta_unit_trace=(solution.eta or 0.0) / max(1, x.numel()),
@@ -70,7 +71,7 @@ def residual_energy(
     for D, metric, weight, x in zip(deltas, metrics, weights, inside, strict=True):
         if isinstance(subspace, Tagged):
             c = x if subspace.mix is None else subspace.mix @ x
-            total += weight * metric.beyond(D, c, subspace.U, subspace.V)
+            total += weight * metric.energy_outside(D, c, subspace.U, subspace.V)
         else:
             total += weight * metric.energy(D - subspace.lift(x))
     return total
@@ -119,15 +120,15 @@ def _share(part: float, whole: float) -> float:
     return min(1.0, part / whole) if whole > 0 else 1.0
 
 
-def _spectrum(form: Form, dimension: int) -> Tensor:
+def _spectrum(operator: SubspaceOperator, dimension: int) -> Tensor:
     """Return the eigenvalues of the mean curvature on a tagged basis, lowest first."""
     if not dimension:
         return torch.ones(1, dtype=torch.float64)
-    if isinstance(form, Dense | AtomDiagonal):
-        matrix = form.H if isinstance(form, Dense) else form.dense()
+    if isinstance(operator, Dense | TaggedDiagonal):
+        matrix = operator.H if isinstance(operator, Dense) else operator.dense()
         return torch.linalg.eigvalsh(matrix).clamp_min(0)
     basis = torch.eye(dimension, dtype=torch.float64)
-    return torch.linalg.eigvalsh(torch.stack([form.apply(column) for column in basis]))
+    return torch.linalg.eigvalsh(torch.stack([operator.apply(column) for column in basis]))
 
 
 def _condition(spectrum: Tensor, shift: float) -> float:

@@ -4,35 +4,68 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from epimer.errors import ParameterError, short
-from epimer.geometry.frechet import weighted_sum
-from epimer.geometry.linalg import chunks, kth_magnitudes, working
-from epimer.geometry.metric import Diagonal
-from epimer.methods.registry import (
-    COMMON,
-    Layer,
-    Method,
-    Outcome,
-    Parameter,
-    Prepared,
-    Prepass,
-    each,
-    scale,
-)
+from epimer.geometry.linalg import as_compute_dtype, chunks, kth_magnitudes, weighted_sum
+from epimer.geometry.metric import Diagonal, Metric
+from epimer.geometry.solution import Solution
+from epimer.methods.options import MethodOptions, Option, per_model
+from epimer.methods.registry import Layer, Method, Prepared, Prepass
 
 
-def average(layer: Layer, p: Any) -> Outcome:
+@dataclass(frozen=True, kw_only=True)
+class GreedySoupOptions(MethodOptions):
+    """Options of greedy_soup."""
+
+    evaluate: Annotated[Callable[[dict[str, Tensor]], Any] | None, Option("scores a state dict; higher is better")] = (
+        None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiesOptions(MethodOptions):
+    """Options of ties."""
+
+    density: Annotated[
+        float | list[float], Option("share of entries kept", low=0, high=1, open_low=True, per_model=True)
+    ] = 0.2
+    elect: Annotated[
+        Literal["mass", "frequency"], Option("elect the sign by total mass, or by how many models have it")
+    ] = "mass"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DareOptions(MethodOptions):
+    """Options of dare."""
+
+    density: Annotated[
+        float | list[float], Option("chance that an entry is kept", low=0, high=1, open_low=True, per_model=True)
+    ] = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientMatchingOptions(MethodOptions):
+    """Options of gradient_matching."""
+
+    scale: Annotated[float, Option("multiplies the merged delta, the paper's α; 0 returns the base", low=0)] = 1.0
+    base_curvature: Annotated[Mapping[str, Metric] | None, Option("the base model's curvature F_0")] = None
+    samples: Annotated[list[float] | None, Option("training samples N_t of each model (default 1)")] = None
+    base_samples: Annotated[float, Option("samples N_0 behind the base's curvature", low=0)] = 1.0
+    prior: Annotated[float, Option("prior precision δ0", low=0)] = 0.0
+
+
+def average(layer: Layer, options: MethodOptions) -> Solution:
     """Return Σ λ_t D_t: the Fréchet mean of the full space under the identity."""
-    return Outcome(weighted_sum(layer.deltas, layer.weights))
+    return Solution(weighted_sum(layer.deltas, layer.weights))
 
 
-def norms(prepass: Prepass, p: Any) -> Prepared:
+def norms(prepass: Prepass, options: MethodOptions) -> Prepared:
     """Weigh each model by 1/‖θ_t‖ over the whole model."""
     squares = [0.0] * len(prepass.weights)
     for _, _, models in prepass.tensors():
@@ -45,10 +78,10 @@ def norms(prepass: Prepass, p: Any) -> Prepared:
 
 
 def _differences(W0: Tensor, parts: list[Tensor]) -> Iterator[Tensor]:
-    return (working(part) - working(W0) for part in parts)
+    return (as_compute_dtype(part) - as_compute_dtype(W0) for part in parts)
 
 
-def thresholds(prepass: Prepass, p: Any) -> Prepared:
+def thresholds(prepass: Prepass, options: TiesOptions) -> Prepared:
     """Find, per model, the magnitude that separates the top `density` of all its entries."""
 
     def deltas() -> Iterator[Iterator[Tensor]]:
@@ -58,54 +91,55 @@ def thresholds(prepass: Prepass, p: Any) -> Prepared:
                 yield _differences(W0, parts)
 
     # The authors keep every entry from the cut-th smallest up.
-    cuts = [prepass.entries - int(prepass.entries * kept) for kept in each(p.density, len(prepass.weights))]
-    found = kth_magnitudes(deltas, [max(cut, 1) for cut in cuts], prepass.dtype, prepass.workers)
-    return Prepared(None, [value if cut > 0 else 0.0 for value, cut in zip(found, cuts, strict=True)])
+    cuts = [prepass.entries - int(prepass.entries * kept) for kept in per_model(options.density, len(prepass.weights))]
+    magnitudes = kth_magnitudes(deltas, [max(cut, 1) for cut in cuts], prepass.dtype, prepass.workers)
+    return Prepared(None, [value if cut > 0 else 0.0 for value, cut in zip(magnitudes, cuts, strict=True)])
 
 
-def ties(layer: Layer, p: Any) -> Outcome:
+def ties(layer: Layer, options: TiesOptions) -> Solution:
     """Trim each task vector, elect a sign per entry, average the entries that agree with it."""
     trimmed = [
         torch.where(D.abs() >= threshold, D, 0) for D, threshold in zip(layer.deltas, layer.context, strict=True)
     ]
-    votes = trimmed if p.elect == "mass" else [D.sign() for D in trimmed]
+    votes = trimmed if options.elect == "mass" else [D.sign() for D in trimmed]
     elected = weighted_sum(votes, layer.weights).sign()
     total, mass = torch.zeros_like(elected), torch.zeros_like(elected)
     for D, weight in zip(trimmed, layer.weights, strict=True):
         agreeing = (D * elected).clamp_min_(0)  # |D| where it has the elected sign, else 0
         total += weight * agreeing
         mass += weight * (agreeing > 0).to(D)
-    return Outcome(elected * total / torch.where(mass > 0, mass, 1))
+    return Solution(elected * total / torch.where(mass > 0, mass, 1))
 
 
-def dare(layer: Layer, p: Any) -> Outcome:
+def dare(layer: Layer, options: DareOptions) -> Solution:
     """Drop entries at random, rescale the survivors, then add up as task arithmetic does."""
     kept = []
-    for t, (D, density) in enumerate(zip(layer.deltas, each(p.density, len(layer.deltas)), strict=True)):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{p.seed}/{t}/{layer.name}".encode()))
+    for t, (D, density) in enumerate(zip(layer.deltas, per_model(options.density, len(layer.deltas)), strict=True)):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{options.seed}/{t}/{layer.name}".encode()))
         mask = torch.rand(D.shape, generator=generator) < density
         kept.append(D * mask.to(D) / density)
-    return Outcome(weighted_sum(kept, layer.weights))
+    return Solution(weighted_sum(kept, layer.weights))
 
 
-def gradient_matching(layer: Layer, p: Any) -> Outcome:
+def gradient_matching(layer: Layer, options: GradientMatchingOptions) -> Solution:
     """Weigh each D_t by (N_t F_t + N_0 F_0 + δ_0) / (α Σ N_s F_s + N_0 F_0 + δ_0), α being the scale."""
     tasks = len(layer.deltas)
-    counts = [1.0] * tasks if p.samples is None else p.samples
+    counts = [1.0] * tasks if options.samples is None else options.samples
     steps = [tasks * w for w in layer.weights]  # 1 for equal weights
-    prior: Tensor | float = p.prior
+    prior: Tensor | float = options.prior
     if isinstance(layer.base_metric, Diagonal):
-        prior = p.base_samples * layer.base_metric.F.double() + p.prior
+        prior = options.base_samples * layer.base_metric.F.double() + options.prior
     curvatures = [N * m.F.double() for N, m in zip(counts, layer.metrics, strict=True) if isinstance(m, Diagonal)]
-    total = weighted_sum(curvatures, [p.scale * step for step in steps]) + prior
+    total = weighted_sum(curvatures, [options.scale * step for step in steps]) + prior
     pulled = weighted_sum([(F + prior) * D for F, D in zip(curvatures, layer.deltas, strict=True)], steps)
     flat = weighted_sum(layer.deltas, layer.weights).double()
-    return Outcome(torch.where(total > 0, pulled / torch.where(total > 0, total, 1), flat).to(layer.deltas[0].dtype))
+    return Solution(torch.where(total > 0, pulled / torch.where(total > 0, total, 1), flat).to(layer.deltas[0].dtype))
 
 
-def greedy(prepass: Prepass, p: Any) -> Prepared:
+def greedy(prepass: Prepass, options: GreedySoupOptions) -> Prepared:
     """Add the models to the soup best first, each only if the score does not drop."""
-    if p.evaluate is None:
+    evaluate = options.evaluate
+    if evaluate is None:
         raise ParameterError(
             "greedy_soup needs evaluate=: a function that takes a state dict and returns a score (higher is better)."
         )
@@ -116,13 +150,13 @@ def greedy(prepass: Prepass, p: Any) -> Prepared:
         return [prepass.weights[t] / total if t in members else 0.0 for t in range(tasks)]
 
     def score(members: list[int]) -> float:
-        given = p.evaluate(prepass.average(weights(members)))
+        returned = evaluate(prepass.average(weights(members)))
         try:
-            value = float(given)
+            value = float(returned)
         except (TypeError, ValueError, RuntimeError):
             value = math.nan
         if math.isnan(value):
-            raise ParameterError(f"evaluate= returned {short(given)} for models {members}, expected a number.")
+            raise ParameterError(f"evaluate= returned {short(returned)} for models {members}, expected a number.")
         return value
 
     usable = [t for t in range(tasks) if prepass.weights[t] > 0]
@@ -136,24 +170,22 @@ def greedy(prepass: Prepass, p: Any) -> Prepared:
     return Prepared(weights(soup))
 
 
-def density(default: float, meaning: str) -> Parameter:
-    """Return the parameter of ties and dare: one share for all models, or one per model."""
-    return Parameter("density", "number", default, meaning, low=0, high=1, open_low=True, per_model=True)
-
-
 LINEAR_LAWS = frozenset({"permutation", "copies", "scale_zero"})
 
-METHODS = (
+METHODS: tuple[Method, ...] = (
     Method(
         name="average",
         summary="the mean of the models",
         equation="θ = θ0 + α Σ λ_t D_t",
         citation="Wortsman et al., Model soups, ICML 2022",
         merge=average,
-        parameters=(scale(), *COMMON),
+        options=MethodOptions(),
         needs_base=False,
         elementwise=True,
         entrywise=True,
+        sums_models=True,
+        sweep=True,
+        forecast=True,
         laws=LINEAR_LAWS,
     ),
     Method(
@@ -162,7 +194,7 @@ METHODS = (
         equation="θ = θ0 + α Σ w_t D_t",
         citation="Ilharco et al., Editing Models with Task Arithmetic, ICLR 2023",
         merge=average,
-        parameters=(scale(), *COMMON),
+        options=MethodOptions(),
         needs_base=True,
         elementwise=True,
         entrywise=True,
@@ -175,7 +207,7 @@ METHODS = (
         equation="θ = θ0 + α Σ λ_t D_t, λ_t ∝ w_t / ‖θ_t‖",
         citation="Si et al., NAN: A Training-Free Solution to Coefficient Estimation in Model Merging, 2025",
         merge=average,
-        parameters=(scale(), *COMMON),
+        options=MethodOptions(),
         needs_base=False,
         elementwise=True,
         entrywise=True,
@@ -189,11 +221,7 @@ METHODS = (
         equation="θ = θ0 + α Σ λ_t D_t over the chosen t",
         citation="Wortsman et al., Model soups, ICML 2022",
         merge=average,
-        parameters=(
-            scale(),
-            Parameter("evaluate", "callable", None, "scores a state dict; higher is better", optional=True),
-            *COMMON,
-        ),
+        options=GreedySoupOptions(),
         needs_base=False,
         elementwise=True,
         entrywise=True,
@@ -207,18 +235,7 @@ METHODS = (
         equation="θ = θ0 + α · mean of {trim(D_t)_i : sign = elected_i}",
         citation="Yadav et al., TIES-Merging, NeurIPS 2023",
         merge=ties,
-        parameters=(
-            scale(),
-            density(0.2, "share of entries kept"),
-            Parameter(
-                "elect",
-                "choice",
-                "mass",
-                "elect the sign by total mass, or by how many models have it",
-                choices=("mass", "frequency"),
-            ),
-            *COMMON,
-        ),
+        options=TiesOptions(),
         needs_base=True,
         elementwise=True,
         entrywise=True,
@@ -234,11 +251,7 @@ METHODS = (
         equation="θ = θ0 + α Σ w_t (M_t ∘ D_t) / density",
         citation="Yu et al., Language Models are Super Mario (DARE), ICML 2024",
         merge=dare,
-        parameters=(
-            scale(),
-            density(0.5, "chance that an entry is kept"),
-            *COMMON,
-        ),
+        options=DareOptions(),
         needs_base=True,
         elementwise=True,
         absolute_weights=True,
@@ -251,17 +264,11 @@ METHODS = (
         equation="θ = θ0 + α Σ (N_t F_t + N_0 F_0 + δ0) / (α Σ N_s F_s + N_0 F_0 + δ0) ∘ D_t",
         citation="Daheim et al., Model Merging by Uncertainty-Based Gradient Matching, ICLR 2024",
         merge=gradient_matching,
-        parameters=(
-            scale(low=0),
-            Parameter("base_curvature", "mapping", None, "the base model's curvature F_0", optional=True),
-            Parameter("samples", "numbers", None, "training samples N_t of each model (default 1)", optional=True),
-            Parameter("base_samples", "number", 1.0, "samples N_0 behind the base's curvature", low=0),
-            Parameter("prior", "number", 0.0, "prior precision δ0", low=0),
-            *COMMON,
-        ),
+        options=GradientMatchingOptions(),
         needs_base=True,
         curvature="diagonal",
         elementwise=True,
+        linear_in_scale=False,
         workspace=(4.0, 8.0),
         laws=frozenset({"permutation", "copies", "scale_zero"}),
     ),

@@ -2,106 +2,185 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import torch
 
-from epimer.errors import CurvatureError, ParameterError
-from epimer.geometry.frechet import Problem, mean_size, pose
-from epimer.geometry.linalg import working
+from epimer.errors import CurvatureError
+from epimer.geometry.aggregator import (
+    Aggregator,
+    Anchor,
+    Anchored,
+    Mean,
+    Sum,
+    anchor_at,
+    average_anchor,
+    iso_c_delta,
+    sum_anchor,
+    tsv_delta,
+)
+from epimer.geometry.frechet import frechet_mean
+from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
-from epimer.geometry.subspace import Full, Pairs, Subspace, Tagged, clamp_rank, pairs, tagged
-from epimer.methods.registry import COMMON, Layer, Method, Outcome, Parameter, scale
-from epimer.methods.spectral import clamped, iso_c_delta, rank_note, tsv_delta
+from epimer.geometry.solution import Solution
+from epimer.geometry.subspace import Basis, Full, Subspace, Tagged, clamp_rank, tagged, tensor_product
+from epimer.methods.options import MethodOptions, Option
+from epimer.methods.registry import Layer, Method
+from epimer.methods.spectral import clamped, rank_note
+
+Normalize = Annotated[Literal["trace", "none"], Option("trace: each task's curvature to mean diagonal 1 per layer")]
+Damping = Annotated[float, Option("share of the mean diagonal added to it", low=0)]
+Jitter = Annotated[float, Option("added to the curvature's diagonal before it is projected", low=0)]
 
 
-def frechet(layer: Layer, p: Any) -> Outcome:
-    """Solve the layer's Fréchet mean as the parameters say."""
-    tasks, shape = len(layer.deltas), layer.deltas[0].shape
-    rank = clamp_rank(shape, tasks, p.rank) if len(shape) == 2 else 0
-    anchored = p.aggregator == "anchored"
-    atoms = layer.basis.atoms if isinstance(layer.basis, Pairs) else layer.basis
-    assert atoms is None or isinstance(atoms, Tagged)
-    if (layer.basis is None and p.basis != "full") or (anchored and p.anchor == "tsv" and atoms is None):
+@dataclass(frozen=True, kw_only=True)
+class FrechetOptions(MethodOptions):
+    """Options of the one equation."""
+
+    basis: Annotated[
+        Literal["tagged", "tensor", "full"] | Mapping[str, Basis],
+        Option("subspace: task-owned atoms, all their pairs, or everything"),
+    ]
+    rank: Annotated[
+        int | None, Option("directions kept per task, at most floor(min(m, n) / T); None takes that many", low=1)
+    ] = 32
+    aggregator: Annotated[
+        Literal["mean", "sum", "anchored"], Option("mean; sum = T times the mean; anchored: a damped pull to an anchor")
+    ] = "mean"
+    anchor: Annotated[
+        Literal["tsv", "sum", "iso_c", "average"],
+        Option("where directions without curvature go (aggregator anchored)"),
+    ] = "tsv"
+    normalize: Normalize = "trace"
+    damping: Damping = 1e-2
+    jitter: Jitter = 0.0
+    projection_tol: Annotated[
+        float,
+        Option(
+            "error of the low-rank projection that starts a large diagonal solve; 0 projects exactly", low=0, high=1
+        ),
+    ] = 1e-2
+    iterations: Annotated[
+        int | None,
+        Option(
+            "conjugate-gradient steps at most, for kronecker curvature on tensor or full; None goes on until converged",
+            low=1,
+        ),
+    ] = None
+
+    @property
+    def needs_atoms(self) -> bool:
+        """Whether the subspace or the anchor is made of the tasks' singular vectors."""
+        return self.basis != "full" or (self.aggregator == "anchored" and self.anchor == "tsv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegMeanOptions(FrechetOptions):
+    """Options of regmean."""
+
+    off_diagonal: Annotated[float, Option("factor on A's off-diagonal entries", low=0, high=1)] = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class FisherOptions(MethodOptions):
+    """Options of fisher."""
+
+    normalize: Normalize = "none"
+    damping: Damping = 0.0
+    jitter: Jitter = 0.0
+
+
+def frechet(layer: Layer, options: FrechetOptions) -> Solution:
+    """Return the mean, the sum or the anchored step, in the subspace that the options name."""
+    shape, tasks = layer.deltas[0].shape, len(layer.deltas)
+    rank = clamp_rank(shape, tasks, options.rank) if len(shape) == 2 else 0
+    atoms = None if layer.basis is None else layer.basis.atoms
+    if atoms is None and options.needs_atoms:
         if rank == 0:
             return clamped(layer)
         atoms = tagged(layer.deltas, rank)
-    subspace = _subspace(p.basis, atoms, layer) if layer.basis is None else layer.basis
-    problem = pose(
-        subspace,
+    solution = frechet_mean(
+        layer.basis or _subspace(layer, options, atoms),
         layer.metrics,
+        _aggregator(layer, options, atoms),
         layer.deltas,
         layer.weights,
-        normalize=p.normalize,
-        damping=0.0 if anchored else p.damping,
-        jitter=p.jitter,
-        tolerance=p.projection_tol,
-        most=p.iterations,
+        normalize=options.normalize,
+        jitter=options.jitter,
+        tolerance=options.projection_tol,
+        max_steps=options.iterations,
     )
-    if anchored:
-        unit = 1.0 if p.normalize == "trace" else mean_size(problem)
-        solution = problem.solve(_anchor(layer, p.anchor, subspace, atoms, problem), p.damping * unit)
-    else:
-        solution = problem.mean()
-    delta = subspace.lift(solution.coordinates)
-    if p.aggregator == "sum":
-        delta = tasks * delta
     if layer.basis is not None:
-        return Outcome(delta, solution.status, solution.residual, solution.eta, rank_of(layer.basis))
-    used, note = (None, "") if atoms is None else (rank, rank_note(p.rank, rank))
-    return Outcome(delta, solution.status, solution.residual, solution.eta, used, note)
+        return replace(solution, rank=layer.basis.rank)
+    return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
 
 
-def rank_of(basis: Subspace) -> int | None:
-    """Return how many directions a given basis has for a task, where it says so."""
-    atoms = basis.atoms if isinstance(basis, Pairs) else basis
-    if not isinstance(atoms, Tagged):
-        return None
-    return int(atoms.owner.bincount().max()) if atoms.owner.numel() else 0
-
-
-def _subspace(basis: str, atoms: Tagged | None, layer: Layer) -> Subspace:
-    if basis == "full" or atoms is None:
+def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Subspace:
+    if options.basis == "full" or atoms is None:
         return Full(layer.deltas[0].dtype)
-    return pairs(atoms) if basis == "tensor" else atoms
+    return tensor_product(atoms) if options.basis == "tensor" else atoms
 
 
-def _anchor(layer: Layer, anchor: str, subspace: Subspace, atoms: Tagged | None, problem: Problem) -> torch.Tensor:
-    """Return the anchor's coordinates x_a."""
-    if anchor == "average":
-        return problem.flat_mean()
-    if anchor == "sum":
-        return len(layer.deltas) * problem.flat_mean()
-    if anchor == "iso_c":
-        return subspace.project(iso_c_delta(layer.deltas, layer.weights))
-    assert atoms is not None
-    return subspace.project(tsv_delta(atoms, layer.weights))
+def _aggregator(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Aggregator:
+    match options.aggregator:
+        case "mean":
+            return Mean(options.damping)
+        case "sum":
+            return Sum(options.damping)
+        case "anchored":
+            return Anchored(_anchor(layer, options, atoms), options.damping)
 
 
-# The rule 'fisher': the fisher preset at its defaults, for single tensors of any method.
-FISHER = SimpleNamespace(normalize="none", damping=0.0, jitter=0.0)
+def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Anchor:
+    match options.anchor:
+        case "average":
+            return average_anchor
+        case "sum":
+            return sum_anchor
+        case "iso_c":
+            return anchor_at(iso_c_delta(layer.deltas, layer.weights))
+        case "tsv":
+            assert atoms is not None
+            return anchor_at(tsv_delta(atoms, layer.weights))
 
 
-def entrywise(layer: Layer, p: Any) -> Outcome:
-    """Solve the equation in the full space, whatever the tensor's shape."""
-    fixed = SimpleNamespace(basis="full", rank=None, aggregator="mean", projection_tol=0.0, iterations=None)
-    return frechet(layer, SimpleNamespace(**vars(fixed), normalize=p.normalize, damping=p.damping, jitter=p.jitter))
+def fisher(layer: Layer, options: FisherOptions) -> Solution:
+    """Return Σ λ_t F_t ∘ D_t / Σ λ_t F_t, whatever the tensor's shape."""
+    full, mean = Full(layer.deltas[0].dtype), Mean(options.damping)
+    return frechet_mean(
+        full, layer.metrics, mean, layer.deltas, layer.weights, normalize=options.normalize, jitter=options.jitter
+    )
 
 
-def _with_metrics(build: Callable[[Layer, Any], Sequence[Metric]]) -> Callable[[Layer, Any], Outcome]:
-    """Return the equation with metrics made from the layer instead of those given."""
-
-    def merge(layer: Layer, p: Any) -> Outcome:
-        return frechet(replace(layer, metrics=list(build(layer, p))), p)
-
-    return merge
+FISHER = FisherOptions()
+"""what the rule 'fisher' merges single tensors of any method with"""
 
 
-def input_grams(layer: Layer, p: Any) -> list[Metric]:
-    """Keep the input factor only, its off-diagonal entries shrunk."""
+def regmean(layer: Layer, options: RegMeanOptions) -> Solution:
+    """Return (Σ λ_t W_t A_t)(Σ λ_t A_t)⁻¹."""
+    return frechet(replace(layer, metrics=_input_grams(layer, options.off_diagonal)), options)
+
+
+def wudi(layer: Layer, options: FrechetOptions) -> Solution:
+    """Return the same with A_t = D_tᵀD_t / ‖D_t‖², which needs no data."""
+    grams: list[Metric] = []
+    for D in layer.deltas:
+        energy = float(as_compute_dtype(D).square().sum())
+        grams.append(Kronecker(A=D.T @ D / energy if energy > 0 else torch.zeros_like(D.T @ D)))
+    return frechet(replace(layer, metrics=grams), options)
+
+
+def epimer_free(layer: Layer, options: FrechetOptions) -> Solution:
+    """Return the equation's solution with each task vector standing in for both factors of its curvature."""
+    if not layer.metrics or not all(isinstance(metric, TaskGram) for metric in layer.metrics):
+        layer = replace(layer, metrics=[TaskGram(D) for D in layer.deltas])
+    return frechet(layer, options)
+
+
+def _input_grams(layer: Layer, off_diagonal: float) -> list[Metric]:
+    """Return the curvature's input factors alone, their off-diagonal entries shrunk."""
     grams: list[Metric] = []
     for t, metric in enumerate(layer.metrics):
         gram = (metric.G, metric.A)[metric.inputs] if isinstance(metric, Kronecker) else None
@@ -110,113 +189,28 @@ def input_grams(layer: Layer, p: Any) -> list[Metric]:
             raise CurvatureError(
                 f"curvature[{t}][{layer.name!r}] has no {side}; regmean needs the inputs' Gram matrix."
             )
-        gram = p.off_diagonal * gram + (1 - p.off_diagonal) * torch.diag(gram.diagonal())
+        gram = off_diagonal * gram + (1 - off_diagonal) * torch.diag(gram.diagonal())
         grams.append(Kronecker(A=gram) if metric.inputs else Kronecker(G=gram))
     return grams
 
 
-def task_inputs(layer: Layer, p: Any) -> list[Metric]:
-    """Take DᵀD/‖D‖² for the inputs' Gram matrix."""
-    grams: list[Metric] = []
-    for D in layer.deltas:
-        energy = float(working(D).square().sum())
-        grams.append(Kronecker(A=D.T @ D / energy if energy > 0 else torch.zeros_like(D.T @ D)))
-    return grams
-
-
-def task_grams(layer: Layer, p: Any) -> list[Metric]:
-    """Let each task vector stand in for both factors of its curvature."""
-    if layer.metrics and all(isinstance(metric, TaskGram) for metric in layer.metrics):
-        return layer.metrics
-    return [TaskGram(D) for D in layer.deltas]
-
-
-def _weighing(*, normalize: str, damping: float) -> tuple[Parameter, ...]:
-    """Return the parameters that say how the tasks' curvatures are weighed against each other."""
-    return (
-        Parameter(
-            "normalize",
-            "choice",
-            normalize,
-            "trace: each task's curvature to mean diagonal 1 per layer",
-            choices=("trace", "none"),
-        ),
-        Parameter("damping", "number", damping, "share of the mean diagonal added to it", low=0),
-        Parameter("jitter", "number", 0.0, "added to the curvature's diagonal before it is projected", low=0),
-    )
-
-
-def _parameters(
-    *,
-    basis: str,
-    aggregator: str = "mean",
-    normalize: str = "trace",
-    damping: float = 1e-2,
-    extra: tuple[Parameter, ...] = (),
-) -> tuple[Parameter, ...]:
-    """Return the parameters of the one equation, at a preset's defaults."""
-    return (
-        scale(),
-        *extra,
-        Parameter("basis", "basis", basis, "subspace: task-owned atoms, all their pairs, or everything"),
-        Parameter(
-            "rank",
-            "integer",
-            32,
-            "directions kept per task, at most floor(min(m, n) / T); None takes that many",
-            low=1,
-            optional=True,
-        ),
-        Parameter(
-            "aggregator",
-            "choice",
-            aggregator,
-            "mean; sum = T times the mean; anchored: a damped pull to an anchor",
-            choices=("mean", "sum", "anchored"),
-        ),
-        Parameter(
-            "anchor",
-            "choice",
-            "tsv",
-            "where directions without curvature go (aggregator anchored)",
-            choices=("tsv", "sum", "iso_c", "average"),
-        ),
-        *_weighing(normalize=normalize, damping=damping),
-        Parameter(
-            "projection_tol",
-            "number",
-            1e-2,
-            "error of the low-rank projection that starts a large diagonal solve; 0 projects exactly",
-            low=0,
-            high=1,
-        ),
-        Parameter(
-            "iterations",
-            "integer",
-            None,
-            "conjugate-gradient steps at most, for kronecker curvature on tensor or full; None goes on until converged",
-            low=1,
-            optional=True,
-        ),
-        *COMMON,
-    )
-
-
 MEAN_LAWS = frozenset({"permutation", "copies", "scale_zero"})
 SUM_LAWS = frozenset({"permutation", "scale_zero", "curvature_scale"})
+KRONECKER = ("kronecker", "ekfac", "projected")  # EKFAC has Kronecker's eigenvectors, and more exact eigenvalues
 
-METHODS = (
+METHODS: tuple[Method, ...] = (
     Method(
         name="fisher",
         summary="the mean of the models, entry by entry weighted by the diagonal Fisher information",
         equation="full x diagonal x mean: Σ λ_t F_t ∘ θ_t / Σ λ_t F_t",
         citation="Matena and Raffel, Merging Models with Fisher-Weighted Averaging, NeurIPS 2022",
-        merge=entrywise,
-        parameters=(scale(), *_weighing(normalize="none", damping=0.0), *COMMON),
+        merge=fisher,
+        options=FISHER,
         needs_base=False,
         curvature="diagonal",
         elementwise=True,
         workspace=(2.0, 14.0),
+        sweep=True,
         laws=MEAN_LAWS,
     ),
     Method(
@@ -224,17 +218,14 @@ METHODS = (
         summary="least squares on the layers' outputs, from the inputs' Gram matrices",
         equation="full x kronecker(G = I) x mean: (Σ λ_t W_t A_t)(Σ λ_t A_t)⁻¹",
         citation="Jin et al., Dataless Knowledge Fusion by Merging Weights of Language Models, ICLR 2023",
-        merge=_with_metrics(input_grams),
-        parameters=_parameters(
-            basis="full",
-            normalize="none",
-            damping=0.0,
-            extra=(Parameter("off_diagonal", "number", 0.9, "factor on A's off-diagonal entries", low=0, high=1),),
-        ),
+        merge=regmean,
+        options=RegMeanOptions(basis="full", normalize="none", damping=0.0),
         needs_base=False,
         curvature="kronecker",
         workspace=(5.5, 12.0),
         squares=True,
+        sweep=True,
+        forecast=True,
         laws=MEAN_LAWS,
     ),
     Method(
@@ -243,9 +234,10 @@ METHODS = (
         equation="full x kronecker x mean: Σ λ_t G_t (X - D_t) A_t = 0, by conjugate gradients",
         citation="Tam et al., Merging by Matching Models in Task Parameter Subspaces, TMLR 2024",
         merge=frechet,
-        parameters=_parameters(basis="full"),
+        options=FrechetOptions(basis="full"),
         needs_base=False,
         curvature="kronecker",
+        accepts=KRONECKER,
         workspace=(6.0, 20.0),
         squares=True,
         laws=MEAN_LAWS | {"curvature_scale"},
@@ -255,8 +247,8 @@ METHODS = (
         summary="least squares on the task vectors' own outputs, without data",
         equation="full x (A = DᵀD/‖D‖², G = I) x mean",
         citation="Cheng et al., Whoever Started the Interference Should End It (WUDI), ICML 2025",
-        merge=_with_metrics(task_inputs),
-        parameters=_parameters(basis="full"),
+        merge=wudi,
+        options=FrechetOptions(basis="full"),
         needs_base=True,
         curvature="task-gram",
         workspace=(4.5, 12.0),
@@ -269,11 +261,14 @@ METHODS = (
         equation="tagged x diagonal x sum: α T H̄⁻¹ Σ λ_t H̃_t x_t",
         citation="Lu et al., Model Merging on Loss Landscape: A Geometry Perspective, CVPR 2026",
         merge=frechet,
-        parameters=_parameters(basis="tagged", aggregator="sum"),
+        options=FrechetOptions(basis="tagged", aggregator="sum"),
         needs_base=True,
         curvature="diagonal",
+        accepts=("diagonal", "projected"),
         workspace=(0.2, 9.0),
         factored=True,
+        sweep=True,
+        forecast=True,
         laws=SUM_LAWS,
     ),
     Method(
@@ -282,12 +277,15 @@ METHODS = (
         equation="tensor x kronecker x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
         citation="this project; after Lu et al., CVPR 2026",
         merge=frechet,
-        parameters=_parameters(basis="tensor", aggregator="anchored", damping=1.0),
+        options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
         needs_base=True,
         curvature="kronecker",
+        accepts=KRONECKER,
         workspace=(2.0, 3.0),
         squares=True,
         factored=True,
+        sweep=True,
+        forecast=True,
         laws=MEAN_LAWS | {"curvature_scale"},
     ),
     Method(
@@ -296,11 +294,14 @@ METHODS = (
         equation="tagged x samples x sum: α T H̄⁻¹ Σ λ_t H̃_t x_t",
         citation="this project; after Lu et al., CVPR 2026",
         merge=frechet,
-        parameters=_parameters(basis="tagged", aggregator="sum"),
+        options=FrechetOptions(basis="tagged", aggregator="sum"),
         needs_base=True,
         curvature="samples",
+        accepts=("samples", "projected"),
         workspace=(0.5, 5.0),
         factored=True,
+        sweep=True,
+        forecast=True,
         laws=SUM_LAWS,
     ),
     Method(
@@ -308,24 +309,15 @@ METHODS = (
         summary="no data at all: each task vector stands in for its own curvature, anchored at TSV-M",
         equation="tensor x task-gram x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
         citation="this project; after Lu et al., CVPR 2026",
-        merge=_with_metrics(task_grams),
-        parameters=_parameters(basis="tensor", aggregator="anchored", damping=1.0),
+        merge=epimer_free,
+        options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
         needs_base=True,
         curvature="task-gram",
         workspace=(0.6, 5.0),
         factored=True,
+        sweep=True,
+        forecast=True,
+        minimises_forecast=True,
         laws=MEAN_LAWS,
     ),
 )
-
-
-def check_without_base(method: Method, p: Any) -> None:
-    """Refuse settings under which the result depends on a base that is not there."""
-    if p.scale != 1:
-        raise ParameterError(
-            f"The 'scale' parameter of {method.name} needs a base model; pass base or leave scale at 1."
-        )
-    if getattr(p, "basis", "full") != "full" or getattr(p, "aggregator", "mean") != "mean":
-        raise ParameterError(
-            f"{method.name} without a base model must have basis='full' and aggregator='mean'; pass base."
-        )

@@ -1,136 +1,42 @@
-"""The table of methods: for each its parameters, what it needs, its equation and where it comes from."""
+"""The table of methods: one row each, from epimer itself, from other packages or from the user's own code.
+
+A row says what a method needs, what it obeys and which options it takes; everything else is derived from it. This
+module imports no torch: rows are loaded when the table is first used.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field, replace
-from functools import cache
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from importlib import import_module
-from numbers import Integral, Real
-from types import SimpleNamespace
-from typing import Any
+from importlib.metadata import EntryPoint, entry_points
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Generic
 
-import torch
-from torch import Tensor
+from typing_extensions import TypeVar
 
-from epimer.errors import ParameterError, nearest, short
-from epimer.geometry.linalg import Delta
-from epimer.geometry.metric import Metric
-from epimer.geometry.subspace import Subspace
-from epimer.methods.rules import RULES
+from epimer.errors import EpimerWarning, ParameterError, nearest, short
+from epimer.methods.options import MethodOptions, Parameter, parameters_of
 
-BASES = ("tagged", "tensor", "full")
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
+    from epimer.geometry.metric import Metric
+    from epimer.geometry.solution import Solution
+    from epimer.geometry.subspace import Basis
 
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of a method: its type, its range, its default and what it means."""
+BUILT_IN = ("epimer.methods.averaging", "epimer.methods.spectral", "epimer.methods.frechet")
+GROUP = "epimer.methods"
+"""the entry points of other packages: each names a Method, or a list of them"""
+RESERVED = ("auto", "linear", "dare_linear")
+"""words that recipes give another meaning"""
+ARGUMENTS = ("base", "models", "method", "weights", "weight", "lambda", "curvature", "device")
+"""words that merge_state_dicts and recipes take themselves, so that no option can have them"""
 
-    name: str
-    kind: str
-    """number, integer, choice, numbers, callable, mapping, basis or rules"""
-    default: Any
-    meaning: str
-    low: float | None = None
-    high: float | None = None
-    open_low: bool = False
-    choices: tuple[str, ...] = ()
-    optional: bool = False
-    """None is a valid value"""
-    per_model: bool = False
-    """a list with one value per model is valid too"""
-
-    @property
-    def expected(self) -> str:
-        """Say what a valid value is."""
-        if self.kind == "choice":
-            text = "one of " + ", ".join(repr(choice) for choice in self.choices)
-        elif self.kind in ("number", "integer"):
-            noun = "a finite number" if self.kind == "number" else "an integer"
-            above = "" if self.low is None else f" {'greater than' if self.open_low else 'at least'} {self.low:g}"
-            below = "" if self.high is None else f"{' and' if above else ''} at most {self.high:g}"
-            text = noun + above + below
-        else:
-            text = {
-                "numbers": "a list of numbers, one per model, none negative",
-                "callable": "a function that takes a state dict and returns a score (higher is better)",
-                "mapping": "a mapping from tensor names to epimer.Diagonal",
-                "basis": "'tagged', 'tensor', 'full' or a mapping from tensor names to bases (epimer.build_basis)",
-                "rules": "a list of (name pattern, rule) pairs with rules " + ", ".join(RULES),
-            }[self.kind]
-        return (
-            text
-            + (", or a list of them, one per model" if self.per_model else "")
-            + (" or None" if self.optional else "")
-        )
-
-    def check(self, method: str, value: Any) -> Any:
-        """Return `value` as a plain number, list or object if it is valid, else say what is expected."""
-        if value is None and self.optional:
-            return None
-        if self.kind == "rules" and isinstance(value, list | tuple):
-            for pair in value:
-                if not _is_rule(pair):
-                    known = isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[1], str)
-                    raise self._refusal(method, pair, nearest(pair[1], RULES) if known else "")
-            return [tuple(pair) for pair in value]
-        if self.per_model and isinstance(value, list | tuple):
-            return [replace(self, per_model=False).check(method, item) for item in value]
-        if not self._fits(value):
-            choices = self.choices or (BASES if self.kind == "basis" else ())
-            raise self._refusal(method, value, nearest(value, choices) if isinstance(value, str) else "")
-        match self.kind:
-            case "number":
-                return float(value)
-            case "integer":
-                return int(value)
-            case "numbers":
-                return [float(x) for x in value]
-        return value
-
-    def _refusal(self, method: str, value: Any, hint: str) -> ParameterError:
-        return ParameterError(
-            f"The {self.name!r} parameter of {method} must be {self.expected}. Got {short(value)} instead.{hint}"
-        )
-
-    def _fits(self, value: Any) -> bool:
-        match self.kind:
-            case "choice":
-                return isinstance(value, str) and value in self.choices
-            case "number":
-                return is_number(value) and self._in_range(float(value))
-            case "integer":
-                return isinstance(value, Integral) and is_number(value) and self._in_range(float(value))
-            case "numbers":
-                return isinstance(value, Sized) and all(is_number(x) and x >= 0 for x in value)  # type: ignore[attr-defined]
-            case "callable":
-                return callable(value)
-            case "basis":
-                return isinstance(value, Mapping) or (isinstance(value, str) and value in BASES)
-            case "mapping":
-                return isinstance(value, Mapping)
-            case _:  # rules, checked pair by pair
-                return False
-
-    def _in_range(self, value: float) -> bool:
-        if self.low is not None and (value < self.low or (self.open_low and value == self.low)):
-            return False
-        return self.high is None or value <= self.high
-
-
-def _is_rule(pair: Any) -> bool:
-    return isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and pair[1] in RULES
-
-
-def is_number(value: Any) -> bool:
-    """Whether `value` is a finite real number, and not a bool."""
-    if not isinstance(value, Real) or value is True or value is False:
-        return False
-    try:
-        return math.isfinite(float(value))
-    except OverflowError:
-        return False
+OptionsT = TypeVar("OptionsT", bound=MethodOptions, default=Any)
 
 
 @dataclass(frozen=True)
@@ -143,34 +49,23 @@ class Layer:
     weights: list[float]
     """λ_t, summing to 1; as given for methods with absolute weights"""
     metrics: list[Metric] = field(default_factory=list)
+    """each task's curvature, of a kind that the method accepts"""
     base_metric: Metric | None = None
-    basis: Subspace | None = None
-    """a basis the caller fixed for this tensor"""
+    basis: Basis | None = None
+    """a basis that was built ahead and is to be used for this tensor"""
     context: Any = None
-    """what the method's pre-pass found"""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A merged task vector and how it came about."""
-
-    delta: Delta
-    status: str = "exact"
-    residual: float = 0.0
-    eta: float | None = None
-    rank: int | None = None
-    note: str = ""
+    """what the method's pre-pass returned"""
 
 
 @dataclass(frozen=True)
 class Prepass:
-    """The whole model, for what a method must know before its first tensor."""
+    """All tensors of the models, for what a method must know before its first tensor."""
 
     tensors: Callable[[], Iterator[tuple[str, Tensor | None, list[Tensor]]]]
     """iterate over name, base tensor and the models' tensors, as often as needed"""
     weights: list[float]
     average: Callable[[list[float]], dict[str, Tensor]]
-    """the models' average under given λ, as a state dict"""
+    """returns the models' average under given λ, as a state dict"""
     entries: int
     """how many entries `tensors` has in all, per model"""
     dtype: torch.dtype
@@ -181,65 +76,109 @@ class Prepass:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a pre-pass found: other weights, or a context handed to every layer."""
+    """The result of a pre-pass: other weights, or a context handed to every layer."""
 
     weights: list[float] | None = None
     """None where every tensor keeps its own"""
     context: Any = None
 
 
-@dataclass(frozen=True)
-class Method:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Method(Generic[OptionsT]):
     """One row of the registry."""
 
     name: str
     summary: str
     equation: str
     citation: str
-    merge: Callable[[Layer, Any], Outcome]
-    parameters: tuple[Parameter, ...]
-    needs_base: bool
+    merge: Callable[[Layer, OptionsT], Solution]
+    """returns the merged task vector of one layer; scale is applied by the caller"""
+    options: OptionsT
+    """the method's options at their defaults"""
+    needs_base: bool = True
     curvature: str | None = None
     """diagonal, kronecker, samples, task-gram (needs no data) or None"""
+    accepts: tuple[str, ...] = ()
+    """kinds of measured curvature it can work with; by default only `curvature` itself"""
     elementwise: bool = False
     """acts on every floating-point tensor entry by entry, instead of on matrices"""
     entrywise: bool = False
     """merges each entry without a look at the tensor's other ones, so that a part can be merged alone"""
     absolute_weights: bool = False
     """uses the weights as given, instead of scaled to sum 1"""
-    prepare: Callable[[Prepass, Any], Prepared] | None = None
+    sums_models: bool = False
+    """with mergekit's `normalize: false`, adds up the models themselves under the weights as given"""
+    linear_in_scale: bool = True
+    """its merged delta is proportional to `scale`, so that one merge gives those at all scales"""
+    sweep: bool = False
+    """a sweep tries it by default"""
+    forecast: bool = False
+    """a diagnosis forecasts it by default"""
+    minimises_forecast: bool = False
+    """minimises the form that forecasts where no curvature was measured, so that its own forecast says nothing"""
+    prepare: Callable[[Prepass, OptionsT], Prepared] | None = None
     passes: int = 1
     """how often the pre-pass reads float32 models"""
     whole_model: frozenset[str] = frozenset()
-    """parameters that the pre-pass reads, so that they cannot differ between tensors"""
+    """options that the pre-pass reads, so that they cannot differ between tensors"""
     workspace: tuple[float, float] = (0.0, 4.0)
-    """memory a merge was measured to take beside its task vectors: tensors per model, and tensors in any case"""
+    """memory of a merge apart from its task vectors, as measured: tensors per model, and tensors in any case"""
     squares: bool = False
     """forms matrices of the longer side squared, so that its workspace grows with the tensor's aspect ratio"""
     factored: bool = False
     """takes task vectors of low rank as they are, where its basis is not the full space"""
     laws: frozenset[str] = frozenset()
-    """which of the laws in tests/laws it obeys at its defaults"""
+    """which of the laws in epimer.testing it obeys at its defaults"""
+
+    def __post_init__(self) -> None:
+        if not self.accepts and self.curvature is not None and self.needs_curvature:
+            object.__setattr__(self, "accepts", (self.curvature,))
 
     @property
     def needs_curvature(self) -> bool:
         """Whether a merge needs curvature that was measured on data."""
         return self.curvature not in (None, "task-gram")
 
-    def resolve(self, given: Mapping[str, Any]) -> Any:
-        """Return all parameters as attributes, the given ones checked, the rest at their defaults."""
+    @property
+    def needs_function(self) -> bool:
+        """Whether an option is a Python function, which recipes, sweeps and forecasts cannot give."""
+        return any(parameter.kind == "callable" for parameter in self.parameters)
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The options with their types, ranges, defaults and meanings: scale, the method's own, rules, seed."""
+        return parameters_of(self.options)
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The options' default values, by name."""
+        return self.values(self.options)
+
+    def values(self, options: OptionsT) -> dict[str, Any]:
+        """Return the values of options by name, in the order of `parameters`."""
+        return {parameter.name: getattr(options, parameter.name) for parameter in self.parameters}
+
+    def resolve(self, given: Mapping[str, Any]) -> OptionsT:
+        """Return the method's options with the given values, each checked; the rest are at their defaults."""
         known = {parameter.name: parameter for parameter in self.parameters}
         for name in given:
             if name not in known:
                 raise ParameterError(
                     f"{self.name} has no parameter {name!r}.{nearest(name, known)} It takes: {', '.join(known)}."
                 )
-        return SimpleNamespace(
-            **{
-                name: parameter.check(self.name, given[name]) if name in given else parameter.default
-                for name, parameter in known.items()
-            }
-        )
+        checked = {name: known[name].check(self.name, given[name]) for name in known if name in given}
+        return replace(self.options, **checked)
+
+    def takes(self, kind: str | None) -> bool:
+        """Whether curvature of a kind, known in the full space, is what the method needs, if it needs any."""
+        return not self.needs_curvature or (kind in self.accepts and kind != "projected")
+
+    def check_kind(self, kind: str | None) -> None:
+        """Refuse to go on where the method needs curvature and this is not the kind."""
+        if not self.takes(kind):
+            have = "there is none" if kind is None else f"there is {kind}"
+            remedy = f"measure it, or leave {self.name} out"
+            raise ParameterError(f"{self.name} needs {self.curvature} curvature, and {have}; {remedy}.")
 
     def __str__(self) -> str:
         needs = [
@@ -257,45 +196,119 @@ class Method:
         return "\n".join(lines)
 
 
-_HOMES = ("epimer.methods.averaging", "epimer.methods.spectral", "epimer.methods.frechet")
+class _Registry:
+    """The methods by name, each with where it comes from; filled when it is first used."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Method] = {}
+        self._origins: dict[str, str] = {}
+        self._filled = False
+        self._lock = RLock()
+
+    def rows(self) -> dict[str, Method]:
+        """Return all methods: epimer's own in the order they are documented, then those of others."""
+        with self._lock:
+            if not self._filled:
+                own = [method for module in BUILT_IN for method in import_module(module).METHODS]
+                self._filled = True  # a package may ask for methods while its own are loaded
+                for method in own:
+                    self.add(method, "epimer")
+                for point in entry_points(group=GROUP):
+                    self._load(point)
+            return self._rows
+
+    def add(self, method: Method, origin: str) -> None:
+        """Add a method, or say why it cannot be."""
+        with self._lock:
+            _check_row(method)
+            if method.name in self.rows():
+                raise ParameterError(
+                    f"There are two methods {method.name!r}: one from {self._origins[method.name]}, one from {origin}; "
+                    "rename one of them."
+                )
+            self._rows[method.name] = method
+            self._origins[method.name] = origin
+
+    def remove(self, name: str) -> None:
+        """Remove a method that is not epimer's own."""
+        with self._lock:
+            if describe_method(name) and self._origins[name] == "epimer":
+                raise ParameterError(f"{name} is epimer's own method and cannot be unregistered.")
+            del self._rows[name], self._origins[name]
+
+    def _load(self, point: EntryPoint) -> None:
+        package = point.dist.name if point.dist is not None else point.value
+        try:
+            loaded = point.load()
+            for method in loaded if isinstance(loaded, Sequence) else [loaded]:
+                self.add(method, package)
+        except Exception as error:
+            reason = short(error) if not isinstance(error, ParameterError) else str(error).rstrip(".")
+            warnings.warn(
+                f"methods of the package {package} (entry point {point.name!r}) are left out: {reason}.",
+                EpimerWarning,
+                stacklevel=2,
+            )
 
 
-@cache
-def methods() -> dict[str, Method]:
-    """Return the registry, in the order the methods are documented."""
-    table: dict[str, Method] = {}
-    for module in _HOMES:
-        for method in import_module(module).METHODS:
-            assert method.name not in table, f"method {method.name!r} is registered twice"
-            table[method.name] = method
-    return table
+_REGISTRY = _Registry()
+
+
+def _check_row(method: Any) -> None:
+    """Refuse what is not a method, and names that mean something else."""
+    if not isinstance(method, Method):
+        raise ParameterError(f"A method is registered as an epimer.Method. Got {short(method)} instead.")
+    if not isinstance(method.options, MethodOptions):
+        raise ParameterError(f"The options of {method.name} must be an instance of a subclass of MethodOptions.")
+    if not method.name.isidentifier() or method.name in RESERVED:
+        raise ParameterError(
+            f"A method cannot be called {method.name!r}; take a Python name, not {', '.join(RESERVED)}."
+        )
+    if taken := [one.name for one in fields(method.options) if one.name in ARGUMENTS]:
+        raise ParameterError(f"An option of {method.name} cannot be called {taken[0]!r}: a merge has that argument.")
+    if not all(parameter.meaning for parameter in method.parameters):  # derives them all, and so checks their types
+        raise ParameterError(f"Every option of {method.name} needs a help text.")
+
+
+def register_method(method: Method) -> Method:
+    """Add a method under its name; recipes, commands, sweeps, forecasts and benches then know it.
+
+    Another package does the same with an entry point of the group "epimer.methods" that names a `Method`.
+    `epimer.testing.check_laws(method)` checks what its row claims.
+    """
+    _REGISTRY.add(method, getattr(getattr(method, "merge", None), "__module__", "unknown"))
+    return method
+
+
+def unregister_method(name: str) -> None:
+    """Remove a method that was added by `register_method`."""
+    _REGISTRY.remove(name)
 
 
 def list_methods() -> list[str]:
     """Return the names of all merging methods."""
-    return list(methods())
+    return list(_REGISTRY.rows())
 
 
 def describe_method(name: str) -> Method:
-    """Return what there is to know of a method: parameters, needs, equation, citation."""
-    table = methods()
+    """Return a method's row: its parameters, needs, equation and citation."""
+    table = _REGISTRY.rows()
     if not isinstance(name, str) or name not in table:
         hint = nearest(name, table) if isinstance(name, str) else ""
         raise ParameterError(f"There is no method {short(name)}.{hint} Methods: {', '.join(table)}.")
     return table[name]
 
 
-def each(value: Any, tasks: int) -> list[Any]:
-    """Return a parameter's value for every model."""
-    return list(value) if isinstance(value, list | tuple) else [value] * tasks
+def default_sweep(kind: str | None) -> list[str]:
+    """Return the methods a sweep tries by default: those without data, then those that take this curvature."""
+    return _defaults([row for row in _REGISTRY.rows().values() if row.sweep], kind)
 
 
-def scale(low: float | None = None) -> Parameter:
-    """Return the parameter every method has: the paper's α."""
-    return Parameter("scale", "number", 1.0, "multiplies the merged delta, the paper's α; 0 returns the base", low=low)
+def default_forecasts(kind: str | None) -> list[str]:
+    """Return the methods a diagnosis forecasts by default: those without data, then those that take this curvature."""
+    return _defaults([row for row in _REGISTRY.rows().values() if row.forecast], kind)
 
 
-COMMON = (
-    Parameter("rules", "rules", (), "which tensors are matrix, average, fisher, copy or skip, by name pattern"),
-    Parameter("seed", "integer", 0, "seed of whatever is random in the method", low=0),
-)
+def _defaults(rows: list[Method], kind: str | None) -> list[str]:
+    free = [row.name for row in rows if not row.needs_curvature]
+    return free + [row.name for row in rows if row.needs_curvature and row.takes(kind)]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RULES = ("matrix", "average", "fisher", "copy", "skip")
 
@@ -49,3 +53,8 @@ def matching(name: str, rules: Sequence[tuple[str, str]]) -> str | None:
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is a matrix to a matrix method unless a rule says otherwise."""
     return len(shape) == 2 and not any(fnmatchcase(name, pattern) for pattern in NOT_MATRICES)
+
+
+def matrix_shape(W: Tensor) -> tuple[int, int]:
+    """Return the shape of a tensor's matrix view; a convolution is (out, in·kh·kw)."""
+    return len(W), W.numel() // len(W)

@@ -1,48 +1,64 @@
-"""The curvature and the basis that a recipe names: open them, and check that they belong to its models."""
+"""Curvature and bases of a merge, from folders or from Python: opened, and checked against models and method."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from epimer.curvature.basis import StoredBasis
-from epimer.curvature.curvature import Curvature
+from epimer.curvature.curvature import Curvature, tensors_of
 from epimer.curvature.format import open_curvature, stored_fingerprint
 from epimer.errors import CurvatureError, EpimerError
-from epimer.plan.participants import Role
+from epimer.geometry.metric import Metric
+from epimer.geometry.subspace import clamp_rank
+from epimer.methods.registry import Method
+from epimer.methods.rules import matrix_shape
+from epimer.plan.layer_curvature import CLASSES, Curvatures, accepted_kinds, missing_metric, needs_metric
+from epimer.plan.participants import Participant, Participants, locate
 from epimer.recipe.model import Recipe
 
 
-def placed(text: str, folder: Path | None) -> str:
-    """Return a path that exists here or, failing that, beside the recipe; other names as they are."""
-    if folder is None or os.path.exists(os.path.expanduser(text)):
-        return text
-    if os.path.exists(folder / text):
-        return str(folder / text)
-    parts = [part.strip() for part in text.split("+")]
-    return text if len(parts) == 1 else "+".join(placed(part, folder) for part in parts)
+def python_curvatures(curvature: Any, tasks: int, method: Method | None = None) -> Curvatures | None:
+    """Refuse curvature from Python that is not one mapping per model, or that is missing where a method needs it."""
+    if curvature is None:
+        if method is not None and method.needs_curvature:
+            raise CurvatureError(
+                f"{method.name} needs {method.curvature} curvature: pass curvature=, one mapping per model from "
+                f"tensor name to {CLASSES[method.curvature or '']}."
+            )
+        return None
+    if isinstance(curvature, Mapping) or not isinstance(curvature, Sequence):
+        raise CurvatureError("curvature must be a list with one mapping from tensor names to curvature per model.")
+    if len(curvature) != tasks:
+        raise CurvatureError(f"curvature has {len(curvature)} entries for {tasks} models; give one mapping per model.")
+    for t, one in enumerate(curvature):
+        if not isinstance(one, Mapping):
+            raise CurvatureError(f"curvature[{t}] must be a mapping from tensor names, got {type(one).__name__}.")
+    return curvature
 
 
 def open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> list[Curvature] | None:
     """Open the curvature of every model, where the recipe gives it."""
-    given = [entry.curvature for entry in recipe.models]
-    if all(path is None for path in given):
+    paths = [entry.curvature for entry in recipe.models]
+    if all(path is None for path in paths):
         return None
-    found = []
-    for t, path in enumerate(given):
+    opened = []
+    for t, path in enumerate(paths):
         if path is None:
             problems.append(CurvatureError(f"models[{t}] has no curvature, while others have; measure it for all."))
             continue
         try:
-            found.append(open_curvature(Path(placed(path, folder)).expanduser(), path))
+            opened.append(open_curvature(Path(locate(path, folder)).expanduser(), path))
         except EpimerError as error:
             problems.append(type(error)(f"curvature of models[{t}]: {error}"))
-    return found
+    return opened
 
 
-def check_models(
-    roles: Sequence[Role],
+def check_measured_models(
+    models: Sequence[Participant],
     curvatures: Sequence[Curvature],
     problems: list[EpimerError],
     notes: list[str],
@@ -50,30 +66,30 @@ def check_models(
     any_curvature: bool,
 ) -> None:
     """Refuse curvature that was measured on another model, unless it was asked for."""
-    for role, curvature in zip(roles, curvatures or (), strict=False):
-        names = {name: stored_under(name, role, curvature) for name in curvature}
-        if curvature.about.model in (None, stored_fingerprint(role.checkpoint, names)):
+    for model, curvature in zip(models, curvatures, strict=False):
+        names = {name: _stored_under(name, model, curvature) for name in curvature}
+        if curvature.about.model in (None, stored_fingerprint(model.checkpoint, names)):
             continue
-        foreign = [name for name, stored in names.items() if stored not in role.checkpoint.headers]
+        foreign = [name for name, stored in names.items() if stored not in model.checkpoint.headers]
         if foreign:
             problems.append(
                 CurvatureError(
-                    f"{curvature.where} is of {foreign[0]!r}, which {role.label} does not hold: names in memory may "
+                    f"{curvature.where} is of {foreign[0]!r}, which {model.label} does not hold: names in memory may "
                     "differ from those on disk; measure it with `epimer curvature`."
                 )
             )
             continue
-        wrong = f"{curvature.where} was measured on another model than {role.label}"
+        wrong = f"{curvature.where} was measured on another model than {model.label}"
         if any_curvature:
             notes.append(f"{wrong}; it is used as you asked.")
         else:
             problems.append(CurvatureError(f"{wrong}; measure it on this one, or pass --any-curvature."))
 
 
-def stored_under(name: str, role: Role, curvature: Curvature) -> str:
+def _stored_under(name: str, model: Participant, curvature: Curvature) -> str:
     """Return the name under which a checkpoint holds a tensor that may have several."""
     aliases = [alias for alias, twin in curvature.about.ties.items() if twin == name]
-    known = (found for found in (role.stored.get(name, name), *aliases) if found in role.checkpoint.headers)
+    known = (one for one in (model.stored.get(name, name), *aliases) if one in model.checkpoint.headers)
     return next(known, name)
 
 
@@ -82,13 +98,13 @@ def open_basis(recipe: Recipe, folder: Path | None, problems: list[EpimerError])
     if recipe.basis is None:
         return None
     try:
-        return StoredBasis(Path(placed(recipe.basis, folder)).expanduser(), recipe.basis)
+        return StoredBasis(Path(locate(recipe.basis, folder)).expanduser(), recipe.basis)
     except EpimerError as error:
         problems.append(type(error)(f"basis: {error}"))
         return None
 
 
-def check_curvatures(curvatures: list[Curvature], basis: StoredBasis | None, problems: list[EpimerError]) -> None:
+def check_one_kind(curvatures: Sequence[Curvature], basis: StoredBasis | None, problems: list[EpimerError]) -> None:
     """Refuse curvature of several kinds, and projected curvature whose basis is not the merge's."""
     for curvature in curvatures:
         first, about = curvatures[0], curvature.about
@@ -104,8 +120,9 @@ def check_curvatures(curvatures: list[Curvature], basis: StoredBasis | None, pro
             problems.append(CurvatureError(f"{curvature.where} is projected on a basis that is not here; {remedy}."))
 
 
-def check_basis(basis: StoredBasis, recipe: Recipe, models: list[str], problems: list[EpimerError]) -> None:
+def check_basis(basis: StoredBasis, recipe: Recipe, participants: Participants, problems: list[EpimerError]) -> None:
     """Refuse a basis that was built from other models, or otherwise than the recipe says."""
+    models = [one.checkpoint.fingerprint for one in participants.all]
     if basis.models is not None and basis.models != models:  # in their order: atoms are owned by number
         problems.append(
             CurvatureError(
@@ -113,8 +130,61 @@ def check_basis(basis: StoredBasis, recipe: Recipe, models: list[str], problems:
             )
         )
     for key, built in (("rank", basis.rank), ("basis", basis.kind)):
-        asked = recipe.parameters.get(key, built)
-        if built is not None and asked != built:
+        wanted = recipe.parameters.get(key, built)
+        if built is not None and wanted != built:
             problems.append(
-                CurvatureError(f"{basis.where} was built with {key} {built}, the recipe says {asked}; build it again.")
+                CurvatureError(f"{basis.where} was built with {key} {built}, the recipe says {wanted}; build it again.")
             )
+
+
+def curvature_bytes(name: str, rule: str, W: Tensor, method: Method, curvatures: Curvatures | None) -> int:
+    """Return the bytes of a tensor's curvature; refuse a method that needs what is not there, without reading it."""
+    if rule != "fisher" and (not method.needs_curvature or rule == "average"):
+        return 0
+    kinds = accepted_kinds(method, rule)
+    if curvatures is None and rule == "fisher":
+        raise missing_metric(name, method.name)
+    if curvatures is None:
+        raise CurvatureError(
+            f"{method.name} needs {kinds[0]} curvature; give every model of the recipe a "
+            "curvature: folder, or take a method that needs no data (epimer_free, tsv)."
+        )
+    for one in curvatures:
+        if not isinstance(one, Curvature) or one.file is None:
+            continue  # metrics in memory are checked one by one, when their tensor is read
+        kind = "projected" if one.about.basis is not None and rule == "matrix" else one.kind
+        if kind not in kinds:
+            raise CurvatureError(
+                f"{one.where} is {one.kind} curvature, but {method.name} needs {kinds[0]} "
+                f"for {name!r}; measure that kind, or take a method that uses this one."
+            )
+    present = [name in one for one in curvatures]
+    if not any(present):
+        if needs_metric(name, rule, W):
+            raise missing_metric(name, method.name)
+        return 0
+    if not all(present):
+        t = present.index(False)
+        stored = getattr(curvatures[t], "file", None) is not None
+        where = getattr(curvatures[t], "where", "") if stored else f"curvature[{t}]"
+        raise CurvatureError(f"{where} has nothing for {name!r}, which the others have; measure it again.")
+    return sum(metric_bytes(one, name) for one in curvatures)
+
+
+def metric_bytes(curvature: Mapping[str, Metric], name: str) -> int:
+    """Return the bytes of one tensor's curvature; nothing is read from disk."""
+    if isinstance(curvature, Curvature):
+        return curvature.size(name)
+    metric = curvature[name]
+    return sum(value.nbytes for value in tensors_of(metric).values()) if isinstance(metric, Metric) else 0
+
+
+def basis_bytes(name: str, rule: str, W: Tensor, tasks: int, basis: Any) -> int:
+    """Return the bytes of a tensor's basis in a folder; refuse a folder that does not have it."""
+    if rule != "matrix" or not isinstance(basis, StoredBasis):
+        return 0
+    if name in basis:
+        return basis.size(name)
+    if clamp_rank(matrix_shape(W), tasks, None):
+        raise CurvatureError(f"{basis.where} has no basis for {name!r}; build it from these models.")
+    return 0

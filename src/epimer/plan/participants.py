@@ -1,18 +1,26 @@
-"""Who is who in a merge: every checkpoint under the names of the one that gives the output its shape."""
+"""The models of a merge: opened once, compared, and brought to the names of the one that gives the output its shape."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torch import Tensor
 
+from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_table
+from epimer.checkpoints.hub import is_hub_id
+from epimer.checkpoints.memory import Cached, StateDict, total_bytes
+from epimer.errors import EpimerError, TensorError
+from epimer.geometry.linalg import LowRank
+from epimer.recipe.model import Recipe
 
 
 @dataclass(frozen=True)
-class Role:
-    """A checkpoint's part in the merge: what errors call it, and its tensors under the merge's names."""
+class Participant:
+    """One checkpoint of a merge: what errors call it, and its tensors under the merge's names."""
 
     label: str
     checkpoint: Checkpoint
@@ -24,10 +32,149 @@ class Role:
         """Return one tensor, or some of its rows."""
         return self.checkpoint.read(self.stored.get(name, name), rows)
 
+    def delta(self, name: str, base: Participant, rows: Rows = None) -> LowRank | None:
+        """Return one tensor's difference from the base as factors, where it is stored so."""
+        return self.checkpoint.delta(self.stored.get(name, name), base.checkpoint, rows)
 
-def assign_roles(
-    base: Checkpoint | None, models: Sequence[Checkpoint], names: Sequence[str]
-) -> tuple[list[Role], Role | None, dict[str, str]]:
+    def problem(self, name: str) -> str | None:
+        """Say why a tensor cannot be used as plain numbers, or None."""
+        return self.checkpoint.problem(self.stored.get(name, name))
+
+    def shares(self, name: str, twin: str) -> bool:
+        """Whether two names stand for one tensor here."""
+        places = [self.stored.get(one, one) for one in (name, twin)]
+        return all(place in self.checkpoint.headers for place in places) and self.checkpoint.shares(*places)
+
+
+@dataclass(frozen=True)
+class Participants:
+    """The base and the fine-tuned models, all under the template's names."""
+
+    base: Participant | None
+    """what task vectors are taken from; None where there is none"""
+    models: list[Participant]
+    ties: Mapping[str, str]
+    """name -> the earlier name that is the same tensor in the template and in every model"""
+    donor: Checkpoint
+    """whose config and other files an output gets"""
+
+    @property
+    def all(self) -> list[Participant]:
+        """The base, if there is one, and the models."""
+        return [*([self.base] if self.base else []), *self.models]
+
+    @property
+    def template(self) -> Participant:
+        """Whose names, shapes and dtypes the output gets."""
+        return self.models[0] if self.base is None else self.base
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Every checkpoint that is read, each once."""
+        every = [one.checkpoint for one in self.all] + [self.donor]
+        return list({id(one): one for one in every}.values())
+
+    def without_base(self) -> Participants:
+        """Return the same models without the base, whose files the output still gets."""
+        labels = [model.label for model in self.models]
+        return align(None, [model.checkpoint for model in self.models], labels, donor=self.donor)
+
+    def kept_in_memory(self, most: int) -> Participants:
+        """Return the same models with tensors that are read once and kept, where they fit in `most` bytes."""
+        if sum(map(total_bytes, self.checkpoints)) > most:
+            return self
+        kept = {id(one): one if one.in_memory else Cached(one) for one in self.checkpoints}
+
+        def cached(one: Participant) -> Participant:
+            return replace(one, checkpoint=kept[id(one.checkpoint)])
+
+        base = None if self.base is None else cached(self.base)
+        return replace(self, base=base, models=[cached(model) for model in self.models], donor=kept[id(self.donor)])
+
+
+def state_dict_participants(base: Mapping[str, Tensor] | None, models: Sequence[Mapping[str, Tensor]]) -> Participants:
+    """Return state dicts as participants."""
+    if isinstance(models, Mapping) or not isinstance(models, Sequence) or not models:
+        raise TensorError("models must be a non-empty list of state dicts, one per fine-tuned model.")
+    labels = [f"models[{t}]" for t in range(len(models))]
+    ancestor = None if base is None else StateDict(base, "base")
+    return align(ancestor, [StateDict(model, label) for model, label in zip(models, labels, strict=True)], labels)
+
+
+def open_participants(
+    recipe: Recipe, folder: Path | None, problems: list[EpimerError], *, progress: bool
+) -> tuple[Participants | None, Path | None]:
+    """Open the base and the models that a recipe names, and the folder whose tokenizer the output gets.
+
+    What cannot be opened is added to `problems`, and there are no participants then.
+    """
+    opened: dict[str, Checkpoint] = {}
+
+    def opening(text: str, label: str) -> Checkpoint | None:
+        if text not in opened:
+            try:
+                opened[text] = open_checkpoint(locate(text, folder), progress=progress)
+            except EpimerError as error:
+                problems.append(type(error)(f"{label}: {error}"))
+                return None
+        return opened[text]
+
+    base = None if recipe.base_model is None else opening(recipe.base_model, "base_model")
+    models = [opening(entry.model, f"models[{t}]") for t, entry in enumerate(recipe.models)]
+    source = recipe.tokenizer_source
+    place = Path(locate(source, folder)).expanduser()
+    tokenizer = None if source == "base" else place if place.is_dir() else opening(source, "tokenizer_source")
+    if problems:
+        return None, None
+    present = [model for model in models if model is not None]
+    labels = [f"models[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
+    participants = align(base, present, labels)
+    return participants, tokenizer if isinstance(tokenizer, Path) else (tokenizer or participants.donor).folder
+
+
+def locate(text: str, folder: Path | None) -> str:
+    """Return a path that exists here or, failing that, beside the recipe in `folder`; other names as they are."""
+    if folder is None or os.path.exists(os.path.expanduser(text)):
+        return text
+    if os.path.exists(folder / text):
+        return str(folder / text)
+    parts = [part.strip() for part in text.split("+")]
+    return text if len(parts) == 1 else "+".join(locate(part, folder) for part in parts)
+
+
+def public_recipe(recipe: Recipe, participants: Participants, tokenizer: Path | None) -> str:
+    """Return a recipe as YAML without local paths."""
+    names = {}
+    if recipe.base_model is not None:
+        names[recipe.base_model] = participants.donor.name
+    for entry, model in zip(recipe.models, participants.models, strict=True):
+        names[entry.model] = model.checkpoint.name
+    source = recipe.tokenizer_source
+    if source != "base" and source not in names:
+        cached = tokenizer is not None and "snapshots" in tokenizer.parts
+        names[source] = source if is_hub_id(source) and cached else Path(source).name
+    for path in (recipe.basis, recipe.eval, *(entry.curvature for entry in recipe.models)):
+        if path is not None:
+            names[path] = Path(path).name
+    return recipe.to_yaml(names)
+
+
+def equal_models(participants: Participants) -> list[str]:
+    """Say which models equal the base or each other, going by their fingerprints."""
+    notes, base = [], participants.base
+    for t, model in enumerate(participants.models):
+        fingerprint = model.checkpoint.fingerprint
+        if base is not None and model.checkpoint is not base.checkpoint and fingerprint == base.checkpoint.fingerprint:
+            notes.append(f"{model.label} equals the base: its task vector is zero.")
+        other = [one for one in participants.models[:t] if one.checkpoint.fingerprint == fingerprint]
+        if other:
+            notes.append(f"{model.label} equals {other[0].label}: it counts twice.")
+    return notes
+
+
+def align(
+    base: Checkpoint | None, models: Sequence[Checkpoint], labels: Sequence[str], *, donor: Checkpoint | None = None
+) -> Participants:
     """Bring all checkpoints to the template's names: a tied tensor may be stored under one name or under both."""
     template = models[0] if base is None else base
     known = dict(template.ties)
@@ -39,33 +186,43 @@ def assign_roles(
     groups: dict[str, list[str]] = {}
     for name in template.headers:
         groups.setdefault(known.get(name, name), []).append(name)
-    roles, ties = [], dict(known)
-    for t, (given, model) in enumerate(zip(names, models, strict=True)):
-        stored = {}
-        for name in template.headers:
-            others = [other for other in groups[known.get(name, name)] if other in model.headers]
-            if name not in model.headers and others:
-                stored[name] = others[0]
-        shared = {model.ties.get(name, name) for name in model.headers if name in template.headers}
-        headers = {
-            name: W
-            for name, W in model.headers.items()
-            if name in template.headers
-            or not (model.ties.get(name, name) in shared or _twin(model, name, template.headers))
-        } | {name: model.headers[other] for name, other in stored.items()}
+    aligned = [_aligned(model, label, template, known, groups) for model, label in zip(models, labels, strict=True)]
+    ties: dict[str, str] = {}
+    for names in groups.values():
+        first: list[str] = []
+        for name in names:
+            twin = next((one for one in first if all(model.shares(name, one) for model in aligned)), None)
+            if twin is None:
+                first.append(name)
+            else:
+                ties[name] = twin
+    ancestor = None if base is None else Participant("base", base, base.headers)
+    return Participants(ancestor, aligned, ties, donor or template)
 
-        def place(name: str, model: Checkpoint = model, stored: Mapping[str, str] = stored) -> str:
-            name = stored.get(name, name)
-            return model.ties.get(name, name)
 
-        ties = {name: twin for name, twin in ties.items() if place(name) == place(twin)}
-        roles.append(Role(f"models[{t}] ({given})", model, headers, stored))
-    return roles, None if base is None else Role("base", base, base.headers), ties
+def _aligned(
+    model: Checkpoint, label: str, template: Checkpoint, known: Mapping[str, str], groups: Mapping[str, list[str]]
+) -> Participant:
+    """Return a model under the template's names; `groups` are the names that stand for one tensor in the template."""
+    stored = {}
+    for name in template.headers:
+        others = [other for other in groups[known.get(name, name)] if other in model.headers]
+        if name not in model.headers and others:
+            stored[name] = others[0]
+    shared = {model.ties.get(name, name) for name in model.headers if name in template.headers}
+    headers = {
+        name: W
+        for name, W in model.headers.items()
+        if name in template.headers
+        or not (model.ties.get(name, name) in shared or _twin(model, name, template.headers))
+    }
+    return Participant(label, model, headers | {name: model.headers[other] for name, other in stored.items()}, stored)
 
 
 def _twin(model: Checkpoint, name: str, among: Mapping[str, Tensor]) -> str | None:
     """Return the embedding, named in `among`, that a model has also saved under this name, as its head."""
     for other, V in model.headers.items():
-        if other != name and other in among and is_table(other) and V.dim() == 2 and model.equal(name, model, other):
+        table = other != name and other in among and is_table(other) and V.dim() == 2
+        if table and not (model.problem(name) or model.problem(other)) and model.equal(name, model, other):
             return other
     return None

@@ -12,11 +12,11 @@ from epimer.errors import RecipeError, nearest, short
 TAG = "tag:yaml.org,2002:"
 MOST_BYTES, MOST_VALUES = 1_000_000, 10_000
 
-Path = tuple[str | int, ...]
+Location = tuple[str | int, ...]
 """a place in the data: keys and indices"""
 
 
-def spell(path: Path) -> str:
+def spell(path: Location) -> str:
     """Return a place in the data as people write it: models[0].parameters."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
@@ -33,22 +33,22 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-class Source:
+class YamlFile:
     """A file as plain data, with the line of everything in it; a mapping has no lines."""
 
     def __init__(self, file: str | None, what: str = "recipe") -> None:
-        self.file, self.what, self.lines, self.values = file, what, dict[Path, int](), 0
+        self.file, self.what, self.lines, self.values = file, what, dict[Location, int](), 0
 
-    def error(self, path: Path, message: str) -> RecipeError:
+    def error(self, path: Location, message: str) -> RecipeError:
         while path and path not in self.lines:
             path = path[:-1]
         where = f"{self.file}:{self.lines.get(path, 1)}" if self.file else self.what
         return RecipeError(f"{where}: {message}")
 
-    def wrong(self, path: Path, value: Any, expected: str) -> RecipeError:
+    def wrong(self, path: Location, value: Any, expected: str) -> RecipeError:
         return self.error(path, f"{spell(path) or f'a {self.what}'} must be {expected}. Got {short(value)} instead.")
 
-    def mapping(self, path: Path, raw: Any, known: Iterable[str], refused: Mapping[str, str], of: str = "") -> Any:
+    def mapping(self, path: Location, raw: Any, known: Iterable[str], refused: Mapping[str, str], of: str = "") -> Any:
         """Return `raw` if it is a mapping of known keys; say of a `refused` one what is the matter with it."""
         if not isinstance(raw, dict):
             raise self.wrong(path, raw, f"a mapping with keys among {', '.join(known)}")
@@ -62,7 +62,7 @@ class Source:
                 raise self.error((*path, key), f"unknown key {shown!r}{where}.{hint} Known: {', '.join(known)}.")
         return raw
 
-    def text(self, path: Path, raw: Any) -> str | None:
+    def text(self, path: Location, raw: Any) -> str | None:
         """Return `raw` if it is a text, or None where nothing is given."""
         if raw is not None and (not isinstance(raw, str) or not raw.strip()):
             raise self.wrong(path, raw, "text (in quotes if it looks like a number or a yes or no)")
@@ -97,7 +97,7 @@ class Source:
             message = f"too large to be a {self.what}: more than {most}, or nested without end."
         raise RecipeError(f"{self.file}:{line + 1}: {message}")
 
-    def plain(self, node: yaml.Node, path: Path) -> Any:
+    def plain(self, node: yaml.Node, path: Location) -> Any:
         self.values += 1
         if self.values > MOST_VALUES:
             raise OverflowError
@@ -116,7 +116,7 @@ class Source:
         except (ValueError, LookupError):
             raise self.wrong(path, node.value, f"a YAML {kind}") from None
 
-    def plain_mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def plain_mapping(self, node: yaml.MappingNode, path: Location) -> dict[str, Any]:
         found: dict[str, Any] = {}
         merges = [value for key, value in node.value if key.tag == TAG + "merge"]
         parts = [part for value in merges for part in (value.value if value.tag == TAG + "seq" else [value])]

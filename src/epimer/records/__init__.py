@@ -2,8 +2,8 @@
 
 from epimer.records.diagnosis import Advice, Conflict, Diagnosis, Forecast, LayerDiagnosis, LayerFindings
 from epimer.records.experiment import Dots, Experiment, Lines, MapPoint, Maps
-from epimer.records.merge import MergeRecord, TensorRecord
-from epimer.records.record import Record, checked, provenance
+from epimer.records.merge import MergeRecord, Status, TensorRecord
+from epimer.records.record import Record, checked
 from epimer.records.scores import (
     EvaluationRecord,
     HarnessRecord,
@@ -42,10 +42,10 @@ __all__ = [
     "OverallScore",
     "Record",
     "Score",
+    "Status",
     "SweepRecord",
     "TaskScore",
     "TensorRecord",
     "Trial",
     "checked",
-    "provenance",
 ]

@@ -4,9 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, ClassVar, Self
 
 from epimer.records.record import Record
+
+
+class Status(StrEnum):
+    """How a tensor's system was solved; each member tells what that means and, where it matters, what helps."""
+
+    meaning: str
+    remedy: str
+
+    def __new__(cls, value: str, meaning: str = "", remedy: str = "") -> Status:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning, member.remedy = meaning, remedy
+        return member
+
+    EXACT = "exact", "solved in closed form"
+    CONVERGED = "converged", "conjugate gradients reached the tolerance"
+    DAMPED = "damped", "singular curvature, damped", "Raise damping, or measure curvature on more samples."
+    STALLED = "stalled", "conjugate gradients stopped above the tolerance", "Raise iterations, or damping."
+    CLAMPED = (
+        "clamped",
+        "too small to give every task a direction, averaged",
+        "Merge fewer models at once, or give these tensors the rule 'average'.",
+    )
+    TIED = "tied", "shares another tensor's memory, and so its result"
 
 
 @dataclass(frozen=True)
@@ -16,8 +41,7 @@ class TensorRecord:
     rule: str
     """matrix, elementwise, average, fisher, copy or skip"""
     shape: tuple[int, ...]
-    status: str = "exact"
-    """exact, converged, damped, stalled, clamped or tied"""
+    status: Status = Status.EXACT
     rank: int | None = None
     """directions kept per task, after the clamp to floor(min(m, n) / T)"""
     residual: float = 0.0

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict
-from datetime import date
 from functools import cache
-from importlib.metadata import version
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-import epimer
 from epimer.errors import DataError, short
 
 T = TypeVar("T")
@@ -75,8 +72,3 @@ def checked(kind: type[T], data: Any, where: str, *path: str | int) -> T:
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
-
-
-def provenance(**more: Any) -> dict[str, Any]:
-    """Return the versions and the date that a record was written with, and whatever else it depends on."""
-    return {"epimer": epimer.__version__, "torch": version("torch"), "date": str(date.today()), **more}

@@ -56,7 +56,7 @@ class Table:
         show: Callable[[float | None], str] = lambda value: number(value, 4),
     ) -> Table:
         """Return a table of numbers, a row per name."""
-        rows = [[name, *cells(row, show)] for name, row in zip(names, values, strict=True)]
+        rows: Rows = [[name, *cells(row, show)] for name, row in zip(names, values, strict=True)]
         return cls([corner, *columns], rows, caption)
 
     def render(self, *, sortable: bool = True) -> Markup:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from epimer.score_format import SHARES, apart, ends, natural
+from epimer.score_format import SHARES, metric_difference, metric_value, order_bounds
 
 T = TypeVar("T")
 SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
@@ -73,7 +73,7 @@ class Unit:
 
     def plain(self, value: float | None) -> float | None:
         """Return a score as its metric is known: a loss is minus the score."""
-        return value if value is None or math.isnan(value) else natural(self.metric, value)
+        return value if value is None or math.isnan(value) else metric_value(self.metric, value)
 
     def show(self, value: float | None) -> str:
         """Return a score as tables have it."""
@@ -81,7 +81,7 @@ class Unit:
 
     def ends(self, low: T, high: T) -> tuple[T, T]:
         """Return the ends of an interval in the order in which they read."""
-        return ends(self.metric, low, high)
+        return order_bounds(self.metric, low, high)
 
     def between(
         self, low: float | None, high: float | None, to: str = ", ", show: Callable[[float | None], str] | None = None
@@ -103,7 +103,7 @@ class Unit:
 
     def apart(self, value: float | None) -> float | None:
         """Return a difference of two scores as one of what they read as."""
-        return None if value is None else apart(self.metric, value)
+        return None if value is None else metric_difference(self.metric, value)
 
     @property
     def suffix(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import epimer
-from epimer.diagnosis.diagnose import diagnose
+from epimer.api import diagnose
 from epimer.errors import ParameterError
 
 T, NAMES = 3, ("one.weight", "two.weight")

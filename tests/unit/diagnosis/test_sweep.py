@@ -12,19 +12,29 @@ from safetensors.torch import load_file, save_file
 
 import epimer
 import models as made
+from epimer.api import STEPS
+from epimer.api import sweep_state_dicts as sweep
 from epimer.diagnosis import choice as auto
 from epimer.diagnosis import sweep as sweeping
-from epimer.diagnosis.sweep import SCALES, STEPS, Judged, sweep
+from epimer.diagnosis.sweep import SCALES
 from epimer.errors import EpimerError, ParameterError, RecipeError
-from epimer.evaluation.judges import by_agreement, by_function, by_suite, evaluator
+from epimer.evaluation.judges import SplitScores, by_agreement, by_function, by_suite, evaluator
 from epimer.evaluation.suite import Split, Suite, SuiteTask
-from epimer.recipe.model import load_recipe
+from epimer.plan.merge import open_models
+from epimer.recipe.load import load_recipe, open_recipe
 from trained import make_suite, network
 
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory):
     return make_suite(tmp_path_factory.mktemp("suite"))
+
+
+def resolve(recipe):
+    """What a recipe leaves open, chosen."""
+    loaded, folder = open_recipe(recipe)
+    judge = None if loaded.eval is None else evaluator(loaded.eval, folder)
+    return auto.resolve(loaded, open_models(loaded, folder=folder), judge, progress=False)
 
 
 def steps_of(method):
@@ -99,7 +109,7 @@ def test_one_merge_at_every_scale_is_the_merge_at_that_scale(kind):
     def remember(state, split):
         if split == "val":
             seen.setdefault(len(seen), state)
-        return Judged({"task": torch.zeros(1)})
+        return SplitScores({"task": torch.zeros(1)})
 
     rules = [("conv.weight", "skip"), ("block.0.bias", "copy")]
     sweep(base, models, remember, methods=methods, scales=[0.5, 2.0], curvature=curvature, rules=rules, ranks=[2])
@@ -120,7 +130,7 @@ def test_one_merge_at_every_scale_is_the_merge_at_that_scale(kind):
 
 
 def test_bases_are_built_once_per_rank_and_deltas_serve_every_scale(suite, monkeypatch):
-    counts = {"build_basis": [], "merge_state_dicts": []}
+    counts = {"build_bases": [], "merge_in_memory": []}
     for name, calls in counts.items():
         real = getattr(sweeping, name)
         monkeypatch.setattr(
@@ -137,8 +147,8 @@ def test_bases_are_built_once_per_rank_and_deltas_serve_every_scale(suite, monke
         suite.base, suite.models, by_suite(suite), methods=methods, scales=SCALES, ranks=[1, 2], curvature=curvature
     )
     assert len(found.tried) == (2 + 2 + 2 + 1) * len(SCALES)
-    assert [call["rank"] for call in counts["build_basis"]] == [1, 2]
-    assert len(counts["merge_state_dicts"]) == 2 + 2 + 2 + 1
+    assert [call["rank"] for call in counts["build_bases"]] == [1, 2]
+    assert len(counts["merge_in_memory"]) == 2 + 2 + 2 + 1
 
 
 # -- what is chosen, and on what
@@ -157,7 +167,7 @@ def sweep_of(validation, test=None, **given):
     def evaluate(state, split):
         asked[split].append(scale_of(state))
         score = validation if split == "val" else test or validation
-        return Judged({"one": torch.tensor([score(scale_of(state))])})
+        return SplitScores({"one": torch.tensor([score(scale_of(state))])})
 
     base = {"w": torch.zeros(6, 6)}
     return sweep(base, [STEP, STEP], evaluate, **{"methods": ["average"]} | given), asked
@@ -241,7 +251,7 @@ def test_agreement_equals_softmax_and_kl_by_hand_and_reads_no_label(suite, split
 
 
 def test_equal_agreement_is_decided_by_closeness(suite):
-    one, two = Judged({"a": torch.ones(3)}, {"a": 0.5}), Judged({"a": torch.ones(3)}, {"a": 0.25})
+    one, two = SplitScores({"a": torch.ones(3)}, {"a": 0.5}), SplitScores({"a": torch.ones(3)}, {"a": 0.25})
     assert two.order > one.order
     judge = by_agreement(replace(suite, tasks=suite.tasks[:1], models=suite.models[:1]))
     near = {n: W + 1.001 * (suite.models[0][n] - W) for n, W in suite.base.items()}
@@ -348,7 +358,8 @@ def test_methods_that_cannot_be_tried_are_refused(suite):
             sweep(suite.base, suite.models, by_suite(suite), methods=methods, scales=[1], curvature=curvature)
         return str(caught.value)
 
-    assert refused(["tvs"]) == "There is no method 'tvs'. Did you mean 'tsv'?"
+    methods = ", ".join(epimer.list_methods())
+    assert refused(["tvs"]) == f"There is no method 'tvs'. Did you mean 'tsv'? Methods: {methods}."
     assert refused(["greedy_soup"]) == "greedy_soup chooses by a function of its own; leave it out of a sweep."
     assert refused(["tsv", "epimer_kron"]) == (
         "epimer_kron needs kronecker curvature, and there is none; measure it, or leave epimer_kron out."
@@ -508,7 +519,7 @@ AUTO = [
 
 @pytest.mark.parametrize("recipe", AUTO)
 def test_what_auto_takes_by_eval_scores_what_it_says(folder, recipe):
-    chosen, why = auto.resolve(recipe, evaluator=evaluator, progress=False)
+    chosen, why = resolve(recipe)
     epimer.merge(chosen, "out", progress=False)
     said = float(why.split(": ")[1].split(" on validation data")[0])
     assert score_of(folder, "out") == pytest.approx(said, rel=1e-3, abs=0.0006)
@@ -544,7 +555,7 @@ def forecast_of(folder, method, scale, weights=(1.0, 1.0)):
 
 
 def test_auto_takes_the_lowest_forecast_at_its_scale(folder):
-    chosen, why = auto.resolve(recipe_of("auto", scale="auto"), progress=False)
+    chosen, why = resolve(recipe_of("auto", scale="auto"))
     grid = [round(0.05 * i, 2) for i in range(1, 81)]
     losses = {(method, s): forecast_of(folder, method, s) for method in ("average", "tsv") for s in grid}
     method, scale = min(losses, key=losses.get)
@@ -556,7 +567,7 @@ def test_auto_takes_the_lowest_forecast_at_its_scale(folder):
 
 
 def test_a_scale_is_chosen_for_the_method_that_is_given(folder):
-    chosen, _ = auto.resolve(recipe_of("iso_c", scale="auto"), progress=False)
+    chosen, _ = resolve(recipe_of("iso_c", scale="auto"))
     grid = [round(0.05 * i, 2) for i in range(1, 81)]
     best = min(grid, key=lambda scale: forecast_of(folder, "iso_c", scale))
     assert (chosen.merge_method, chosen.parameters.get("scale", 1.0)) == ("iso_c", best)
@@ -564,7 +575,7 @@ def test_a_scale_is_chosen_for_the_method_that_is_given(folder):
 
 def test_a_scale_for_task_arithmetic_is_of_a_sum(folder):
     each = ({"weight": 1.0}, {"weight": 1.0})  # as mergekit's recipes have it
-    chosen, _ = auto.resolve(recipe_of("task_arithmetic", each=each, scale="auto"), progress=False)
+    chosen, _ = resolve(recipe_of("task_arithmetic", each=each, scale="auto"))
     grid = [round(0.05 * i, 2) for i in range(1, 81)]
     best = min(grid, key=lambda scale: forecast_of(folder, "task_arithmetic", scale))
     assert chosen.parameters.get("scale", 1.0) == best
@@ -586,18 +597,18 @@ def test_a_method_alone_is_chosen_at_the_scale_it_is_merged_at(folder):
     fair = {name: forecast.mean for name, forecast in found.forecast.items() if name != "epimer_free"}
     best = {name: forecast.mean_at_scale for name, forecast in found.forecast.items() if name != "epimer_free"}
     assert min(fair, key=fair.get) != min(best, key=best.get)
-    chosen, _ = auto.resolve(recipe_of("auto"), progress=False)
+    chosen, _ = resolve(recipe_of("auto"))
     assert chosen.merge_method == min(fair, key=fair.get)
 
 
 def test_recipes_that_cannot_be_chosen_for_are_refused(folder):
     bare = load_recipe({"merge_method": "average", "models": [{"model": "m0"}], "scale": "auto"})
     with pytest.raises(RecipeError, match="a recipe with 'auto' needs the base model"):
-        auto.resolve(bare, progress=False)
+        resolve(bare)
     with pytest.raises(ParameterError, match="ties looks at the whole model"):
-        auto.resolve(recipe_of("ties", scale="auto"), progress=False)
+        resolve(recipe_of("ties", scale="auto"))
     with pytest.raises(ParameterError, match="epimer_kron needs kronecker curvature, and there is task-gram"):
-        auto.resolve(recipe_of("epimer_kron", scale="auto"), progress=False)
+        resolve(recipe_of("epimer_kron", scale="auto"))
 
 
 def test_the_record_of_a_merge_holds_no_local_path(folder):

@@ -11,11 +11,10 @@ import torch
 import epimer
 from epimer.diagnosis.sweep import climb
 from epimer.errors import DataError
-from epimer.evaluation import statistics as stats
-from epimer.evaluation.metrics import CLASSES
-from epimer.evaluation.statistics import Scores, compare
+from epimer.evaluation.metrics import CLASSIFIER_SCORES
+from epimer.evaluation.statistics import Scores
 from epimer.experiments import paper as experiments
-from epimer.experiments.bench import CANDIDATES, ESTIMATE, Bench, Candidate, references
+from epimer.experiments.bench import CANDIDATES, CURVATURE_VERSION, Bench, Candidate
 from epimer.experiments.output import write
 from trained import make_suite, network
 
@@ -28,14 +27,6 @@ def suite(tmp_path_factory):
 @pytest.fixture(scope="module")
 def bench(suite):
     return Bench(suite, samples=64)
-
-
-def test_right_is_what_the_network_gets_right(suite):
-    for state, task in zip(suite.models, suite.tasks, strict=True):
-        test = task.splits["test"]
-        expected = (network(state, task)(test.x).argmax(1) == test.y).double()
-        assert torch.equal(suite.scores_on(state, task, "test"), expected)
-    assert references(Bench(suite))["fine-tuned"].average > 0.8
 
 
 def test_the_scale_is_chosen_on_validation_and_reported_on_test(suite):
@@ -72,7 +63,7 @@ def test_scores_that_are_no_numbers_are_refused_and_never_chosen(suite):
         far = (state["one.weight"] - suite.base["one.weight"]).norm() > limit
         return made.requires_grad_(False).apply(lambda m: m.bias.fill_(torch.nan) if far and m is made.head else None)
 
-    tasks = [replace(task, score=CLASSES["loss"], metric="loss") for task in suite.tasks]
+    tasks = [replace(task, score=CLASSIFIER_SCORES["loss"], metric="loss") for task in suite.tasks]
     merged = Bench(suite).merge(Candidate("average"))
     limit = 1.2 * (merged["one.weight"] - suite.base["one.weight"]).norm()  # where a loss runs out of range
     bench = Bench(replace(suite, tasks=tasks, network=broken))
@@ -82,63 +73,11 @@ def test_scores_that_are_no_numbers_are_refused_and_never_chosen(suite):
         Bench(replace(suite, tasks=tasks, network=broken)).best(Candidate("average"))
 
 
-def test_some_is_the_first_samples(suite):
-    some = suite.some(test=30)
-    whole, part = suite.scores(suite.base, "test"), some.scores(suite.base, "test")
-    assert [len(scores) for scores in part] == [30] * 3
-    assert all(torch.equal(a[:30], b) for a, b in zip(whole, part, strict=True))
-    assert len(some.tasks[0].splits["val"]) == len(suite.tasks[0].splits["val"])
-
-
-def test_scores_that_are_no_hits_have_intervals_too():
-    values = torch.linspace(-3, 1, 400, dtype=torch.float64)
-    low, high = Scores([values]).interval()
-    assert (low + high) / 2 == pytest.approx(-1, abs=0.02)
-    assert high - low == pytest.approx(2 * 1.96 * float(values.std()) / 20, rel=0.1)
-
-
-def test_counting_a_few_values_is_drawing_samples(monkeypatch):
-    values = torch.tensor([-1.0, 0.0, 0.0, 1 / 3, 1.0] * 60, dtype=torch.float64)
-    counted = Scores([values, values[:200]]).interval()
-    monkeypatch.setattr(stats, "FEW", 0)
-    assert Scores([values, values[:200]]).interval() == pytest.approx(counted, abs=0.006)
-
-
 @pytest.mark.parametrize("values", list(itertools.permutations([0.0, 1.0, 2.0, 3.0])))
 def test_climbing_finds_the_top_of_a_hill(values):
     grid = [0.5, 1.0, 1.5, 2.0]
     best = climb(dict(zip(grid, values, strict=True)).__getitem__, grid)
     assert values[grid.index(best)] == 3.0
-
-
-def test_intervals_cover_and_shrink():
-    few = Scores([torch.arange(100) < 70, torch.arange(100) < 90])
-    many = Scores([torch.arange(10_000) < 7000, torch.arange(10_000) < 9000])
-    assert few.average == many.average == pytest.approx(0.8)
-    assert few.worst == pytest.approx(0.7)
-    for scores, spread in ((few, (0.7 * 0.3 / 100 + 0.9 * 0.1 / 100) ** 0.5 / 2), (many, None)):
-        low, high = scores.interval()
-        assert low < scores.average < high
-        if spread is not None:
-            assert high - low == pytest.approx(2 * 1.96 * spread, rel=0.15)
-    assert many.interval()[1] - many.interval()[0] < 0.2 * (few.interval()[1] - few.interval()[0])
-
-
-def test_the_paired_test_is_the_exact_one_within_its_draws():
-    a = torch.tensor([1, 1, 1, 1, 1, 0, 1, 1], dtype=torch.bool)
-    b = torch.tensor([1, 0, 0, 1, 0, 1, 0, 1], dtype=torch.bool)
-    d = a.double() - b.double()
-    changed = d[d != 0]
-    signs = itertools.product((1, -1), repeat=len(changed))
-    flips = [sum(s * abs(x) for s, x in zip(sign, changed.tolist(), strict=True)) for sign in signs]
-    exact = sum(abs(f) >= abs(float(d.sum())) for f in flips) / len(flips)
-    found = compare(Scores([a]), Scores([b]))
-    difference, p = found.difference, found.p
-    assert difference == pytest.approx(float(d.mean()))
-    assert p == pytest.approx(exact, abs=0.04)
-    assert found.low < difference < found.high
-    same = compare(Scores([a]), Scores([a]))
-    assert (same.difference, same.low, same.high, same.p) == (0.0, 0.0, 0.0, 1.0)
 
 
 def test_curvature_is_measured_once_and_kept(suite):
@@ -149,7 +88,7 @@ def test_curvature_is_measured_once_and_kept(suite):
     for one, other in zip(measured, again, strict=True):
         assert all(torch.equal(one[name].F, other[name].F) for name in one)
         assert one.about.samples == 32
-    folder = suite.folder / "curvature" / f"diagonal-32-0-v{ESTIMATE}" / "task0"
+    folder = suite.folder / "curvature" / f"diagonal-32-0-v{CURVATURE_VERSION}" / "task0"
     (folder / "curvature.json").write_text("{}")
     with pytest.raises(DataError, match=re.escape(f"Delete {folder}, and it is measured again.")):
         Bench(suite, samples=32).curvature("diagonal")
@@ -167,7 +106,7 @@ def test_performance_has_every_method_and_the_references(bench):
 @pytest.mark.parametrize("name", ["performance", "worst-task", "alpha", "eta", "cost", "tasks", "landscape"])
 def test_experiments_write_tables_and_figures(bench, tmp_path, name, monkeypatch):
     told = []
-    monkeypatch.setattr(bench, "watch", lambda *step: told.append(step))
+    monkeypatch.setattr(bench, "report_progress", lambda *step: told.append(step))
     result = experiments.landscape(bench, grid=4) if name == "landscape" else experiments.EXPERIMENTS[name](bench)
     assert result.rows
     assert all(len(row) == len(result.headings) for row in result.rows)

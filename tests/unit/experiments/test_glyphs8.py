@@ -17,8 +17,8 @@ from epimer.errors import DataError
 from epimer.evaluation.suite import Suite
 from epimer.experiments.glyphs8 import build, tasks
 from epimer.experiments.glyphs8.build import cache_folder, fingerprint, load
-from epimer.experiments.glyphs8.render import generator, has, master, needed
-from epimer.experiments.glyphs8.tasks import SPLITS, TASKS, faces_of, pool
+from epimer.experiments.glyphs8.render import draw_character, has_glyph, import_extra, seeded_generator
+from epimer.experiments.glyphs8.tasks import SPLITS, TASKS, draw_pool, faces_of
 from epimer.experiments.glyphs8.train import TINY, Settings
 from epimer.experiments.glyphs8.vit import FrozenHead, Shape, Vit
 
@@ -31,7 +31,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_splits_share_no_picture_and_show_every_class(task: tasks.Task) -> None:
+def test_splits_share_no_picture_and_show_every_class(task: tasks.GlyphTask) -> None:
     seen: set[bytes] = set()
     for split in SPLITS:
         x, y = task.samples(split, 300, seed=0)
@@ -45,7 +45,7 @@ def test_splits_share_no_picture_and_show_every_class(task: tasks.Task) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_a_seed_gives_the_same_pictures_and_another_seed_others(task: tasks.Task) -> None:
+def test_a_seed_gives_the_same_pictures_and_another_seed_others(task: tasks.GlyphTask) -> None:
     x, y = task.samples("val", 60, seed=0)
     again, labels = task.samples("val", 60, seed=0)
     assert torch.equal(x, again)
@@ -73,7 +73,7 @@ def test_characters_differ_in_every_face(name: str) -> None:
     characters = CHARACTERS[name]
     assert len(set(characters)) == len(characters)
     for face in ("DejaVuSans", "DejaVuSerif-Italic"):
-        drawn = {master(character, face).numpy().tobytes() for character in characters}
+        drawn = {draw_character(character, face).numpy().tobytes() for character in characters}
         assert len(drawn) == len(characters)
 
 
@@ -81,8 +81,8 @@ def test_a_sum_is_of_two_digits_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
     # Digits drawn as blocks of their value's brightness: each half then shows which digit was taken.
     blocks = torch.zeros(5, 1, 48, 48)
     blocks[:, :, 12:36, 14:34] = torch.arange(5.0)[:, None, None, None] / 4
-    monkeypatch.setattr(tasks, "masters", lambda characters, faces: blocks)
-    monkeypatch.setattr(tasks, "photograph", lambda ink, rng, scene: ink)
+    monkeypatch.setattr(tasks, "draw_characters", lambda characters, faces: blocks)
+    monkeypatch.setattr(tasks, "add_background", lambda ink, rng, background: ink)
     ink, y = TASKS[-1].samples("train", 90, seed=0)
     left, right = ink[:, 13, 6] * 4, ink[:, 13, 20] * 4
     assert torch.allclose(left + right, y.float(), atol=1e-4)
@@ -93,13 +93,16 @@ def test_the_pool_shares_no_character_with_the_tasks() -> None:
     assert not used & set(tasks.POOL)
     faces = ("DejaVuSans", "DejaVuSerif")
     drawings = {
-        master(character, face).numpy().tobytes() for character in used for face in faces if has(face, character)
+        draw_character(character, face).numpy().tobytes()
+        for character in used
+        for face in faces
+        if has_glyph(face, character)
     }
-    kept = [(character, face) for character in tasks.POOL if character not in tasks.TWINS for face in faces]
-    assert not drawings & {master(*pair).numpy().tobytes() for pair in kept if has(pair[1], pair[0])}
-    drawn = pool(10_000)
+    kept = [(character, face) for character in tasks.POOL if character not in tasks.LOOKALIKES for face in faces]
+    assert not drawings & {draw_character(*pair).numpy().tobytes() for pair in kept if has_glyph(pair[1], pair[0])}
+    drawn = draw_pool(10_000)
     assert len(drawn.counts) >= Settings().pool
-    x, y = drawn.batch(2000, generator(0))
+    x, y = drawn.batch(2000, seeded_generator(0))
     assert len(x) == 2000
     assert 0 <= int(y.min()) <= int(y.max()) < len(drawn.counts)
 
@@ -249,4 +252,4 @@ def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_a_missing_package_is_named_with_its_remedy() -> None:
     with pytest.raises(DataError, match=r"needs matplotlib; install it: pip install 'epimer\[suites\]'"):
-        needed("no_such_module", "matplotlib")
+        import_extra("no_such_module", "matplotlib")

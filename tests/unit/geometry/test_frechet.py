@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from epimer.geometry.frechet import pose
+from epimer.geometry.frechet import build_problem
 from epimer.geometry.metric import Kronecker
 from epimer.geometry.subspace import Full
 
@@ -19,13 +19,13 @@ def test_a_solve_of_few_steps_goes_towards_the_solution(dtype):
     deltas = [torch.randn(12, 9, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
     metrics = [Kronecker(A=factor(9), G=factor(12)) for _ in deltas]
 
-    def at(most):
-        return pose(Full(dtype), metrics, deltas, [1 / 3] * 3, damping=1e-2, most=most).mean()
+    def at(max_steps):
+        return build_problem(Full(dtype), metrics, deltas, [1 / 3] * 3, max_steps=max_steps).damped(1e-2).mean()
 
     exact = at(None)
     assert exact.status == "converged"
-    error = [float((at(most).coordinates - exact.coordinates).norm()) for most in (1, 4, 16, 500)]
+    error = [float((at(steps).value - exact.value).norm()) for steps in (1, 4, 16, 500)]
     assert error == sorted(error, reverse=True)
-    assert error[0] > 0.01 * float(exact.coordinates.norm())
-    assert error[-1] < 1e-3 * float(exact.coordinates.norm())
+    assert error[0] > 0.01 * float(exact.value.norm())
+    assert error[-1] < 1e-3 * float(exact.value.norm())
     assert at(1).status == "stalled"

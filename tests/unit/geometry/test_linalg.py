@@ -10,12 +10,12 @@ from epimer.geometry.linalg import (
     SVD_TOLERANCE,
     _gram_svd,
     _krylov_svd,
+    as_compute_dtype,
     conjugate_gradients,
     kth_magnitudes,
     polar,
     solve_spd,
     top_svd,
-    working,
 )
 
 
@@ -109,29 +109,30 @@ def test_solve_spd_damps_only_what_is_singular():
     X = torch.randn(6, 6, dtype=torch.float64)
     b = torch.randn(6, 2, dtype=torch.float64)
     H = X @ X.T
-    y, damping = solve_spd(H, b)
-    assert damping == 0
-    assert close(H @ y, b, 1e-8)
+    solution = solve_spd(H, b)
+    assert (solution.damping, solution.status) == (0, "exact")
+    assert close(H @ solution.value, b, 1e-8)
     singular = X[:, :3] @ X[:, :3].T
     reachable = singular @ b
-    y, damping = solve_spd(singular, reachable)
-    assert 0 < damping < 1e-8 * float(singular.trace())
-    assert close(y, torch.linalg.pinv(singular, rtol=1e-10) @ reachable, 1e-6)
-    y, damping = solve_spd(torch.zeros(6, 6, dtype=torch.float64), b)
-    assert not y.any()
-    assert solve_spd(torch.empty(0, 0), torch.empty(0, 1)).y.shape == (0, 1)
+    solution = solve_spd(singular, reachable)
+    assert 0 < solution.damping < 1e-8 * float(singular.trace())
+    assert solution.status == "damped"
+    assert close(solution.value, torch.linalg.pinv(singular, rtol=1e-10) @ reachable, 1e-6)
+    assert not solve_spd(torch.zeros(6, 6, dtype=torch.float64), b).value.any()
+    assert solve_spd(torch.empty(0, 0), torch.empty(0, 1)).value.shape == (0, 1)
 
 
 def test_conjugate_gradients_solves_and_reports_its_residual():
     torch.manual_seed(0)
     X = torch.randn(30, 30, dtype=torch.float64)
     H, b = X @ X.T, torch.randn(30, dtype=torch.float64)
-    y, residual = conjugate_gradients(lambda x: H @ x, b)
-    assert residual < 1e-9
-    assert close(y, torch.linalg.solve(H, b), 1e-5)
+    solution = conjugate_gradients(lambda x: H @ x, b)
+    assert solution.residual < 1e-9
+    assert solution.status == "converged"
+    assert close(solution.value, torch.linalg.solve(H, b), 1e-5)
     assert conjugate_gradients(lambda x: H @ x, torch.zeros(30)).residual == 0
     assert conjugate_gradients(lambda x: 0 * x, b).residual == 1  # nothing to gain: stops where it is
-    assert conjugate_gradients(lambda x: H @ x, b, most=2).residual > 1e-3
+    assert conjugate_gradients(lambda x: H @ x, b, max_steps=2).residual > 1e-3
 
 
 def test_conjugate_gradients_solve_a_consistent_singular_system():
@@ -139,7 +140,7 @@ def test_conjugate_gradients_solve_a_consistent_singular_system():
     X = torch.randn(20, 5, dtype=torch.float64)
     H = X @ X.T
     b = H @ torch.randn(20, dtype=torch.float64)
-    assert close(conjugate_gradients(lambda x: H @ x, b).y, torch.linalg.pinv(H, rtol=1e-10) @ b, 1e-8)
+    assert close(conjugate_gradients(lambda x: H @ x, b).value, torch.linalg.pinv(H, rtol=1e-10) @ b, 1e-8)
 
 
 @settings(max_examples=50, deadline=None)
@@ -152,6 +153,6 @@ def test_kth_magnitude_is_exact_over_chunks(size, share, seed, wide):
     assert found == [float(x.abs().kthvalue(k).values), 2 * float(x.abs().kthvalue(size + 1 - k).values)]
 
 
-def test_working_precision_is_float32_at_least():
-    assert working(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
-    assert working(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
+def test_the_precision_of_arithmetic_is_float32_at_least():
+    assert as_compute_dtype(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
+    assert as_compute_dtype(torch.ones(1, dtype=torch.float64)).dtype == torch.float64

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dense import METRICS, basis_of, close, form_matrix, matrix_of, random_metric
-from epimer.geometry.diagonal import AtomDiagonal, project_diagonal_lowrank
-from epimer.geometry.frechet import pose
+from dense import METRICS, basis_of, close, matrix_of, operator_matrix, random_metric
+from epimer.geometry.diagonal import TaggedDiagonal, project_diagonal_lowrank
+from epimer.geometry.frechet import build_problem
 from epimer.geometry.metric import Diagonal
-from epimer.geometry.operator import combine
-from epimer.geometry.subspace import Full, clamp_rank, joint, pairs, tagged
+from epimer.geometry.operator import linear_combination
+from epimer.geometry.subspace import Full, clamp_rank, joint, tagged, tensor_product
 
 SUBSPACES = ("full", "tagged", "tensor", "joint")
 
@@ -22,7 +22,7 @@ def build(kind, deltas, rank):
         case "tagged":
             return tagged(deltas, rank)
         case "tensor":
-            return pairs(tagged(deltas, rank))
+            return tensor_product(tagged(deltas, rank))
         case _:
             return joint(deltas, rank)
 
@@ -69,13 +69,13 @@ def test_projected_curvature_equals_brute_force(layer, kind, metric_kind):
     metric = random_metric(metric_kind, m, n, generator)
     S = basis_of(subspace, m, n)
     expected = S.T @ matrix_of(metric, m, n) @ S
-    form = subspace.restrict(metric)
+    operator = subspace.restrict(metric)
     shape = subspace.project(deltas[0]).shape
-    assert close(form_matrix(form, shape), expected)
+    assert close(operator_matrix(operator, shape), expected)
     if shape.numel():
-        assert form.mean_diagonal() == pytest.approx(float(expected.diagonal().mean()), rel=1e-10, abs=1e-12)
-    if isinstance(form, AtomDiagonal):
-        assert close(form.dense(), expected)
+        assert operator.mean_diagonal() == pytest.approx(float(expected.diagonal().mean()), rel=1e-10, abs=1e-12)
+    if isinstance(operator, TaggedDiagonal):
+        assert close(operator.dense(), expected)
     D = torch.randn(m, n, dtype=torch.float64)
     assert close(metric.apply(D).flatten(), matrix_of(metric, m, n) @ D.flatten())
 
@@ -97,7 +97,7 @@ def test_every_pair_solves_its_dense_normal_equations(layer, kind, metric_kind, 
     weights = (weights / weights.sum()).tolist()
     metrics = [random_metric(metric_kind, m, n, generator) for _ in range(tasks)]
     subspace = build(kind, deltas, rank)
-    problem = pose(subspace, metrics, deltas, weights, normalize=normalize, damping=damping, jitter=jitter)
+    problem = build_problem(subspace, metrics, deltas, weights, normalize=normalize, jitter=jitter).damped(damping)
     S = basis_of(subspace, m, n)
     p = S.shape[1]
     if p == 0:
@@ -113,7 +113,7 @@ def test_every_pair_solves_its_dense_normal_equations(layer, kind, metric_kind, 
     mean = sum(w * H for w, H in zip(weights, dense, strict=True))
     rhs = sum(w * H @ x for w, H, x in zip(weights, dense, points, strict=True))
     solution = problem.mean()
-    x = solution.coordinates.flatten()
+    x = solution.value.flatten()
     assert solution.residual < 1e-6
     assert solution.status in ("exact", "converged")
     assert close(x, torch.linalg.solve(mean, rhs), 1e-6)
@@ -122,7 +122,7 @@ def test_every_pair_solves_its_dense_normal_equations(layer, kind, metric_kind, 
     size = sum(float((w * H @ point).norm()) for w, H, point in zip(weights, dense, points, strict=True))
     assert float(gradient.norm()) <= 1e-6 * max(size, 1e-12)
     reference = torch.randn(problem.points[0].shape, dtype=torch.float64, generator=generator)
-    anchored = problem.solve(reference, epsilon).coordinates.flatten()
+    anchored = problem.solve(reference, epsilon).value.flatten()
     expected = torch.linalg.solve(mean + epsilon * eye, rhs + epsilon * reference.flatten())
     assert float((anchored - expected).norm()) <= 1e-6 * float(reference.norm() + expected.norm())
 
@@ -138,7 +138,7 @@ def test_rank_deficient_stacks_keep_what_they_can():
     copies = tagged([low, low, low], 2)
     assert copies.mix is not None
     assert close(copies.lift(copies.project(low)), low)
-    product_space = pairs(copies)
+    product_space = tensor_product(copies)
     assert product_space.U.shape == (9, 2)
     assert close(product_space.lift(product_space.project(low)), low)
     zero = torch.zeros(9, 8, dtype=torch.float64)
@@ -153,7 +153,7 @@ def test_low_rank_projection_is_within_its_measured_error(shape):
     atoms = tagged(deltas, 6)
     F = (torch.rand(shape[0], 2, generator=generator) @ torch.rand(2, shape[1], generator=generator)).double()
     F = F + 1e-3 * torch.rand(*shape, generator=generator).double()
-    exact = AtomDiagonal(F, atoms.U, atoms.V, None, 0.0).dense()
+    exact = TaggedDiagonal(F, atoms.U, atoms.V, None, 0.0).dense()
     approximate = project_diagonal_lowrank(F, atoms.U, atoms.V, 1e-3)
     assert approximate is not None
     assert 0 < float((approximate - exact).norm()) < 3e-3 * float(exact.norm())
@@ -173,25 +173,25 @@ def test_a_large_diagonal_solve_is_as_good_as_the_exact_one(monkeypatch, mixed):
     for _ in deltas:
         smooth = torch.rand(96, 2, generator=generator) @ torch.rand(2, 80, generator=generator)
         metrics.append(Diagonal(smooth.double() + 0.02 * torch.rand(96, 80, generator=generator)))
-    exact = pose(atoms, metrics, deltas, [0.25] * 4, damping=1e-2).mean()
+    exact = build_problem(atoms, metrics, deltas, [0.25] * 4).damped(1e-2).mean()
     monkeypatch.setattr("epimer.geometry.diagonal.CHEAP", 0)
-    fast = pose(atoms, metrics, deltas, [0.25] * 4, damping=1e-2, tolerance=1e-2).mean()
+    fast = build_problem(atoms, metrics, deltas, [0.25] * 4, tolerance=1e-2).damped(1e-2).mean()
     assert exact.status == "exact"
     assert fast.status == "converged"
-    assert close(fast.coordinates, exact.coordinates, 1e-8)
+    assert close(fast.value, exact.value, 1e-8)
     # a tolerance that no low rank reaches falls back to the exact projection
     rough = [Diagonal(torch.randn(96, 80, generator=generator).double().exp().pow(4)) for _ in deltas]
-    strict = pose(atoms, rough, deltas, [0.25] * 4, damping=1e-2, tolerance=1e-12).mean()
+    strict = build_problem(atoms, rough, deltas, [0.25] * 4, tolerance=1e-12).damped(1e-2).mean()
     assert strict.status == "exact"
 
 
-def test_forms_of_one_kind_add_up():
+def test_operators_of_one_kind_add_up():
     generator = torch.Generator().manual_seed(0)
     deltas = [torch.randn(7, 6, dtype=torch.float64, generator=generator) for _ in range(2)]
     for kind in SUBSPACES:
         subspace = build(kind, deltas, 2)
         x = subspace.project(deltas[0])
         for metric_kind in METRICS:
-            forms = [subspace.restrict(random_metric(metric_kind, 7, 6, generator)) for _ in range(3)]
-            total = combine(forms, [0.5, 2.0, 0.25]).apply(x)
-            assert close(total, 0.5 * forms[0].apply(x) + 2 * forms[1].apply(x) + 0.25 * forms[2].apply(x))
+            operators = [subspace.restrict(random_metric(metric_kind, 7, 6, generator)) for _ in range(3)]
+            total = linear_combination(operators, [0.5, 2.0, 0.25]).apply(x)
+            assert close(total, 0.5 * operators[0].apply(x) + 2 * operators[1].apply(x) + 0.25 * operators[2].apply(x))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import epimer
 from dense import METRICS, basis_of, close, matrix_of, random_metric
-from epimer.geometry.frechet import pose
+from epimer.geometry.frechet import build_problem
 from epimer.geometry.metric import Diagonal, Samples, TaskGram
 from epimer.geometry.subspace import tagged
 from epimer.geometry.theory import bound, diagnose_layer, residual_energy
@@ -115,7 +115,7 @@ def test_the_bound_is_reached_where_the_paper_says_it_is():
     g, x = torch.randn(1, 1, 6, dtype=torch.float64), torch.randn(1, 1, 5, dtype=torch.float64)
     metric = Samples(g=g, x=x)
     atoms = tagged([D], 2)
-    problem = pose(atoms, [metric], [D], [1.0], normalize="none")
+    problem = build_problem(atoms, [metric], [D], [1.0], normalize="none")
     outside = D - atoms.lift(problem.points[0])
     sign = float((g[0, 0] @ outside @ x[0, 0]).sign())
     step = -sign * atoms.project(torch.outer(g[0, 0], x[0, 0]))
@@ -199,7 +199,7 @@ def test_what_atoms_leave_of_a_task_vector_by_gram_matrices(shape, dtype):
         E = (D - basis.lift(x)).double().numpy()
         A, G = (D.T @ D).double().numpy(), (D @ D.T).double().numpy()
         expected = float(np.trace(E.T @ G @ E @ A))
-        assert TaskGram(D).beyond(D, x, basis.U, basis.V) == pytest.approx(
+        assert TaskGram(D).energy_outside(D, x, basis.U, basis.V) == pytest.approx(
             expected, rel=1e-4 if dtype == torch.float32 else 1e-10
         )
     near = whitened_to_rounding(deltas[0])
@@ -210,6 +210,6 @@ def whitened_to_rounding(D):
     """What a basis of full rank leaves, as a share of all: nothing, not a negative number."""
     atoms = tagged([D], min(D.shape))
     metric = TaskGram(D)
-    left = metric.beyond(D, atoms.project(D), atoms.U, atoms.V)
+    left = metric.energy_outside(D, atoms.project(D), atoms.U, atoms.V)
     assert left >= 0
     return left / metric.energy(D)

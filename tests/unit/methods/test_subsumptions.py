@@ -5,10 +5,10 @@ import torch
 
 import epimer
 from dense import basis_of, close, matrix_of
-from epimer.geometry.frechet import pose
+from epimer.geometry.aggregator import iso_c_delta, tsv_delta
+from epimer.geometry.frechet import build_problem
 from epimer.geometry.metric import Identity
-from epimer.geometry.subspace import Full, joint, pairs, tagged
-from epimer.methods.spectral import iso_c_delta, tsv_delta
+from epimer.geometry.subspace import Full, joint, tagged, tensor_product
 from models import MATRICES, make_base, make_curvature, make_models
 
 BASE = make_base(torch.float64)
@@ -29,8 +29,8 @@ def equal(a, b, names=tuple(MATRICES), tolerance=1e-8):
 
 
 def test_full_identity_is_task_arithmetic():
-    mean = pose(Full(torch.float64), [Identity()] * 3, DELTAS, WEIGHTS, normalize="none").mean()
-    assert close(BASE[NAME] + mean.coordinates, merge("task_arithmetic")[NAME], 1e-12)
+    mean = build_problem(Full(torch.float64), [Identity()] * 3, DELTAS, WEIGHTS, normalize="none").mean()
+    assert close(BASE[NAME] + mean.value, merge("task_arithmetic")[NAME], 1e-12)
     assert equal(merge("average"), merge("task_arithmetic"))
 
 
@@ -83,7 +83,7 @@ def test_joint_svd_subspace_projects_task_arithmetic_and_cannot_exceed_rank_t():
         subspace = joint(DELTAS, k)
         S = basis_of(subspace, 24, 20)
         assert S.shape[1] == min(k, 3)
-        x = pose(subspace, [Identity()] * 3, DELTAS, WEIGHTS, normalize="none").mean().coordinates
+        x = build_problem(subspace, [Identity()] * 3, DELTAS, WEIGHTS, normalize="none").mean().value
         assert close(subspace.lift(x).flatten(), S @ S.T @ average.flatten())
     assert close(subspace.lift(x), average)  # at rank T it is task arithmetic itself
 
@@ -119,7 +119,7 @@ def test_anchored_runs_from_the_mean_to_its_anchor(basis, anchor):
         deltas = [model[k] - BASE[k] for model in MODELS]
         atoms = tagged(deltas, 4)
         average = sum(w * D for w, D in zip(WEIGHTS, deltas, strict=True))
-        subspace = {"tagged": atoms, "tensor": pairs(atoms), "full": Full(torch.float64)}[basis]
+        subspace = {"tagged": atoms, "tensor": tensor_product(atoms), "full": Full(torch.float64)}[basis]
         match anchor:
             case "tsv":
                 target = tsv_delta(atoms, WEIGHTS)

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 import epimer
 from epimer.errors import EpimerError, RecipeError
-from epimer.recipe.model import NOT_OUR_METHODS, Filtered, ModelEntry, Recipe, Settings, depths, load_recipe
+from epimer.recipe.load import NOT_OUR_METHODS, load_recipe
+from epimer.recipe.model import Filtered, ModelEntry, Recipe, Settings, depths
 
 METHODS = ", ".join(epimer.list_methods())
 
@@ -412,11 +413,11 @@ def test_a_recipe_with_nothing_open_says_nothing_of_it():
     ({"merge_method": "auto", "scale": "auto"}, "merge_method and scale"),
 ])  # fmt: skip
 def test_a_recipe_that_leaves_something_open_is_not_planned(given, open):
-    from epimer.plan.jobs import make_plan
+    from epimer.plan.merge import check_settled
 
     found = load_recipe({"merge_method": "tsv", "base_model": "b", "models": [{"model": "a"}]} | given)
     with pytest.raises(RecipeError) as caught:
-        make_plan(found)
+        check_settled(found)
     assert str(caught.value) == f"the recipe leaves {open} open; `epimer merge` or epimer.merge choose it."
 
 
@@ -788,7 +789,7 @@ def test_every_parameter_of_every_method_is_read_or_refused(method):
 
 
 def test_importing_the_module_does_not_import_torch():
-    code = "import sys, epimer.recipe.model; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, epimer.recipe.load; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

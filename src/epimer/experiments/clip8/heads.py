@@ -1,4 +1,4 @@
-"""Zero-shot heads: class names in sentences, through the text tower, and images against them."""
+"""Zero-shot classifiers: heads from class names in sentences through the text tower, and networks with them."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def zero_shot_head(
     """
     prompts = [template.format(name) for name in classes for template in templates]
     device = clip.logit_scale.device
-    found = []
+    embeddings = []
     for start in range(0, len(prompts), PROMPTS):
-        some = prompts[start : start + PROMPTS]
-        inputs = tokenizer(some, padding=True, truncation=True, return_tensors="pt").to(device)
+        batch = prompts[start : start + PROMPTS]
+        inputs = tokenizer(batch, padding=True, truncation=True, return_tensors="pt").to(device)
         pooled = clip.text_model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).pooler_output
-        found.append(normalize(clip.text_projection(pooled).float(), dim=-1))
-        report(len(some))
-    means = torch.cat(found).view(len(classes), len(templates), -1).mean(1)
+        embeddings.append(normalize(clip.text_projection(pooled).float(), dim=-1))
+        report(len(batch))
+    means = torch.cat(embeddings).view(len(classes), len(templates), -1).mean(1)
     return (clip.logit_scale.float().exp() * normalize(means, dim=-1)).cpu()
 
 
 class ZeroShot(nn.Module):
     """Pixels to logits: n(P·vision(pixels))·Wᵀ, with the projection P of the base unless the state has one.
 
-    Parameters are named as in transformers' `CLIPVisionModelWithProjection`; the head is no parameter.
+    Parameters are named as in transformers' `CLIPVisionModelWithProjection`; the head is not a parameter.
     """
 
     head: Tensor
@@ -70,33 +70,29 @@ def vision_state(clip: Any, *, projection: bool) -> dict[str, Tensor]:
 
 
 class Networks:
-    """Builds networks of states and heads; the latest state's tower is kept, as it is judged on all tasks in turn."""
+    """Builds networks from states and heads; the latest state's tower is kept, as all tasks are evaluated in turn."""
 
     def __init__(self, clip: Any, device: torch.device) -> None:
         self._clip, self._device = clip, device
-        self._of: list[tuple[str, Tensor, int]] = []
         self._towers: tuple[nn.Module, nn.Module] | None = None
+        self._versions: list[tuple[str, int, int]] = []
+        self._tensors: dict[str, Tensor] = {}
 
     def __call__(self, state: Mapping[str, Tensor], head: Tensor) -> nn.Module:
         """Return a network in eval mode, on the device."""
-        tensors = [(name, W, W._version) for name, W in state.items()]
-        if self._towers is None or not self._is_latest(tensors):
-            self._towers, self._of = self._build(state), tensors
+        tensors = dict(state)
+        versions = [(name, id(W), W._version) for name, W in tensors.items()]
+        if self._towers is None or versions != self._versions:
+            self._towers, self._versions = self._build(tensors), versions
+            self._tensors = tensors  # while they are alive, no other tensor has their ids
         return ZeroShot(*self._towers, head.to(self._device)).eval()
 
-    def _is_latest(self, tensors: list[tuple[str, Tensor, int]]) -> bool:
-        """Whether these are the very tensors the tower was built of, unchanged since."""
-        return len(tensors) == len(self._of) and all(
-            name == n and W is V and version == v
-            for (name, W, version), (n, V, v) in zip(tensors, self._of, strict=True)
-        )
-
-    def _build(self, state: Mapping[str, Tensor]) -> tuple[nn.Module, nn.Module]:
-        """Return the vision tower and the projection; the base's model is left as it is."""
+    def _build(self, state: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
+        """Return copies of the base's vision tower and projection with the state loaded."""
         parts = nn.ModuleDict(
             {name: copy.deepcopy(getattr(self._clip, name)) for name in ("vision_model", "visual_projection")}
         )
-        _, unknown = parts.load_state_dict(dict(state), strict=False)
+        _, unknown = parts.load_state_dict(state, strict=False)
         if unknown:
             raise CheckpointError(f"the vision tower has no tensor {listed(unknown)}; give models of this variant.")
         parts.visual_projection.requires_grad_("visual_projection.weight" in state)

@@ -1,12 +1,11 @@
-"""Open clip8: models and data from the hub, its cache or local folders; heads from the text tower."""
+"""Load clip8: models and data from the hub, its cache or local folders; heads from the text tower."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,12 @@ from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import open_file
 from epimer.checkpoints.hub import fetch_repo
 from epimer.errors import CheckpointError, DataError, EpimerError, ParameterError, listed, nearest
+from epimer.evaluation.suite import State as AnyState
 from epimer.evaluation.suite import Suite, SuiteTask
 from epimer.experiments.clip8.heads import Networks, vision_state, zero_shot_head
+from epimer.experiments.clip8.images import ImageSplit, card_names, label_names, split_rows
 from epimer.experiments.clip8.openclip import to_transformers
-from epimer.experiments.clip8.pictures import Pictures, card_names, label_names, split_rows
-from epimer.experiments.clip8.published import OWN, PUBLISHED, remarks
+from epimer.experiments.clip8.published import FAMILY_SOURCES, PUBLISHED, remarks
 from epimer.experiments.clip8.tasks import SPLITS, TASKS, VARIANTS, ClipTask, class_names
 from epimer.progress import Progress
 from epimer.tasks.data import open_data
@@ -28,8 +28,8 @@ from epimer.tasks.loading import check_folder, failed, quiet_transformers, trans
 from epimer.tasks.tables import Table
 
 BATCH = 128  # images evaluated at a time
-FAMILIES = tuple(OWN)
 State = dict[str, Tensor]
+T = TypeVar("T")
 
 
 def load(
@@ -54,8 +54,12 @@ def load(
             ViT-B-32/zeroshot.pt and ViT-B-32/MNIST/finetuned.pt; what it lacks comes from the hub.
         data: a folder with datasets by their hub ids (with or without the organisation); likewise.
     """
-    _check("variant", variant, tuple(VARIANTS))
-    _check("family", family, FAMILIES)
+    for name, value, known in (("variant", variant, VARIANTS), ("family", family, FAMILY_SOURCES)):
+        if value not in known:
+            raise ParameterError(
+                f"The {name!r} parameter of clip8 must be one of {', '.join(known)}. Got {value!r} instead."
+                f"{nearest(value, known)}"
+            )
     if limit is not None and limit < 1:
         raise ParameterError(f"The 'limit' parameter of clip8 must be at least 1. Got {limit} instead.")
     sizes = VARIANTS[variant]
@@ -65,33 +69,29 @@ def load(
             f"--checkpoints (it should hold {sizes.folder}/zeroshot.pt and {sizes.folder}/MNIST/finetuned.pt)."
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with _kindly():
-        opened = open_checkpoint(_locate(sizes.base, checkpoints), progress=progress)
-        clip, tokenizer, processor = _load_clip(opened)
-        base = vision_state(clip, projection=family == "task_vectors")
-        if family == "task_vectors" and checkpoints is not None:
-            base, models = _pickled(checkpoints, sizes.folder, base)
-        else:
-            models = [
-                _tuned(open_checkpoint(_locate(sizes.tuned.format(task.name), checkpoints), progress=progress), base)
-                for task in TASKS
-            ]
-        tables = {task.name: _tables(task, data, progress=progress) for task in TASKS}
-        own = {task.name: _own_names(task, data, tables[task.name]) for task in TASKS}
-    names = {task.name: class_names(task, own[task.name]) for task in TASKS}
-    heads = _heads(clip.to(device), tokenizer, names, progress=progress)
+    open_model = partial(open_checkpoint, progress=progress)
+    clip, tokenizer, processor = _load_clip(_open(open_model, sizes.base, checkpoints))
+    base = vision_state(clip, projection=family == "task_vectors")
+    if family == "task_vectors" and checkpoints is not None:
+        base, models = _read_pickled(checkpoints, sizes.folder, base)
+    else:
+        tuned = [sizes.tuned.format(task.name) for task in TASKS]
+        models = [_read_tuned(_open(open_model, name, checkpoints), base) for name in tuned]
+    tables = {task.name: _open(partial(_open_tables, task, progress), task.data, data) for task in TASKS}
+    labels = {task.name: _label_names(task, data, tables[task.name]) for task in TASKS}
+    classes = {task.name: class_names(task, labels[task.name]) for task in TASKS}
+    heads = _encode_classes(clip.to(device), tokenizer, classes, progress=progress)
     networks = Networks(clip.to("cpu"), device)
 
-    def splits(task: ClipTask) -> dict[str, Pictures]:
-        found = tables[task.name]
-        rows = split_rows(len(found["train"]), len(found["test"]), limit=limit, seed=seed)
-        numbers = {name: i for i, name in enumerate(own[task.name] or ())}
+    def splits(task: ClipTask) -> dict[str, ImageSplit]:
+        train, test = (tables[task.name][split] for split in SPLITS)
+        numbers = {name: i for i, name in enumerate(labels[task.name] or ())}
         return {
-            split: Pictures(found[_source(split)], rows[split], processor, numbers, len(task.classes), device)
-            for split in rows
+            split: ImageSplit(test if split == "test" else train, rows, processor, numbers, len(task.classes), device)
+            for split, rows in split_rows(len(train), len(test), limit=limit, seed=seed).items()
         }
 
-    def network(state: Mapping[str, Tensor], task: SuiteTask) -> nn.Module:
+    def network(state: AnyState, task: SuiteTask) -> nn.Module:
         return networks(state, task.head["weight"])
 
     return Suite(
@@ -99,7 +99,7 @@ def load(
         base=base,
         models=models,
         tasks=[
-            SuiteTask(task.title, names[task.name], splits(task), {"weight": heads[task.name].to(device)})
+            SuiteTask(task.title, classes[task.name], splits(task), {"weight": heads[task.name].to(device)})
             for task in TASKS
         ],
         network=network,
@@ -110,30 +110,8 @@ def load(
     )
 
 
-def _check(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ParameterError(
-            f"The {name!r} parameter of clip8 must be one of {', '.join(known)}. Got {value!r} instead."
-            f"{nearest(value, known)}"
-        )
-
-
-@contextmanager
-def _kindly() -> Iterator[None]:
-    """Say, of what the hub did not give, how else it can be given."""
-    try:
-        yield
-    except EpimerError as error:
-        if "the hub" not in str(error):
-            raise
-        raise type(error)(
-            f"clip8 could not open one of its models and datasets: {error}; or copy a cache that has it to HF_HOME, or "
-            "give folders that have it with --checkpoints and --data."
-        ) from error
-
-
 def _locate(name: str, folder: Path | None) -> str:
-    """Return where a hub id is in a local folder, or the id."""
+    """Return the path of a hub id in a local folder, or the id."""
     if folder is not None:
         folder = folder.expanduser()
         if not folder.is_dir():
@@ -144,37 +122,49 @@ def _locate(name: str, folder: Path | None) -> str:
     return name
 
 
+def _open(function: Callable[[str], T], name: str, folder: Path | None) -> T:
+    """Open a model or dataset in a local folder or on the hub; an error with the hub says how else to provide it."""
+    place = _locate(name, folder)
+    try:
+        return function(place)
+    except EpimerError as error:
+        if place != name:
+            raise
+        raise type(error)(
+            f"clip8 could not open one of its models and datasets: {str(error).rstrip('.')}; or copy a cache that has "
+            "it to HF_HOME, or give folders that have it with --checkpoints and --data."
+        ) from error
+
+
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
 def _load_clip(checkpoint: Checkpoint) -> tuple[Any, Any, Any]:
     """Return the pre-trained model with both towers, in float32, its tokenizer and its image processor."""
     folder, library = check_folder(checkpoint), transformers()
-    options = {"local_files_only": True, "trust_remote_code": False}
-    parts: tuple[tuple[str, Callable[[], Any]], ...] = (
-        ("the model", lambda: library.CLIPModel.from_pretrained(folder, dtype=torch.float32, **options)),
-        ("the tokenizer", lambda: library.AutoTokenizer.from_pretrained(folder, **options)),
-        ("the image processor", lambda: library.AutoImageProcessor.from_pretrained(folder, backend="pil", **options)),
-    )
-    made = []
+    parts: dict[str, tuple[Any, dict[str, Any]]] = {
+        "the model": (library.CLIPModel, {"dtype": torch.float32}),
+        "the tokenizer": (library.AutoTokenizer, {}),
+        "the image processor": (library.AutoImageProcessor, {"backend": "pil"}),
+    }
+    loaded = []
     with quiet_transformers(shown=False):
-        for what, make in parts:
+        for part, (kind, options) in parts.items():
             try:
-                made.append(make())
+                loaded.append(kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options))
             except Exception as error:  # whatever is wrong with the files, transformers has some error for it
-                raise failed(checkpoint.where, what, error) from error
-    return made[0].eval(), made[1], made[2]
+                raise failed(checkpoint.where, part, error) from error
+    return loaded[0].eval(), loaded[1], loaded[2]
 
 
-def _tuned(checkpoint: Checkpoint, base: State) -> State:
+def _read_tuned(checkpoint: Checkpoint, base: State) -> State:
     """Read a fine-tuned vision tower; older and newer files differ in whether names begin with `vision_model.`."""
-    found = {f"vision_model.{name.removeprefix('vision_model.')}": name for name in checkpoint.headers}
-    return _fitting(
-        {name: checkpoint.read(found[name]).float() for name in base if name in found}, base, checkpoint.where
-    )
+    stored = {f"vision_model.{name.removeprefix('vision_model.')}": name for name in checkpoint.headers}
+    state = {name: checkpoint.read(stored[name]).float() for name in base if name in stored}
+    return _check_tower(state, base, checkpoint.where)
 
 
-def _pickled(checkpoints: Path, folder: str, like: State) -> tuple[State, list[State]]:
+def _read_pickled(checkpoints: Path, folder: str, like: State) -> tuple[State, list[State]]:
     """Read the task_vectors family: zeroshot.pt and <task>/finetuned.pt, each a pickled module of open_clip."""
     top = checkpoints.expanduser()
     top = top / folder if (top / folder).is_dir() else top
@@ -184,13 +174,14 @@ def _pickled(checkpoints: Path, folder: str, like: State) -> tuple[State, list[S
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist; the task_vectors family has a file there: download it.")
         opened = open_file(path, str(path))
-        return _fitting(to_transformers({key: opened.read(key) for key in opened.headers}, str(path)), like, str(path))
+        state = to_transformers({key: opened.read(key) for key in opened.headers}, str(path))
+        return _check_tower(state, like, str(path))
 
     return read("zeroshot.pt"), [read(f"{task.title}/finetuned.pt") for task in TASKS]
 
 
-def _fitting(state: State, base: State, where: str) -> State:
-    """Return the tensors in the order of the base, after a look at names and shapes."""
+def _check_tower(state: State, base: State, where: str) -> State:
+    """Return the tensors in the order of the base; refuse other names and shapes."""
     missing = [name for name in base if name not in state]
     if missing:
         raise CheckpointError(
@@ -208,33 +199,26 @@ def _fitting(state: State, base: State, where: str) -> State:
 # --- data and heads --------------------------------------------------------------------------------------------------
 
 
-def _tables(task: ClipTask, data: Path | None, *, progress: bool) -> dict[str, Table]:
-    place = _locate(task.data, data)
-    return {split: open_data(place, split=split, subset=_subset(task, place), progress=progress) for split in SPLITS}
+def _open_tables(task: ClipTask, progress: bool, place: str) -> dict[str, Table]:
+    """Open a task's splits; a local folder need not have the subset's name in it."""
+    subset = task.subset if place == task.data or (Path(place) / str(task.subset)).is_dir() else None
+    return {split: open_data(place, split=split, subset=subset, progress=progress) for split in SPLITS}
 
 
-def _subset(task: ClipTask, place: str) -> str | None:
-    """Return the subset to read; a local folder need not have its name in it."""
-    return task.subset if place == task.data or (Path(place) / str(task.subset)).is_dir() else None
-
-
-def _source(split: str) -> str:
-    """Return which split of the data one of the suite's is taken from."""
-    return "test" if split == "test" else "train"
-
-
-def _own_names(task: ClipTask, data: Path | None, tables: Mapping[str, Table]) -> list[str] | None:
-    """Return the data's own names of the labels, of its files or of its card."""
-    found, tested = (label_names(tables[split]) for split in SPLITS)
+def _label_names(task: ClipTask, data: Path | None, tables: Mapping[str, Table]) -> list[str] | None:
+    """Return the names of the labels in the data's files or on its card, None where it has none."""
+    train, test = (label_names(tables[split]) for split in SPLITS)
     folders = tables["test"].classes is not None  # of which a small test split may lack some
-    if tested is not None and (found is None or (not set(tested) <= set(found) if folders else tested != found)):
+    if test is not None and (train is None or (not set(test) <= set(train) if folders else test != train)):
         raise DataError(
-            f"{task.data} names its classes in test ({listed(tested)}) not as in train ({listed(found or ())}); give "
+            f"{task.data} names its classes in test ({listed(test)}) not as in train ({listed(train or ())}); give "
             "one dataset for both."
         )
+    if train is not None:
+        return train
     place = _locate(task.data, data)
-    if found is not None or place != task.data:
-        return found if found is not None else card_names(Path(place) / "README.md")
+    if place != task.data:
+        return card_names(Path(place) / "README.md")
     try:
         folder, _ = fetch_repo(place, "dataset", lambda files: ["README.md"], DataError, progress=False)
     except DataError:  # out of reach, and not in the cache
@@ -242,8 +226,8 @@ def _own_names(task: ClipTask, data: Path | None, tables: Mapping[str, Table]) -
     return card_names(folder / "README.md")
 
 
-def _heads(clip: Any, tokenizer: Any, names: Mapping[str, list[str]], *, progress: bool) -> dict[str, Tensor]:
-    """Encode every class of every task."""
+def _encode_classes(clip: Any, tokenizer: Any, names: Mapping[str, list[str]], *, progress: bool) -> dict[str, Tensor]:
+    """Return the zero-shot head of every task."""
     heads = {}
     with Progress(progress, unit="sentences") as bar:
         stage = bar.begin("heads", sum(len(task.classes) * len(task.templates) for task in TASKS))

@@ -1,6 +1,6 @@
 """The names of the classes of the eight tasks, in the order of the labels, as they are put into sentences.
 
-Where a dataset carries names of its own they decide the order; see `tasks.class_names`. Names are CLIP's, with
+Where a dataset carries names they decide the order; see `tasks.class_names`. Names are CLIP's, with
 its misspellings (`horizonal`, `bicyle`, `procenium`); docs/clip8.md says what they were compared with.
 """
 

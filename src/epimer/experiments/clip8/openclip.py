@@ -1,4 +1,4 @@
-"""Vision towers of open_clip, by the names and in the shapes that transformers has them in."""
+"""Convert vision towers of open_clip to the names and shapes of transformers."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from torch import Tensor
 
 from epimer.errors import CheckpointError, listed
 
-MARK = "visual.conv1.weight"
-WHOLE = {
-    "class_embedding": "vision_model.embeddings.class_embedding",
-    "positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+FIRST_LAYER = "visual.conv1.weight"
+RENAMED = {
+    r"class_embedding": r"embeddings.class_embedding",
+    r"positional_embedding": r"embeddings.position_embedding.weight",
+    r"conv1\.weight": r"embeddings.patch_embedding.weight",
+    r"ln_pre\.(\w+)": r"pre_layrnorm.\1",
+    r"ln_post\.(\w+)": r"post_layernorm.\1",
+    r"transformer\.resblocks\.(\d+)\.attn\.out_proj\.(\w+)": r"encoder.layers.\1.self_attn.out_proj.\2",
+    r"transformer\.resblocks\.(\d+)\.ln_([12])\.(\w+)": r"encoder.layers.\1.layer_norm\2.\3",
+    r"transformer\.resblocks\.(\d+)\.mlp\.c_fc\.(\w+)": r"encoder.layers.\1.mlp.fc1.\2",
+    r"transformer\.resblocks\.(\d+)\.mlp\.c_proj\.(\w+)": r"encoder.layers.\1.mlp.fc2.\2",
 }
-NORMS = {"ln_pre": "vision_model.pre_layrnorm", "ln_post": "vision_model.post_layernorm"}
-LAYER = re.compile(r"transformer\.resblocks\.(\d+)\.(.+)\.(weight|bias)")
-BLOCKS = {
-    "attn.out_proj": "self_attn.out_proj",
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-}
-INPUTS = re.compile(r"transformer\.resblocks\.(\d+)\.attn\.in_proj_(weight|bias)")
+IN_PROJ = re.compile(r"transformer\.resblocks\.(\d+)\.attn\.in_proj_(weight|bias)")
 
 
 def to_transformers(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -34,30 +31,26 @@ def to_transformers(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tens
     in_proj, 3d x d, is q, k and v below each other; proj, d x features, is applied from the right. Tensors of the text
     tower are left out.
     """
-    prefix = next((name.removesuffix(MARK) for name in tensors if name.endswith(MARK)), None)
+    prefix = next((name.removesuffix(FIRST_LAYER) for name in tensors if name.endswith(FIRST_LAYER)), None)
     if prefix is None:
-        raise CheckpointError(f"{where} holds no vision tower of open_clip ({MARK}); it has {listed(tensors)}.")
+        raise CheckpointError(f"{where} holds no vision tower of open_clip ({FIRST_LAYER}); it has {listed(tensors)}.")
     start = f"{prefix}visual."
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for name, value in tensors.items():
         if name.startswith(start):
             W = value.to(torch.float32)
-            found |= _renamed(name.removeprefix(start), W.clone() if W is value else W, where)
-    return found
+            converted |= _convert(name.removeprefix(start), W.clone() if W is value else W, where)
+    return converted
 
 
-def _renamed(name: str, W: Tensor, where: str) -> dict[str, Tensor]:
-    """Return one tensor by its other name; of the attention's inputs, three."""
+def _convert(name: str, W: Tensor, where: str) -> dict[str, Tensor]:
+    """Return a tensor under its name in transformers; the attention's input projection gives three."""
     if name == "proj":
         return {"visual_projection.weight": W.T.contiguous()}
-    if name in WHOLE:
-        return {WHOLE[name]: W}
-    part, _, kind = name.rpartition(".")
-    if part in NORMS:
-        return {f"{NORMS[part]}.{kind}": W}
-    if layer := INPUTS.fullmatch(name):
-        at = f"vision_model.encoder.layers.{layer[1]}.self_attn"
-        return {f"{at}.{letter}_proj.{layer[2]}": V.contiguous() for letter, V in zip("qkv", W.chunk(3), strict=True)}
-    if (layer := LAYER.fullmatch(name)) and layer[2] in BLOCKS:
-        return {f"vision_model.encoder.layers.{layer[1]}.{BLOCKS[layer[2]]}.{layer[3]}": W}
+    if match := IN_PROJ.fullmatch(name):
+        prefix = f"vision_model.encoder.layers.{match[1]}.self_attn"
+        return {f"{prefix}.{part}_proj.{match[2]}": V.contiguous() for part, V in zip("qkv", W.chunk(3), strict=True)}
+    for pattern, new in RENAMED.items():
+        if match := re.fullmatch(pattern, name):
+            return {f"vision_model.{match.expand(new)}": W}
     raise CheckpointError(f"{where} has {name!r} in its vision tower, which a CLIP ViT has not; give the ViT's files.")

@@ -1,4 +1,4 @@
-"""What clip8 is made of: the eight tasks, the three models, and where each of them is on the hub."""
+"""The eight tasks and three models of clip8, and where each of them is on the hub."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ VARIANTS = {
     "L/14": Variant("openai/clip-vit-large-patch14", "tanganke/clip-vit-large-patch14_{}", "ViT-L-14"),
 }
 SPLITS = ("train", "test")
-"""what every dataset has; none of them has a split for validation"""
+"""of every dataset; none has a split for validation"""
 
 OVERHEAD = tuple(
-    f"{kind} {what} of {article}{{}}."
+    f"{kind} {noun} of {article}{{}}."
     for article in ("", "a ", "the ")
-    for what in ("imagery", "photo", "view")
+    for noun in ("imagery", "photo", "view")
     for kind in ("satellite", "aerial")
 )
 NUMBER = ('a photo of the number: "{}".',)
@@ -63,7 +63,7 @@ TASKS = (
         names.CARS,
         (
             *("a photo of a {}.", "a photo of the {}.", "a photo of my {}.", "i love my {}!"),
-            *(f"a photo of my {how} {{}}." for how in ("dirty", "clean", "new", "old")),
+            *(f"a photo of my {adjective} {{}}." for adjective in ("dirty", "clean", "new", "old")),
         ),
     ),
     ClipTask("resisc45", "RESISC45", "tanganke/resisc45", names.RESISC45, OVERHEAD),
@@ -81,7 +81,7 @@ TASKS = (
         "GTSRB",
         "tanganke/gtsrb",
         names.GTSRB,
-        tuple(f'a {how} photo of a "{{}}" traffic sign.' for how in ("zoomed in", "centered", "close up")),
+        tuple(f'a {adjective} photo of a "{{}}" traffic sign.' for adjective in ("zoomed in", "centered", "close up")),
     ),
     ClipTask("mnist", "MNIST", "ylecun/mnist", names.DIGITS, NUMBER),
     ClipTask(
@@ -90,34 +90,34 @@ TASKS = (
         "tanganke/dtd",
         names.DTD,
         tuple(
-            f"a photo of {article} {{}} {what}."
+            f"a photo of {article} {{}} {noun}."
             for article in ("a", "the")
-            for what in ("texture", "pattern", "thing", "object")
+            for noun in ("texture", "pattern", "thing", "object")
         ),
     ),
 )
 
 
-def class_names(task: ClipTask, own: Sequence[str] | None) -> list[str]:
-    """Return what to call each label: the data's own names decide the order, ours how a class is written.
+def class_names(task: ClipTask, labels: Sequence[str] | None) -> list[str]:
+    """Return the class name of each label: the names in the data decide the order, ours how a class is written.
 
-    Data without names of their own are taken to be labelled in the order of `task.classes`.
+    Data without names (`labels` is None) are taken to be labelled in the order of `task.classes`.
     """
-    if own is None:
+    if labels is None:
         return list(task.classes)
-    if len(own) != len(task.classes):
+    if len(labels) != len(task.classes):
         raise DataError(
-            f"{task.data} has {len(own)} classes ({listed(own)}), expected the {len(task.classes)} of {task.title}; "
-            "is it the right dataset?"
+            f"{task.data} has {len(labels)} classes ({listed(labels)}), expected the {len(task.classes)} of "
+            f"{task.title}; is it the right dataset?"
         )
-    known = {_plain(name): name for name in task.classes}
-    known |= {_plain(alias): name for alias, name in zip(task.aliases, task.classes, strict=False)}
-    numbered = all(name.isdecimal() and int(name) < len(own) for name in own)
+    known = {_normalized(name): name for name in task.classes}
+    known |= {_normalized(alias): name for alias, name in zip(task.aliases, task.classes, strict=False)}
+    numbered = all(name.isdecimal() and int(name) < len(labels) for name in labels)
     if numbered and task.classes != names.DIGITS:
-        return [task.classes[int(name)] for name in own]
-    return [known.get(_plain(name), " ".join(name.replace("_", " ").split())) for name in own]
+        return [task.classes[int(name)] for name in labels]
+    return [known.get(_normalized(name), " ".join(name.replace("_", " ").split())) for name in labels]
 
 
-def _plain(name: str) -> str:
-    """Return the letters and digits of a name."""
+def _normalized(name: str) -> str:
+    """Return the letters and digits of a name, in lower case."""
     return re.sub(r"[\W_]", "", name.lower())

@@ -1,1 +1,1 @@
-"""glyphs8: eight small image tasks and a small ViT, made on the spot from what ships inside Python packages."""
+"""glyphs8: eight small image tasks and a small ViT, built from the fonts and images inside Python packages."""

@@ -1,7 +1,7 @@
-"""Draw characters from the fonts inside matplotlib, and turn drawings into varied pictures.
+"""Draw characters from the fonts inside matplotlib, and turn the drawings into varied images.
 
-A master is one character in one face, 48 x 48, in [0, 1]. A picture is 27 x 27, eight bits: a master seen through a
-random affine map, over a textured background, with noise.
+A drawing is one character in one face, 48 x 48, in [0, 1]. An image is 27 x 27, eight bits: a drawing under a random
+affine map, over a textured background, with noise.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.nn import functional
 from epimer.errors import DataError
 
 SIDE = 27
-MASTER = 48
-SIZE = 34  # of the font, so that almost every character fits the master
+DRAWING_SIDE = 48
+FONT_SIZE = 34  # so that almost every character fits the drawing
 
 SANS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique")
 MONO = ("DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSansMono-Oblique", "DejaVuSansMono-BoldOblique")
@@ -33,7 +33,7 @@ FAMILIES = (SANS, MONO, SERIF, STIX)
 """each in the order regular, bold, italic, bold italic"""
 
 
-def needed(module: str, package: str) -> Any:
+def import_extra(module: str, package: str) -> Any:
     """Import a module of the `suites` extra."""
     try:
         return import_module(module)
@@ -41,43 +41,45 @@ def needed(module: str, package: str) -> Any:
         raise DataError(f"the suite glyphs8 needs {package}; install it: pip install 'epimer[suites]'") from error
 
 
-def generator(*key: object) -> torch.Generator:
-    """Return a source of random numbers that depends on the key alone."""
+def seeded_generator(*key: object) -> torch.Generator:
+    """Return a random number generator that is seeded by the key alone."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def uniform(n: int, low: float, high: float, rng: torch.Generator) -> Tensor:
-    """Return n numbers between low and high."""
+    """Return n random numbers between low and high."""
     return low + (high - low) * torch.rand(n, generator=rng)
 
 
 @cache
 def _face(name: str) -> tuple[Any, frozenset[int]]:
-    """Return a face and the characters it has."""
-    folder = Path(needed("matplotlib", "matplotlib").get_data_path()) / "fonts" / "ttf"
+    """Return a font face and the code points it has."""
+    folder = Path(import_extra("matplotlib", "matplotlib").get_data_path()) / "fonts" / "ttf"
     path = str(folder / f"{name}.ttf")
     try:
-        known = frozenset(needed("matplotlib.ft2font", "matplotlib").FT2Font(path).get_charmap())
-        return needed("PIL.ImageFont", "pillow").truetype(path, SIZE), known
+        known = frozenset(import_extra("matplotlib.ft2font", "matplotlib").FT2Font(path).get_charmap())
+        return import_extra("PIL.ImageFont", "pillow").truetype(path, FONT_SIZE), known
     except OSError as error:
         raise DataError(f"this matplotlib has no font {name}; install matplotlib 3.8 or newer.") from error
 
 
-def has(face: str, character: str) -> bool:
-    """Whether a face has a character of its own."""
+def has_glyph(face: str, character: str) -> bool:
+    """Whether a face has a glyph for a character."""
     return ord(character) in _face(face)[1]
 
 
 @cache
-def master(character: str, face: str) -> Tensor:
-    """Draw one character in the middle of a master."""
-    if not has(face, character):
+def draw_character(character: str, face: str) -> Tensor:
+    """Draw one character in the middle of 48 x 48 pixels."""
+    if not has_glyph(face, character):
         raise DataError(f"the font {face} has no {character!r}; install matplotlib 3.8 or newer.")
-    image = needed("PIL.Image", "pillow").new("L", (MASTER, MASTER))
-    draw = needed("PIL.ImageDraw", "pillow").Draw(image)
-    draw.text((MASTER / 2, MASTER / 2), character, fill=255, font=_face(face)[0], anchor="mm")
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(MASTER, MASTER).float() / 255
+    image = import_extra("PIL.Image", "pillow").new("L", (DRAWING_SIDE, DRAWING_SIDE))
+    draw = import_extra("PIL.ImageDraw", "pillow").Draw(image)
+    draw.text((DRAWING_SIDE / 2, DRAWING_SIDE / 2), character, fill=255, font=_face(face)[0], anchor="mm")
+    pixels = (
+        torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(DRAWING_SIDE, DRAWING_SIDE).float() / 255
+    )
     return _centred(pixels)
 
 
@@ -86,34 +88,34 @@ def _centred(pixels: Tensor) -> Tensor:
     shifts = []
     for ink in (pixels.amax(1), pixels.amax(0)):
         where = ink.nonzero().flatten()
-        shifts.append(0 if len(where) == 0 else (MASTER - 1 - int(where[0]) - int(where[-1])) // 2)
+        shifts.append(0 if len(where) == 0 else (DRAWING_SIDE - 1 - int(where[0]) - int(where[-1])) // 2)
     return pixels.roll(shifts, (0, 1))
 
 
-def masters(characters: Sequence[str], faces: Sequence[str]) -> Tensor:
-    """Return masters of all characters in all faces: C x F x 48 x 48."""
-    return torch.stack([torch.stack([master(character, face) for face in faces]) for character in characters])
+def draw_characters(characters: Sequence[str], faces: Sequence[str]) -> Tensor:
+    """Draw all characters in all faces: C x F x 48 x 48."""
+    return torch.stack([torch.stack([draw_character(character, face) for face in faces]) for character in characters])
 
 
 @dataclass(frozen=True)
 class Jitter:
-    """How far the affine map goes either way."""
+    """The ranges of random affine maps."""
 
     angle: float = 8.0
     """degrees"""
     scale: tuple[float, float] = (1.0, 1.3)
     shear: float = 0.1
     shift: float = 0.06
-    """of the picture's side"""
+    """as a fraction of the image's side"""
 
 
-def warp(drawings: Tensor, rng: torch.Generator, jitter: Jitter, at: tuple[float, float] = (0.0, 0.0)) -> Tensor:
-    """See each of n x 48 x 48 drawings through an affine map of its own, centred at `at` (in [-1, 1]): n x 27 x 27."""
+def warp(drawings: Tensor, rng: torch.Generator, jitter: Jitter, centre: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+    """Apply a random affine map to each of n x 48 x 48 drawings, moved to `centre` (in [-1, 1]): n x 27 x 27."""
     n = len(drawings)
     angle = uniform(n, -jitter.angle, jitter.angle, rng) * math.pi / 180
     grow = uniform(n, *jitter.scale, rng)
     shear = uniform(n, -jitter.shear, jitter.shear, rng)
-    x, y = (centre + uniform(n, -2 * jitter.shift, 2 * jitter.shift, rng) for centre in at)
+    x, y = (middle + uniform(n, -2 * jitter.shift, 2 * jitter.shift, rng) for middle in centre)
     cos, sin = torch.cos(angle) / grow, torch.sin(angle) / grow
     A = torch.stack([torch.stack([cos, shear / grow - sin], 1), torch.stack([sin, cos], 1)], 1)
     theta = torch.cat([A, -A @ torch.stack([x, y], 1)[:, :, None]], 2)
@@ -122,25 +124,25 @@ def warp(drawings: Tensor, rng: torch.Generator, jitter: Jitter, at: tuple[float
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What lies behind and over the ink."""
+class Background:
+    """The background behind the ink, and the noise over both."""
 
     contrast: tuple[float, float] = (0.45, 0.9)
     texture: float = 0.1
-    """standard deviation of the background, which varies slowly over the picture"""
+    """standard deviation of the background, which varies slowly over the image"""
     noise: float = 0.06
     inverted: bool = False
     """dark ink on light ground"""
 
 
-def photograph(ink: Tensor, rng: torch.Generator, scene: Scene) -> Tensor:
-    """Put n x 27 x 27 ink in [0, 1] over a background: n x 27 x 27, eight bits."""
+def add_background(ink: Tensor, rng: torch.Generator, background: Background) -> Tensor:
+    """Put n x 27 x 27 ink in [0, 1] over random backgrounds: n x 27 x 27, eight bits."""
     n = len(ink)
-    coarse = torch.randn(n, 1, 4, 4, generator=rng) * scene.texture
+    coarse = torch.randn(n, 1, 4, 4, generator=rng) * background.texture
     ground = functional.interpolate(coarse, size=(SIDE, SIDE), mode="bilinear", align_corners=False)[:, 0]
     level = uniform(n, 0.05, 0.25, rng)[:, None, None] + ground
-    picture = level + uniform(n, *scene.contrast, rng)[:, None, None] * ink
-    if scene.inverted:
-        picture = 1 - picture
-    picture = picture + scene.noise * torch.randn(n, SIDE, SIDE, generator=rng)
-    return (picture.clamp(0, 1) * 255).round().to(torch.uint8)
+    image = level + uniform(n, *background.contrast, rng)[:, None, None] * ink
+    if background.inverted:
+        image = 1 - image
+    image = image + background.noise * torch.randn(n, SIDE, SIDE, generator=rng)
+    return (image.clamp(0, 1) * 255).round().to(torch.uint8)

@@ -1,19 +1,19 @@
-"""Make the models: pre-train one, give every task a few-shot head, fine-tune with the head frozen."""
+"""Train the models: pre-train one, fit every task a few-shot head, fine-tune with the head frozen."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from epimer.evaluation.suite import BATCH, Split
-from epimer.experiments.glyphs8.render import generator
-from epimer.experiments.glyphs8.tasks import Drawn, Pool
-from epimer.experiments.glyphs8.vit import FrozenHead, Shape, Vit, start
+from epimer.evaluation.suite import BATCH, Split, correct
+from epimer.experiments.glyphs8.render import seeded_generator
+from epimer.experiments.glyphs8.tasks import LabeledImages, Pool
+from epimer.experiments.glyphs8.vit import FrozenHead, Shape, Vit, initialize
 from epimer.progress import Stage
 
 State = dict[str, Tensor]
@@ -21,7 +21,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides what the suite is."""
+    """Everything that determines the suite."""
 
     seed: int = 0
     shape: Shape = field(default_factory=Shape)
@@ -51,54 +51,55 @@ TINY = Settings(
 """for tests of everything but the numbers"""
 
 
-def pixels(pictures: Tensor) -> Tensor:
-    """Return eight-bit pictures as the network takes them."""
-    return pictures.float() / 255
+def to_float(images: Tensor) -> Tensor:
+    """Convert eight-bit images to floats in [0, 1]."""
+    return images.float() / 255
 
 
-def fit(network: nn.Module, batches: Iterator[Drawn], steps: int, *, rate: float, warm: float, decay: float,
+def fit(network: nn.Module, batches: Iterator[LabeledImages], steps: int, *, rate: float, warmup: float, decay: float,
         stage: Stage, item: str) -> None:  # fmt: skip
-    """Train by AdamW: linear warm-up over a share of the steps, cosine to zero, gradients of norm 1 at most."""
+    """Train with AdamW: linear warm-up over a fraction of the steps, cosine decay to zero, gradients clipped to 1."""
     parameters = list(network.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
     network.train()
     for step in range(steps):
         x, y = next(batches)
         for group in optimizer.param_groups:
-            group["lr"] = rate * _schedule(step, steps, warm)
+            group["lr"] = rate * _schedule(step, steps, warmup)
         optimizer.zero_grad()
-        torch.autograd.backward(functional.cross_entropy(network(pixels(x)), y))
+        torch.autograd.backward(functional.cross_entropy(network(to_float(x)), y))
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         stage.advance(len(y), item)
     network.eval()
 
 
-def _schedule(step: int, steps: int, warm: float) -> float:
-    ramp = max(1, round(warm * steps))
+def _schedule(step: int, steps: int, warmup: float) -> float:
+    ramp = max(1, round(warmup * steps))
     return min((step + 1) / ramp, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 def pretrain(settings: Settings, pool: Pool, stage: Stage) -> tuple[State, float]:
-    """Learn to tell the pool's characters apart; return the backbone and its accuracy on fresh pictures."""
-    rng = generator(settings.seed, "pretrain")
+    """Train a classifier of the pool's characters; return its backbone and its accuracy on fresh images."""
+    rng = seeded_generator(settings.seed, "pretrain")
     head = nn.Linear(settings.shape.width, len(pool.counts))
     network = Vit(settings.shape, head)
-    start(network, rng)
+    initialize(network, rng)
 
-    def batches() -> Iterator[Drawn]:
+    def batches() -> Iterator[LabeledImages]:
         while True:
             yield pool.batch(settings.batch, rng)
 
-    fit(network, batches(), settings.pretrain_steps, rate=settings.pretrain_rate, warm=0.05, decay=0.05, stage=stage,
+    fit(network, batches(), settings.pretrain_steps, rate=settings.pretrain_rate, warmup=0.05, decay=0.05, stage=stage,
         item="characters")  # fmt: skip
-    x, y = pool.batch(1000, generator(settings.seed, "pretrain", "test"))
-    score = accuracy(network, Split(pixels(x), y))
+    x, y = pool.batch(1000, seeded_generator(settings.seed, "pretrain", "test"))
+    with torch.no_grad():
+        hits = torch.cat([correct(network(images), labels) for images, labels in Split(to_float(x), y).batches(BATCH)])
     network.head = nn.Identity()
-    return {name: W.detach() for name, W in network.state_dict().items()}, score
+    return {name: W.detach() for name, W in network.state_dict().items()}, float(hits.mean())
 
 
-def few_shot_head(settings: Settings, base: State, data: Drawn, classes: int) -> State:
+def few_shot_head(settings: Settings, base: State, data: LabeledImages, classes: int) -> State:
     """Fit a linear classifier on the base's features of the first `shots` images of every class.
 
     Softmax regression with a small ridge on standardised features; the standardisation is then folded into it.
@@ -124,28 +125,21 @@ def few_shot_head(settings: Settings, base: State, data: Drawn, classes: int) ->
 def _features(settings: Settings, base: State, x: Tensor) -> Tensor:
     backbone = Vit(settings.shape).eval()
     backbone.load_state_dict(base)
-    return torch.cat([backbone(pixels(part)) for part in torch.split(x, BATCH)])
+    return torch.cat([backbone(to_float(part)) for part in torch.split(x, BATCH)])
 
 
-def fine_tune(settings: Settings, base: State, head: State, data: Drawn, name: str, stage: Stage) -> State:
-    """Train all of the backbone on one task, its head frozen."""
+def fine_tune(settings: Settings, base: State, head: State, data: LabeledImages, name: str, stage: Stage) -> State:
+    """Train the whole backbone on one task, with the head frozen."""
     x, y = data
     network = Vit(settings.shape, FrozenHead(head))
     network.load_state_dict(base)
-    rng = generator(settings.seed, "fine-tune", name)
+    rng = seeded_generator(settings.seed, "fine-tune", name)
 
-    def batches() -> Iterator[Drawn]:
+    def batches() -> Iterator[LabeledImages]:
         while True:
             for part in torch.split(torch.randperm(len(y), generator=rng), settings.batch):
                 yield x[part], y[part]
 
     steps = settings.epochs * math.ceil(len(y) / settings.batch)
-    fit(network, batches(), steps, rate=settings.rate, warm=0.1, decay=0.01, stage=stage, item=name)
+    fit(network, batches(), steps, rate=settings.rate, warmup=0.1, decay=0.01, stage=stage, item=name)
     return {name: W.detach() for name, W in network.state_dict().items()}
-
-
-@torch.no_grad()
-def accuracy(network: Callable[[Tensor], Tensor], data: Split) -> float:
-    """Return the share of a split that a network gets right."""
-    parts = zip(torch.split(data.x, BATCH), torch.split(data.y, BATCH), strict=True)
-    return sum(int((network(x).argmax(1) == y).sum()) for x, y in parts) / len(data)

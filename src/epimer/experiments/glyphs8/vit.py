@@ -1,8 +1,9 @@
-"""A small vision transformer in plain PyTorch, with timm's parameter names; queries, keys and values stay apart."""
+"""A small vision transformer with timm's parameter names, but separate matrices for queries, keys and values."""
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class Shape:
 
 
 class Attention(nn.Module):
-    """Attention of all patches to all."""
+    """Multi-head self-attention over the patches."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -46,35 +47,25 @@ class Attention(nn.Module):
         return self.proj(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Mlp(nn.Module):
-    """Two linear maps with a GELU between them."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(functional.gelu(self.fc1(x)))
-
-
 class Block(nn.Module):
-    """Attention and MLP, each on a normalised input and added to it."""
+    """A pre-norm transformer block."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.width)
         self.attn = Attention(shape.width, shape.heads)
         self.norm2 = nn.LayerNorm(shape.width)
-        self.mlp = Mlp(shape.width, shape.hidden * shape.width)
+        hidden = shape.hidden * shape.width
+        layers = {"fc1": nn.Linear(shape.width, hidden), "act": nn.GELU(), "fc2": nn.Linear(hidden, shape.width)}
+        self.mlp = nn.Sequential(OrderedDict(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
-class Patches(nn.Module):
-    """One linear map of every patch."""
+class PatchEmbedding(nn.Module):
+    """The same linear map of every patch."""
 
     def __init__(self, patch: int, width: int) -> None:
         super().__init__()
@@ -102,12 +93,12 @@ class FrozenHead(nn.Module):
 
 
 class Vit(nn.Module):
-    """Pictures (n x 27 x 27, in [0, 1]) to the head's output: features, the mean over patches, where there is none."""
+    """Images (n x 27 x 27, in [0, 1]) to the head's output; without a head, to features: the mean over patches."""
 
     def __init__(self, shape: Shape, head: nn.Module | None = None) -> None:
         super().__init__()
-        self.patch_embed = Patches(shape.patch, shape.width)
-        self.pos_embed = nn.Parameter(0.5 * waves(shape.grid, shape.width)[None])
+        self.patch_embed = PatchEmbedding(shape.patch, shape.width)
+        self.pos_embed = nn.Parameter(0.5 * position_embedding(shape.grid, shape.width)[None])
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Identity() if head is None else head
@@ -119,7 +110,7 @@ class Vit(nn.Module):
         return self.head(self.norm(x).mean(1))
 
 
-def start(network: nn.Module, rng: torch.Generator) -> None:
+def initialize(network: nn.Module, rng: torch.Generator) -> None:
     """Draw all linear weights from a truncated normal of deviation 1/√fan_in; biases are zero."""
     for module in network.modules():
         if isinstance(module, nn.Linear):
@@ -127,8 +118,8 @@ def start(network: nn.Module, rng: torch.Generator) -> None:
             nn.init.zeros_(module.bias)
 
 
-def waves(grid: int, width: int) -> Tensor:
-    """Return sines and cosines of each patch's row and column, by which patches can be told apart: grid² x width."""
+def position_embedding(grid: int, width: int) -> Tensor:
+    """Return sines and cosines of each patch's row and column: grid² x width."""
     rates = torch.exp(-math.log(100.0) * torch.arange(width // 4) / (width // 4))
     row, column = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
     phases = [place.flatten()[:, None] * rates for place in (row, column)]

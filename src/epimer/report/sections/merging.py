@@ -12,6 +12,7 @@ from epimer.records import (
     HarnessRecord,
     MergeRecord,
     Record,
+    Status,
     SweepRecord,
     TensorRecord,
     Trial,
@@ -38,7 +39,7 @@ from epimer.report.palette import colour
 from epimer.report.performance import Performance, unit_of
 from epimer.report.read import Records
 
-SOLVED = ("exact", "converged", "tied")
+SOLVED = (Status.EXACT, Status.CONVERGED, Status.TIED)
 """statuses that need no remark"""
 
 

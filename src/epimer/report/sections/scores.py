@@ -14,7 +14,7 @@ from epimer.report.figures import axis_name
 from epimer.report.markup import Markup
 from epimer.report.numbers import NOTHING, Unit, finite, number, percent
 from epimer.report.performance import Performance
-from epimer.score_format import LOSSES, chance
+from epimer.score_format import LOSSES, format_p_value
 
 
 def section(performance: Performance, *, named: bool) -> Section:
@@ -46,7 +46,7 @@ def headline(performance: Performance) -> Table:
         row += cells([score.worst], unit.show, unit.plain)
         if compared:
             row.append(_given(unit.apart(score.difference), unit.difference(score.difference)))
-            row.append(_given(score.p, "" if score.p is None else chance(score.p)))
+            row.append(_given(score.p, "" if score.p is None else format_p_value(score.p)))
         row.append(_given(score.scale, number(score.scale) + ("*" if score.edge else "")))
         if timed:
             row.append(_given(score.seconds, number(score.seconds)))

@@ -1,4 +1,4 @@
-"""Check the curvature a user gave, before any work; every error names the tensor and the model."""
+"""The curvature and the basis of one tensor, read and checked before its merge; errors name tensor and model."""
 
 from __future__ import annotations
 
@@ -11,86 +11,77 @@ from torch import Tensor
 
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.metric import Diagonal, Metric, Projected
-from epimer.geometry.subspace import Pairs, Tagged, clamp_rank
-from epimer.methods.inputs import matrix_shape
+from epimer.geometry.subspace import Basis, TensorProduct, clamp_rank
+from epimer.methods.frechet import FrechetOptions
+from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method
-from epimer.methods.rules import is_matrix
+from epimer.methods.rules import is_matrix, matrix_shape
 
 Curvatures = Sequence[Mapping[str, Metric]]
+"""one mapping per model from tensor name to curvature"""
 
 CLASSES = {"diagonal": "epimer.Diagonal", "kronecker": "epimer.Kronecker", "samples": "epimer.Samples"}
 
 
 @dataclass(frozen=True)
-class Checked:
-    """The curvature of one tensor, fit for use."""
+class LayerCurvature:
+    """What one tensor's merge uses beside the models' tensors."""
 
     metrics: tuple[Metric, ...] = ()
     base_metric: Metric | None = None
-    basis: Tagged | Pairs | None = None
+    basis: Basis | None = None
 
 
-NOTHING = Checked()
+NOTHING = LayerCurvature()
 
 
-def check_curvatures(curvature: Any, tasks: int, method: Method) -> Curvatures | None:
-    """Refuse curvature that is not one mapping per model; None where the method needs none."""
-    if curvature is None:
-        if method.needs_curvature:
-            raise CurvatureError(
-                f"{method.name} needs {method.curvature} curvature: pass curvature=, one mapping per model from "
-                f"tensor name to {CLASSES[method.curvature or '']}."
-            )
-        return None
-    if isinstance(curvature, Mapping) or not isinstance(curvature, Sequence):
-        raise CurvatureError("curvature must be a list with one mapping from tensor names to curvature per model.")
-    if len(curvature) != tasks:
-        raise CurvatureError(f"curvature has {len(curvature)} entries for {tasks} models; give one mapping per model.")
-    for t, one in enumerate(curvature):
-        if not isinstance(one, Mapping):
-            raise CurvatureError(f"curvature[{t}] must be a mapping from tensor names, got {type(one).__name__}.")
-    return curvature
-
-
-def check_layer(
+def layer_curvature(
     name: str,
     rule: str,
-    W0: Tensor | None,
-    tensors: Sequence[Tensor],
+    W: Tensor,
+    tasks: int,
     method: Method,
-    p: Any,
+    options: MethodOptions,
     curvatures: Curvatures | None,
-) -> Checked:
-    """Check everything about curvature and bases that the merge of one tensor will use."""
+    *,
+    based: bool,
+) -> LayerCurvature:
+    """Read and check the curvature and the basis that the merge of one tensor will use.
+
+    Args:
+        name: the tensor.
+        rule: what is done with it.
+        W: its shape and the precision it is merged in; no data is looked at.
+        tasks: how many models there are.
+        method: how it is merged.
+        options: of the method.
+        curvatures: one mapping per model, where there is curvature.
+        based: whether there is a base model.
+    """
     if rule == "average":
         return NOTHING
     matrix = rule == "matrix"
     metrics: tuple[Metric, ...] = ()
     if rule == "fisher" or method.needs_curvature:
-        kind = "diagonal" if rule == "fisher" else method.curvature or ""
-        kinds: tuple[str, ...] = (kind, "projected") if matrix else (kind,)
-        kinds += ("ekfac",) if kind == "kronecker" else ()
-        kinds = (kind,) if method.name == "regmean" else kinds
-        metrics = layer_metrics(curvatures or (), name, [W0, *tensors], matrix=matrix, kinds=kinds, user=method.name)
-        if not metrics and needs_metric(name, rule, tensors[0]):
-            raise missing_metric(name, method)
-    base_metric = (getattr(p, "base_curvature", None) or {}).get(name)
+        kinds = accepted_kinds(method, rule)
+        metrics = layer_metrics(curvatures or (), name, W, matrix=matrix, kinds=kinds, user=method.name)
+        if not metrics and needs_metric(name, rule, W):
+            raise missing_metric(name, method.name)
+    base_metric = (getattr(options, "base_curvature", None) or {}).get(name)
     if base_metric is not None:
         where = f"base_curvature[{name!r}]"
-        base_metric = check_metric(
-            base_metric, where, [W0, *tensors], matrix=False, kinds=("diagonal",), user=method.name
-        )
+        base_metric = check_metric(base_metric, where, W, matrix=False, kinds=("diagonal",), user=method.name)
     basis = None
-    if matrix and hasattr(p, "basis"):
-        basis = layer_basis(p.basis, metrics, name, tensors)
-        if basis is not None and W0 is None:
+    if matrix and isinstance(options, FrechetOptions):
+        basis = layer_basis(options.basis, metrics, name, W, tasks)
+        if basis is not None and not based:
             raise CurvatureError(f"{method.name} without a base model cannot use a basis for {name!r}; pass base.")
-    return Checked(metrics, base_metric, basis)
+    return LayerCurvature(metrics, base_metric, basis)
 
 
-def serves(kind: str | None, wanted: str | None) -> bool:
-    """Whether curvature of a kind will do where another is wanted: EKFAC's factors are Kronecker's."""
-    return kind == wanted or (kind == "ekfac" and wanted == "kronecker")
+def accepted_kinds(method: Method, rule: str) -> tuple[str, ...]:
+    """Return the kinds of curvature that a tensor with this rule can be merged under."""
+    return ("diagonal",) if rule == "fisher" else method.accepts
 
 
 def needs_metric(name: str, rule: str, W: Tensor) -> bool:
@@ -98,33 +89,26 @@ def needs_metric(name: str, rule: str, W: Tensor) -> bool:
     return rule in ("matrix", "fisher") or is_matrix(name, W.shape)
 
 
-def missing_metric(name: str, method: Method) -> CurvatureError:
+def missing_metric(name: str, user: str) -> CurvatureError:
     """Say that a tensor has no curvature."""
     return CurvatureError(
-        f"no model has curvature for {name!r}, which {method.name} needs; "
-        f"measure it, or give {name!r} the rule 'average'."
+        f"no model has curvature for {name!r}, which {user} needs; measure it, or give {name!r} the rule 'average'."
     )
 
 
 def layer_metrics(
-    curvature: Curvatures,
-    name: str,
-    tensors: Sequence[Tensor | None],
-    *,
-    matrix: bool,
-    kinds: Sequence[str],
-    user: str,
+    curvatures: Curvatures, name: str, W: Tensor, *, matrix: bool, kinds: Sequence[str], user: str
 ) -> tuple[Metric, ...]:
     """Return the checked metrics of one tensor, on its matrix view if asked; none if no model has any."""
-    found = [one.get(name) for one in curvature]
-    if all(metric is None for metric in found):
+    present = [name in one for one in curvatures]
+    if not any(present):
         return ()
     metrics: list[Metric] = []
-    for t, metric in enumerate(found):
+    for t, one in enumerate(curvatures):
         where = f"curvature[{t}][{name!r}]"
-        if metric is None:
+        if not present[t]:
             raise CurvatureError(f"{where} is missing, while other models have it; measure it for every model.")
-        metrics.append(check_metric(metric, where, tensors, matrix=matrix, kinds=kinds, user=user))
+        metrics.append(check_metric(one[name], where, W, matrix=matrix, kinds=kinds, user=user))
         if metrics[t].kind != metrics[0].kind:
             raise CurvatureError(
                 f"{where} is of kind {metrics[t].kind}, but curvature[0] is {metrics[0].kind}; use one kind for all."
@@ -132,9 +116,7 @@ def layer_metrics(
     return tuple(metrics)
 
 
-def check_metric(
-    metric: Any, where: str, tensors: Sequence[Tensor | None], *, matrix: bool, kinds: Sequence[str], user: str
-) -> Metric:
+def check_metric(metric: Any, where: str, W: Tensor, *, matrix: bool, kinds: Sequence[str], user: str) -> Metric:
     """Return a metric that fits the tensor, on its matrix view, or say what is wrong with it."""
     wanted = " or ".join(CLASSES[kind] for kind in kinds if kind in CLASSES)
     if not isinstance(metric, Metric) or metric.kind not in kinds:
@@ -142,8 +124,6 @@ def check_metric(
             f"{where} is {type(metric).__name__}, but {user} needs {wanted} here; "
             "measure that kind, or take a method that uses this one."
         )
-    present = [W for W in tensors if W is not None]
-    narrow = all(W.dtype != torch.float64 for W in present)
     for field in fields(metric):  # type: ignore[arg-type]
         value = getattr(metric, field.name)
         if field.name in ("basis", "inputs") or (value is None and metric.kind in ("kronecker", "projected")):
@@ -152,7 +132,7 @@ def check_metric(
             raise CurvatureError(f"{where}: {field.name} must be a tensor, got {type(value).__name__}.")
         if value.is_complex() or value.layout != torch.strided or value.is_meta:
             raise CurvatureError(f"{where}: {field.name} must be a dense, real tensor, got {value.dtype}.")
-        if not narrow or value.dtype != torch.float64 or not value.numel():
+        if W.dtype == torch.float64 or value.dtype != torch.float64 or not value.numel():
             continue
         largest = float(value.abs().max())
         if 0 < largest < 1e-35 or 1e38 < largest < float("inf"):
@@ -160,7 +140,6 @@ def check_metric(
                 f"{where}: {field.name} reaches {largest:.1e}, which float32 cannot hold; "
                 "multiply every model's curvature by one constant, or pass models in float64."
             )
-    W = present[0]
     shape = matrix_shape(W) if matrix else tuple(W.shape)
     problem = metric.problem(tuple(W.shape) if isinstance(metric, Diagonal) else shape)
     if problem:
@@ -168,19 +147,19 @@ def check_metric(
     return Diagonal(metric.F.reshape(shape)) if isinstance(metric, Diagonal) else metric
 
 
-def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, tensors: Sequence[Tensor]) -> Tagged | Pairs | None:
+def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, W: Tensor, tasks: int) -> Basis | None:
     """Return the basis the caller fixed for a matrix, from `basis=` or from its projected curvature, if any."""
-    chosen: Tagged | Pairs | None = None
+    chosen: Basis | None = None
     if isinstance(bases, Mapping):
         chosen = bases.get(name)
         if chosen is not None:
-            _check_basis(chosen, f"basis[{name!r}]", tensors[0])
+            _check_basis(chosen, f"basis[{name!r}]", W)
     for t, metric in enumerate(metrics):
         if not isinstance(metric, Projected):
             continue
         where = f"curvature[{t}][{name!r}]"
         if metric.basis is not None:
-            _check_basis(metric.basis, f"{where}.basis", tensors[0])
+            _check_basis(metric.basis, f"{where}.basis", W)
             if chosen is None:
                 chosen = metric.basis  # type: ignore[assignment]
             elif not _same_basis(chosen, metric.basis):
@@ -191,13 +170,13 @@ def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, tensors: Seque
                 "pass basis= (epimer.build_basis) to the merge or to Projected."
             )
         _check_projected(metric, where, chosen)
-    if chosen is None and isinstance(bases, Mapping) and clamp_rank(matrix_shape(tensors[0]), len(tensors), None):
+    if chosen is None and isinstance(bases, Mapping) and clamp_rank(matrix_shape(W), tasks, None):
         raise ParameterError(f"basis= has no entry for {name!r}; build it from these models with epimer.build_basis.")
     return chosen
 
 
 def _check_basis(basis: Any, where: str, W: Tensor) -> None:
-    if not isinstance(basis, Tagged | Pairs):
+    if not isinstance(basis, Basis):
         raise ParameterError(f"{where} must be a basis made by epimer.build_basis, got {type(basis).__name__}.")
     if (len(basis.U), len(basis.V)) != matrix_shape(W):
         raise ParameterError(
@@ -216,12 +195,12 @@ def _same_basis(one: Any, other: Any) -> bool:
     )
 
 
-def _check_projected(metric: Projected, where: str, basis: Tagged | Pairs) -> None:
+def _check_projected(metric: Projected, where: str, basis: Basis) -> None:
     """Refuse projected curvature whose sizes do not fit the basis."""
-    if metric.H is not None and isinstance(basis, Pairs):
+    if metric.H is not None and isinstance(basis, TensorProduct):
         raise CurvatureError(f"{where} has a matrix H, which only a tagged basis takes; give A and G.")
     p, q = basis.U.shape[1], basis.V.shape[1]
-    dimension = p if isinstance(basis, Pairs) or basis.mix is None else basis.mix.shape[1]
+    dimension = p if isinstance(basis, TensorProduct) or basis.mix is None else basis.mix.shape[1]
     for label, M, expected in (("H", metric.H, dimension), ("G", metric.G, p), ("A", metric.A, q)):
         if M is not None and len(M) != expected:
             raise CurvatureError(

@@ -1,4 +1,4 @@
-"""Models whose logits are NaN: no sweep and no evaluation scores them; a bench does not choose them."""
+"""Scores of samples: what counts as correct, which labels are refused, and that NaN is never scored or chosen."""
 
 from dataclasses import replace
 
@@ -9,7 +9,9 @@ from torch import nn
 from epimer.errors import DataError
 from epimer.evaluation.judges import by_agreement, by_suite
 from epimer.evaluation.suite import Split, Suite, SuiteTask
-from epimer.experiments.bench import Bench, Candidate
+from epimer.experiments.bench import Bench, Candidate, references
+from trained import make_suite
+from trained import network as trained_network
 
 
 def network(state, task):
@@ -27,6 +29,11 @@ def suite():
     splits = [dict.fromkeys(("train", "val", "test"), Split(x, (x @ m["weight"].T).argmax(1))) for m in models]
     tasks = [SuiteTask(f"task{t}", ["a", "b", "c"], split) for t, split in enumerate(splits)]
     return Suite("small", base, models, tasks, network)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return make_suite(tmp_path_factory.mktemp("suite"))
 
 
 def broken(limit):
@@ -74,3 +81,19 @@ def test_targets_that_are_no_classes(suite):
         suite.scores_on(suite.base, task, "test")
     free = replace(task, classes=[], score=lambda outputs, targets: targets.double())
     assert suite.scores_on(suite.base, free, "test").tolist() == [0, 1, 2, 3, 0, 0]
+
+
+def test_right_is_what_the_network_gets_right(trained):
+    for state, task in zip(trained.models, trained.tasks, strict=True):
+        test = task.splits["test"]
+        expected = (trained_network(state, task)(test.x).argmax(1) == test.y).double()
+        assert torch.equal(trained.scores_on(state, task, "test"), expected)
+    assert references(Bench(trained))["fine-tuned"].average > 0.8
+
+
+def test_a_truncated_suite_has_the_first_samples(trained):
+    some = trained.truncated(test=30)
+    whole, part = trained.scores(trained.base, "test"), some.scores(trained.base, "test")
+    assert [len(scores) for scores in part] == [30] * 3
+    assert all(torch.equal(a[:30], b) for a, b in zip(whole, part, strict=True))
+    assert len(some.tasks[0].splits["val"]) == len(trained.tasks[0].splits["val"])

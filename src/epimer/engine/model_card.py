@@ -10,6 +10,7 @@ import yaml
 import epimer
 from epimer.checkpoints.hub import REPO
 from epimer.plan.jobs import Plan
+from epimer.plan.participants import Participant
 from epimer.records import MergeRecord
 
 HUB_NAME = re.compile(rf"({REPO})@[0-9a-f]{{40}}")
@@ -21,10 +22,11 @@ def model_card(plan: Plan, record: MergeRecord) -> str:
     hub = [match[1] for name in _names(plan) if (match := HUB_NAME.fullmatch(name))]
     if hub:
         head |= {"base_model": list(dict.fromkeys(hub)), "base_model_relation": "merge"}
-    title = plan.donor.name.split("@")[0].split("/")[-1]
-    count = "one model" if len(plan.models) == 1 else f"{len(plan.models)} models"
-    models = "\n".join(f"- {role.checkpoint.name} (`{role.checkpoint.fingerprint}`)" for role in plan.models)
-    base = "" if plan.base is None else f"\nBase: {plan.base.checkpoint.name} (`{plan.base.checkpoint.fingerprint}`)\n"
+    title = plan.participants.donor.name.split("@")[0].split("/")[-1]
+    participants = plan.participants
+    count = "one model" if len(participants.models) == 1 else f"{len(participants.models)} models"
+    models = "\n".join(f"- {_named(model)}" for model in participants.models)
+    base = "" if participants.base is None else f"\nBase: {_named(participants.base)}\n"
     return f"""---
 {yaml.safe_dump(head, sort_keys=False).strip()}
 ---
@@ -55,8 +57,12 @@ Models (the code is a fingerprint of the weights):
 """
 
 
+def _named(one: Participant) -> str:
+    return f"{one.checkpoint.name} (`{one.checkpoint.fingerprint}`)"
+
+
 def _names(plan: Plan) -> list[str]:
-    return [part for role in plan.roles for part in role.checkpoint.name.split("+")]
+    return [part for one in plan.participants.all for part in one.checkpoint.name.split("+")]
 
 
 def _findings(record: MergeRecord) -> str:

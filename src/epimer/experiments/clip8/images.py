@@ -1,4 +1,4 @@
-"""A task's images: decoded when they are asked for, prepared as the model's image processor says."""
+"""A task's images, decoded when they are needed and prepared by the model's image processor; names of its labels."""
 
 from __future__ import annotations
 
@@ -14,44 +14,43 @@ from torch import Tensor
 
 from epimer.errors import DataError, short
 from epimer.tasks.tables import Table
+from epimer.tasks.task import IMAGES, LABELS
 
-IMAGES = ("image", "img")
-LABELS = ("label", "labels")
 VALIDATION = 500  # samples of the training split that are set aside, at most a tenth of it
-KEPT = 1 << 27  # bytes of a split's pixels up to which they are kept once decoded
+CACHE_BYTES = 1 << 27  # of pixels up to which a split is kept in memory once decoded
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Some rows of a table of images; see `epimer.evaluation.suite.Data`."""
+class ImageSplit:
+    """Rows of a table of images; see `epimer.evaluation.suite.Data`."""
 
     table: Table
     rows: Sequence[int]
     processor: Any
     numbers: dict[str, int]
-    """class by name, where labels are names"""
+    """class name -> its number, where labels are names"""
     classes: int
     device: torch.device
-    kept: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    cache: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Yield (pixels, labels) on the device, of all rows or of those in `order`."""
-        wanted = range(len(self)) if order is None else order.tolist()
-        for start in range(0, len(wanted), size):
-            some = [self.rows[i] for i in wanted[start : start + size]]
-            labels = torch.tensor([self._label(i) for i in some])
-            yield {"pixel_values": self._pixels(some)}, labels.to(self.device)
+        rows = self.rows if order is None else [self.rows[i] for i in order.tolist()]
+        for start in range(0, len(rows), size):
+            batch = rows[start : start + size]
+            labels = torch.tensor([self._label(i) for i in batch])
+            yield {"pixel_values": self._pixels(batch)}, labels.to(self.device)
 
     def _pixels(self, rows: Sequence[int]) -> Tensor:
-        """Return the pixels of rows: resized and cropped in bytes, which may be kept, then scaled for the model."""
-        missing = [i for i in rows if i not in self.kept]
-        found = dict(zip(missing, self._bytes(missing), strict=True))
-        if found and len(self) * next(iter(found.values())).numel() <= KEPT:
-            self.kept.update(found)
-        stacked = torch.stack([found[i] if i in found else self.kept[i] for i in rows])
+        """Return the pixels of rows: resized and cropped as bytes, which may be cached, then scaled for the model."""
+        missing = [i for i in rows if i not in self.cache]
+        decoded = dict(zip(missing, self._bytes(missing), strict=True))
+        if decoded and len(self) * next(iter(decoded.values())).numel() <= CACHE_BYTES:
+            self.cache.update(decoded)
+        stacked = torch.stack([decoded[i] if i in decoded else self.cache[i] for i in rows])
         pixels = stacked.to(self.device).float()
         if self.processor.do_rescale:
             pixels = pixels * self.processor.rescale_factor
@@ -73,10 +72,10 @@ class Pictures:
             )
         images = [self.table.image(i, column) for i in rows]
         try:
-            made = self.processor(images=images, do_rescale=False, do_normalize=False, return_tensors="pt")
+            prepared = self.processor(images=images, do_rescale=False, do_normalize=False, return_tensors="pt")
         except ValueError as error:
             raise DataError(f"{self.table.where(rows[0])}: the image processor failed: {short(str(error))}") from error
-        return list(made["pixel_values"])
+        return list(prepared["pixel_values"])
 
     def _label(self, i: int) -> int:
         column = self.table.column(None, LABELS, "label")
@@ -91,9 +90,9 @@ class Pictures:
 
 
 def split_rows(train: int, test: int, *, limit: int | None, seed: int) -> dict[str, list[int]]:
-    """Return which rows make train and val, of the training split, and test; no row is in two of them.
+    """Return the rows of train and val, both of the training split, and of test; no row is in two of them.
 
-    val is the end of the training split, shuffled by the seed; `limit` takes as many of each at random. Rows are in
+    val is the end of the training split, shuffled by the seed; `limit` takes so many of each at random. Rows are in
     ascending order, so that files are read from front to back.
     """
     if train < 2:
@@ -108,11 +107,11 @@ def split_rows(train: int, test: int, *, limit: int | None, seed: int) -> dict[s
         "val": shuffled[-held:],
         "test": torch.randperm(test, generator=generator).tolist(),
     }
-    return {split: sorted(some[:limit]) for split, some in rows.items()}
+    return {split: sorted(indices[:limit]) for split, indices in rows.items()}
 
 
 def label_names(table: Table) -> list[str] | None:
-    """Return the data's own names of its labels: of class folders, or those that parquet files of the hub carry."""
+    """Return the names of a table's labels: its class folders, or those in the schema of the hub's parquet files."""
     if table.classes is not None:
         return list(table.classes)
     file = getattr(getattr(table, "parts", [table])[0], "file", None)
@@ -125,11 +124,11 @@ def label_names(table: Table) -> list[str] | None:
 
 
 def card_names(readme: Path) -> list[str] | None:
-    """Return the names in the head of a dataset card: dataset_info.features[label].dtype.class_label.names."""
+    """Return the label names in the header of a dataset card: dataset_info.features[label].dtype.class_label.names."""
     try:
-        head = yaml.safe_load(readme.read_text(encoding="utf-8").split("---\n")[1])["dataset_info"]
-        features = (head[0] if isinstance(head, list) else head)["features"]
-        names = next(one["dtype"]["class_label"]["names"] for one in features if one["name"] in LABELS)
+        info = yaml.safe_load(readme.read_text(encoding="utf-8").split("---\n")[1])["dataset_info"]
+        features = (info[0] if isinstance(info, list) else info)["features"]
+        names = next(f["dtype"]["class_label"]["names"] for f in features if f["name"] in LABELS)
         return _texts([names[key] for key in sorted(names, key=int)] if isinstance(names, dict) else names)
     except (OSError, ValueError, KeyError, IndexError, TypeError, StopIteration, yaml.YAMLError):
         return None

@@ -1,0 +1,91 @@
+"""Tensors in memory as a checkpoint: a state dict, or another checkpoint whose tensors are kept once they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, nbytes, sampled
+from epimer.checkpoints.torchfile import find_ties
+from epimer.errors import TensorError
+from epimer.geometry.linalg import LowRank
+
+
+class StateDict(Checkpoint):
+    """A state dict. Nothing is copied, so what `read` returns belongs to the caller's models."""
+
+    in_memory = True
+
+    def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        self.name = self.where = where
+        if not isinstance(tensors, Mapping):
+            raise TensorError(f"{where} must be a mapping from names to tensors, got {type(tensors).__name__}.")
+        for name, value in tensors.items():
+            if not isinstance(name, str):
+                raise TensorError(f"{where} has a name {name!r} of type {type(name).__name__}; names must be strings.")
+            if not isinstance(value, Tensor):
+                raise TensorError(f"{where}[{name!r}] must be a tensor, got {type(value).__name__}.")
+        self.headers = {name: W.detach() for name, W in tensors.items()}
+        self.ties = find_ties({name: W for name, W in self.headers.items() if self.problem(name) is None})
+
+    @property
+    def files(self) -> list[Path]:
+        return []
+
+    def problem(self, name: str) -> str | None:
+        W = self.headers[name]
+        if W.is_meta:
+            return "has no data (it is on the meta device)"
+        return f"is stored as {W.layout}" if W.layout != torch.strided else None
+
+    def read(self, name: str, rows: Rows = None) -> Tensor:
+        W = self.headers[name]
+        return W if rows is None else W[slice(*rows)]
+
+    def sample(self, name: str) -> bytes:
+        flat = self.headers[name].contiguous().reshape(-1).view(torch.uint8)
+        return b"".join(bytes(flat[start:stop].cpu().numpy()) for start, stop in sampled(flat.numel()))
+
+    def shares(self, name: str, twin: str) -> bool:
+        W, V = self.headers[name], self.headers[twin]
+        return super().shares(name, twin) or (W.shape == V.shape and torch.equal(W, V))
+
+
+class Cached(Checkpoint):
+    """A checkpoint on disk whose tensors stay in memory once they are read, for several merges of the same models."""
+
+    in_memory = True
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.source, self.name, self.where, self.folder = source, source.name, source.where, source.folder
+        self.headers, self.ties, self.fingerprint = source.headers, source.ties, source.fingerprint
+        self._tensors: dict[str, Tensor] = {}
+        self._deltas: dict[str, LowRank | None] = {}
+
+    @property
+    def files(self) -> list[Path]:
+        return self.source.files
+
+    def read(self, name: str, rows: Rows = None) -> Tensor:
+        place = self.ties.get(name, name)
+        if place not in self._tensors:
+            self._tensors[place] = self.source.read(name)
+        W = self._tensors[place]
+        return W if rows is None else W[slice(*rows)]
+
+    def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
+        if name not in self._deltas:
+            self._deltas[name] = self.source.delta(name, base)
+        D = self._deltas[name]
+        return D if D is None or rows is None else LowRank(D.B[slice(*rows)], D.A)
+
+    def sample(self, name: str) -> bytes:
+        return self.source.sample(name)
+
+
+def total_bytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes of all tensors, tied ones counted once."""
+    return sum(nbytes(W) for name, W in checkpoint.headers.items() if name not in checkpoint.ties)

@@ -1,0 +1,53 @@
+"""`epimer bench`: run experiments on a suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from epimer.cli import options, render
+from epimer.cli.app import app, stoppable
+from epimer.cli.options import option
+
+if TYPE_CHECKING:
+    from epimer.records import Experiment
+
+EXPERIMENTS = "performance, worst-task, alpha, eta, fisher-fraction, landscape, cost, metrics, samples, tasks"
+"""the names in `experiments.paper.EXPERIMENTS`, repeated so that --help needs no torch; a test compares them"""
+
+
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Argument(help="glyphs8, clip8, a YAML file, or module:function.")] = "glyphs8",
+    experiment: Annotated[
+        list[str] | None, option(f"{EXPERIMENTS} or all; may be repeated.", default="performance")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to put tables and figures.")] = Path("epimer-bench"),
+    seed: Annotated[int, typer.Option(help="Of the suite and of the choice of samples.", min=0)] = 0,
+    variant: Annotated[str | None, option("Of clip8: B/32, B/16 or L/14.", default="B/32")] = None,
+    limit: Annotated[int | None, option("Of clip8: samples of each split.", default="all")] = None,
+    family: Annotated[str | None, option("Of clip8's models: tanganke or task_vectors.", default="tanganke")] = None,
+    checkpoints: Annotated[Path | None, option("Folder with clip8's models.", default="the hub")] = None,
+    data: Annotated[Path | None, option("Folder with clip8's datasets.", default="the hub")] = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Run the paper's experiments and ours on a suite: JSON, Markdown and figures."""
+    from epimer.experiments.run import run_experiments
+
+    of_clip8 = {"variant": variant, "limit": limit, "family": family, "checkpoints": checkpoints, "data": data}
+    names = experiment or ["performance"]
+    with stoppable("what was finished is kept"):
+        for result, files in run_experiments(suite, names, out, seed=seed, progress=not quiet, **of_clip8):
+            if not quiet:
+                print_experiment(result, files)
+
+
+def print_experiment(result: Experiment, files: Sequence[Path]) -> None:
+    """Print an experiment's table, its notes and where its files are."""
+    render.print_table(result.headings, result.rows, title=result.title, text_columns=1)
+    for note in result.notes:
+        render.print_text(note)
+    render.print_text("wrote " + ", ".join(str(file) for file in files))

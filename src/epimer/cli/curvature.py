@@ -1,0 +1,100 @@
+"""`epimer curvature`: measure the curvature of a model's loss."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from epimer.cli import options, render
+from epimer.cli.app import app, stoppable
+from epimer.cli.options import argument, option
+from epimer.errors import EpimerWarning, listed
+
+if TYPE_CHECKING:
+    from epimer.curvature.curvature import Curvature
+
+
+@app.command()
+def curvature(
+    model: Annotated[str, argument("A model folder, a hub id, or base+adapter.")],
+    out: Annotated[Path, option("The curvature folder to make.", "--out", "-o")],
+    task: Annotated[str, option("causal-lm, text-classification or image-classification.")],
+    data: Annotated[
+        str | None, option("A .jsonl, .json, .csv, .tsv, .parquet or .txt file, an image folder, or a hub dataset id.")
+    ] = None,
+    kind: Annotated[
+        str | None,
+        option(
+            "kronecker (epimer_kron, mats, regmean), ekfac (epimer_kron, mats), diagonal (epimer, fisher), "
+            "samples (epimer_exact), hessian or ggn (with --basis: epimer_exact).",
+            default="kronecker",
+        ),
+    ] = None,
+    samples: Annotated[int | None, option("How many samples to measure on.", default="256")] = None,
+    fraction: Annotated[float | None, option("Share of the data instead, as 0.005; one batch at least.")] = None,
+    labels: Annotated[str, typer.Option(help="model (sampled from its prediction), true or expected.")] = "model",
+    seed: Annotated[int, typer.Option(help="Of the choice of samples and of sampled labels.")] = 0,
+    basis: Annotated[Path | None, option("Keep only what lies in this basis (epimer basis).")] = None,
+    layers: Annotated[list[str] | None, option("Name pattern of tensors to measure; may be repeated.")] = None,
+    sequence: Annotated[str, typer.Option(help="How tokens enter Kronecker factors: expand or reduce.")] = "expand",
+    split: Annotated[str | None, option("Split of a data set.", default="train")] = None,
+    subset: Annotated[str | None, option("Configuration of a data set.")] = None,
+    text: Annotated[str | None, option("Column of texts.", default="text, sentence, …")] = None,
+    label: Annotated[str | None, option("Column of labels.", default="label, labels")] = None,
+    image: Annotated[str | None, option("Column of images.", default="image, img")] = None,
+    head: Annotated[Path | None, option("A classifier outside the model: safetensors with weight and bias.")] = None,
+    pooling: Annotated[str, typer.Option(help="Features for --head: auto, pooler, cls or mean.")] = "auto",
+    optimizer: Annotated[Path | None, option("Read Adam's moments from this optimizer.pt instead of --data.")] = None,
+    moment: Annotated[str, typer.Option(help="Which of Adam's moments: second, or first (squared).")] = "second",
+    batch_size: Annotated[int, typer.Option(help="Samples at a time.")] = 16,
+    max_length: Annotated[int, typer.Option(help="Most tokens of a text.")] = 512,
+    dtype: Annotated[str, typer.Option(help="What the model computes in; sums are in float32 or wider.")] = "float32",
+    device: options.Device = "auto",
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure the curvature of a model's loss on a little data, for every later merge.
+
+    Without labels it is measured under the model's own predictions, which is the default.
+    Several processes share the data: torchrun --nproc-per-node 2 -m epimer curvature …
+    """
+    fields = {name: value for name, value in locals().items() if name not in ("as_json", "quiet")}
+
+    from epimer.curvature.distributed import leave
+    from epimer.curvature.measure import Request, measure
+
+    request = Request(**{**fields, "layers": tuple(layers or ()), "progress": not (quiet or as_json)})
+    with stoppable("nothing was written"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", EpimerWarning)
+        result = measure(request)
+    if result is not None and not quiet:
+        notes = [str(warning.message) for warning in caught if issubclass(warning.category, EpimerWarning)]
+        _print_result(result, out, notes, as_json=as_json)
+    leave()
+
+
+def _print_result(result: Curvature, out: Path, notes: Sequence[str], *, as_json: bool) -> None:
+    about, clipped = result.about, result.clipped
+    if as_json:
+        totals = {"tensors": len(result), "bytes": result.nbytes, "clipped": clipped}
+        return render.print_json({**asdict(about), **totals})
+    source = about.source
+    if about.samples is not None:
+        source = f"{about.samples} samples, {about.tokens} tokens, {about.labels} labels"
+    kind = f"projected {result.kind}" if about.basis else result.kind
+    render.print_text(f"{out}: {kind} of {len(result)} tensors, {render.size(result.nbytes)} ({source})")
+    lines = []
+    for reason in dict.fromkeys(about.left_out.values()):
+        names = [name for name, why in about.left_out.items() if why == reason]
+        lines.append(f"left out {listed(names)}: {reason}.")
+    if clipped:
+        worst = max(clipped, key=lambda name: clipped[name])
+        most = f"most in {worst}: {clipped[worst]:.1%} of its spectrum"
+        lines.append(f"negative curvature taken as 0 in {len(clipped)} tensors, {most}.")
+    render.print_notes([*lines, *dict.fromkeys(notes)])

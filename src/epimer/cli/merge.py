@@ -1,0 +1,120 @@
+"""`epimer merge`: merge the models of a recipe into a model folder."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from epimer.cli import options, render
+from epimer.cli.app import app, stoppable
+from epimer.cli.options import argument, flag, option
+from epimer.errors import EpimerError
+from epimer.records import MergeRecord
+
+if TYPE_CHECKING:
+    from epimer.plan.jobs import Plan
+
+
+@app.command()
+def merge(
+    recipe: options.Recipe,
+    out: Annotated[Path | None, argument("The model folder to make.")] = None,
+    dry_run: Annotated[bool, flag("--dry-run", "Print the plan and its problems, do nothing.")] = False,
+    device: options.Device = "auto",
+    max_memory: options.MaxMemory = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+    any_curvature: options.AnyCurvature = False,
+    workers: options.Workers = None,
+    threads: Annotated[int, typer.Option(help="Threads for each of them.")] = 1,
+    overwrite: options.Overwrite = False,
+    record: Annotated[Path | None, option("Also write the record with timings to this file.")] = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Merge the models that a recipe names into a new model folder.
+
+    The folder appears when it is complete. After a kill the same command goes on where it stopped.
+    """
+    from epimer.api import plan_merge, warn_of
+    from epimer.checkpoints.writer import check_file
+    from epimer.engine.memory import memory_budget
+    from epimer.engine.output import Options, write_merge
+
+    progress = not (quiet or as_json)
+    settings = Options(device, workers, threads, max_memory, max_shard_size, overwrite, progress)
+    if out is None and not dry_run:
+        raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
+    check_file(record)
+    with stoppable("nothing was written"):
+        plan = plan_merge(recipe, progress=progress, any_curvature=any_curvature)
+    if out is None or dry_run:
+        if not plan.problems:
+            try:
+                memory_budget(max_memory, plan.parts)
+            except EpimerError as error:
+                plan.problems.append(error)
+        _print_plan(plan, as_json=as_json, quiet=quiet)
+        raise typer.Exit(2 if plan.problems else 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with stoppable("the same command goes on from here"):
+            result = write_merge(plan, out, settings)
+        warn_of(result)
+    notes = [*plan.notes, *(str(warning.message) for warning in caught)]
+    show = partial(_print_result, result, out, notes)
+    render.output(result.to_dict(), show, file=record, as_json=as_json, quiet=quiet)
+
+
+def _print_result(record: MergeRecord, out: Path, notes: Sequence[str]) -> None:
+    if not record.timings:
+        return render.print_text(f"{out} is already there, made from the same recipe and models; nothing to do.")
+    rules = Counter(tensor.rule for tensor in record.tensors.values())
+    counts = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
+    title = f"[bold]{escape(str(out))}[/]"
+    render.print_text(f"{title}  {record.method}, {len(record.tensors)} tensors ({counts})", markup=True)
+    written, peak = render.size(sum(record.files.values())), render.size(record.peak_memory or 0)
+    render.print_text(f"{written} in {record.timings['total']:.1f} s, peak memory {peak}")
+    render.print_notes(notes)
+
+
+def _print_plan(plan: Plan, *, as_json: bool, quiet: bool) -> None:
+    """Print every tensor's rule and what it costs, then all problems."""
+    problems = [str(problem) for problem in plan.problems]
+    tensors: list[dict[str, Any]] = [
+        {
+            "name": job.name,
+            "rule": "tied" if job.name in plan.ties else job.rule,
+            "shape": list(job.template.shape),
+            "dtype": render.dtype(job.template),
+            "reads": job.reads,
+            "writes": 0 if job.name in plan.ties else job.writes,
+            "memory": max(part.memory for part in job.parts()),
+        }
+        for job in plan.jobs
+    ]
+    costs = ("reads", "writes", "memory")
+    if as_json:
+        totals = {cost: getattr(plan, cost) for cost in costs}
+        record = {"method": plan.method.name, "tensors": tensors, "totals": totals}
+        return render.print_json({**record, "notes": plan.notes, "problems": problems})
+    if tensors and not quiet:
+        rows = [
+            [row["name"], row["rule"], render.shape(row["shape"]), row["dtype"], *(render.size(row[c]) for c in costs)]
+            for row in tensors
+        ]
+        render.print_table(["tensor", "rule", "shape", "dtype", "read", "write", "memory"], rows)
+        render.print_text(
+            f"{plan.method.name} of {len(plan.participants.models)} models: read {render.size(plan.reads)}, "
+            f"write {render.size(plan.writes)}, widest tensor needs {render.size(plan.memory)}"
+            + (", after a pre-pass over the whole model" if plan.method.prepare else "")
+        )
+        render.print_notes(plan.notes)
+    for problem in problems:
+        render.print_text(f"problem: {problem}")

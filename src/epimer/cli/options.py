@@ -1,0 +1,52 @@
+"""Arguments and options that several commands share, and the means to declare others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from epimer.errors import ParameterError
+
+T = TypeVar("T")
+
+
+def argument(help: str) -> Any:
+    """Declare an argument that is required or None."""
+    return typer.Argument(help=help, show_default=False)
+
+
+def option(help: str, *names: str, default: str | None = None) -> Any:
+    """Declare an option that is required or None; `default` tells in words what None means."""
+    return typer.Option(*names, help=help, show_default=default or False)
+
+
+def flag(name: str, help: str, *short: str) -> Any:
+    """Declare a flag, which is off by default."""
+    return typer.Option(name, *short, help=help)
+
+
+Recipe = Annotated[Path, argument("The recipe, a YAML file.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto.")]
+MaxMemory = Annotated[str | None, option("Most memory to use, as 3GB.", default="most of what is free")]
+Workers = Annotated[int | None, option("Tensors processed at a time.", default="one per core")]
+AnyCurvature = Annotated[bool, flag("--any-curvature", "Use curvature even where it was measured on another model.")]
+Overwrite = Annotated[bool, flag("--overwrite", "Replace a folder that epimer made.")]
+OutJson = Annotated[Path | None, option("Also write the result to this JSON file.", "--out", "-o")]
+Json = Annotated[bool, flag("--json", "Print JSON for machines.")]
+Quiet = Annotated[bool, flag("--quiet", "Print nothing but errors.", "-q")]
+
+
+def split_commas(text: str | None, kind: Callable[[str], T], name: str) -> list[T] | None:
+    """Return the values of an option that takes several, with commas between them; None stays None."""
+    if text is None:
+        return None
+    try:
+        values = [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ParameterError(f"{name} must be values with commas between them, as 0.5,1,1.5; got {text!r}.") from None
+    if not values:
+        raise ParameterError(f"{name} names nothing; leave it out, or give values with commas between them.")
+    return values

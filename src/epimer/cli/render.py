@@ -1,0 +1,107 @@
+"""Print text, tables and JSON for the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+UNLIMITED = 10_000  # characters of a line
+
+
+class PipeConsole(Console):
+    """A console whose reader may leave early, as `head` does."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def console(*, wrap: bool = True) -> Console:
+    """Return the console for standard output; lines are wrapped only where `wrap`, and only on a terminal."""
+    return PipeConsole(width=None if wrap and sys.stdout.isatty() else UNLIMITED)
+
+
+def print_text(text: str, *, markup: bool = False) -> None:
+    """Print text, by default without interpreting rich's markup in it."""
+    console().print(text, markup=markup, highlight=False)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print one line per note."""
+    for note in notes:
+        print_text(f"note: {note}")
+
+
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, text_columns: int | None = None
+) -> None:
+    """Print a table without borders. Headings, cells and title are plain text.
+
+    Args:
+        headings: one per column.
+        rows: cells.
+        title: printed above the table.
+        text_columns: how many columns, from the left, hold text; the others hold numbers, which are aligned to the
+            right and not cut on a narrow terminal. None: all hold text, which wraps.
+    """
+    numeric = text_columns is not None
+    table = Table(title=title and escape(title), title_justify="left", box=None, pad_edge=numeric)
+    for i, heading in enumerate(headings):
+        right = text_columns is not None and i >= text_columns
+        table.add_column(escape(heading), justify="right" if right else "left", no_wrap=numeric)
+    for cells in rows:
+        table.add_row(*map(escape, cells))
+    console(wrap=not numeric).print(table, no_wrap=numeric, overflow="ignore" if numeric else None)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+def output(
+    record: dict[str, Any], print_result: Callable[[], None], *, file: Path | None, as_json: bool = False, quiet: bool
+) -> None:
+    """Write a command's record to a file, if there is one, and print it: as JSON, by `print_result`, or not at all."""
+    from epimer.checkpoints.writer import as_json as encode
+    from epimer.checkpoints.writer import whole_file
+
+    if file is not None:
+        with whole_file(file) as draft:
+            draft.write_bytes(encode(record))
+    if as_json:
+        print_json(record)
+    elif not quiet:
+        print_result()
+
+
+def size(count: float) -> str:
+    """Return a number of bytes with its unit, as 3.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def dtype(W: Tensor) -> str:
+    """Return a tensor's dtype without `torch.`."""
+    return str(W.dtype).removeprefix("torch.")
+
+
+def shape(sizes: Sequence[int]) -> str:
+    """Return a shape as 24 x 20."""
+    return " x ".join(map(str, sizes)) or "scalar"

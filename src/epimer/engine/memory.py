@@ -1,0 +1,75 @@
+"""How much memory there is, how much is used, and how much the jobs of a walk may take together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from epimer.errors import ParameterError
+
+M_MMAP_THRESHOLD = -3  # glibc's name for it
+SLACK = 1 << 26  # bytes kept free for what is not counted: Python, headers, the journal
+UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def memory_budget(max_memory: str | int | None, jobs: Iterable[Any]) -> int:
+    """Return the bytes that jobs may take together; refuse a limit that the widest job exceeds.
+
+    Args:
+        max_memory: most memory of the whole process, as "3GB"; None takes four fifths of what is free.
+        jobs: each with its `name` and `memory`.
+    """
+    widest = max(jobs, key=lambda job: job.memory, default=None)
+    needed = 0 if widest is None else widest.memory
+    if max_memory is None:
+        return max(int(0.8 * available_memory()), needed)
+    _return_freed_memory()
+    most, used = parse_size(max_memory, "max_memory"), resident_memory() + SLACK
+    if widest is not None and used + needed > most:
+        raise ParameterError(
+            f"max_memory of {most / 1e9:.2f} GB is too little: {widest.name!r} needs {needed / 1e9:.2f} GB "
+            f"beside {used / 1e9:.2f} GB for Python and torch; give {(used + needed) / 1e9 + 0.01:.2f}GB."
+        )
+    return most - used
+
+
+def parse_size(text: str | int, name: str) -> int:
+    """Return a size like 5GB or 512MiB in bytes."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?I?)B?\s*", str(text).upper())
+    if not match or not float(match[1]) > 0 or match[2] not in UNITS:
+        raise ParameterError(f"The {name!r} parameter must be a size like 5GB or 512MiB. Got {text!r} instead.")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def resident_memory() -> int:
+    """Return the bytes this process has in memory now."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return peak_memory()
+
+
+def peak_memory() -> int:
+    """Return the most bytes this process has had in memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that are free on this machine."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _return_freed_memory() -> None:
+    """Let the C library give every freed block of four megabytes or more back at once, not keep it for later."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 22)

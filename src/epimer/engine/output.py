@@ -1,0 +1,243 @@
+"""Carry out a plan into a model folder, which appears whole or not at all and goes on where a killed run stopped."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import epimer
+from epimer.checkpoints.sidecar_files import carried, code_files
+from epimer.checkpoints.writer import Draft, Shard, as_json, draft_of, explained, index_of, lay_out, settle
+from epimer.engine.memory import memory_budget, parse_size, peak_memory
+from epimer.engine.merge import MergeWalk, all_records, joined, prepare
+from epimer.engine.model_card import model_card
+from epimer.engine.protocol import Engine
+from epimer.engine.threads import Threads, worker_devices
+from epimer.errors import OutputError, ParameterError, listed
+from epimer.methods.registry import Prepared
+from epimer.plan.jobs import Plan
+from epimer.plan.participants import Participants
+from epimer.progress import Progress
+from epimer.records import MergeRecord, TensorRecord
+
+RECORD = "epimer.json"
+INDEX = "model.safetensors.index.json"
+ENGINES = {"local": Threads}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a merge; none of it changes what is computed but for the device's rounding."""
+
+    device: str = "auto"
+    workers: int | None = None
+    threads: int = 1
+    max_memory: str | int | None = None
+    max_shard_size: str | int = "5GB"
+    overwrite: bool = False
+    progress: bool = True
+    engine: str = "local"
+
+
+def write_merge(plan: Plan, out: Path, options: Options) -> MergeRecord:
+    """Carry out a plan, or find that it has been carried out."""
+    started = time.perf_counter()
+    plan.check()
+    if options.engine not in ENGINES:
+        raise ParameterError(f"There is no engine {options.engine!r}; engines: {', '.join(ENGINES)}.")
+    devices = worker_devices(options.device, options.workers, options.threads)
+    memory = memory_budget(options.max_memory, plan.parts)
+    shards = lay_out(plan.outputs, plan.ties, parse_size(options.max_shard_size, "max_shard_size"))
+    sidecars = _sidecars(plan, shards)
+    out = Path(os.path.abspath(out.expanduser()))
+    _settle(out)
+    if (record := finished(out, plan, shards, sidecars)) is not None:
+        return record
+    check_output(out, plan.participants, overwrite=options.overwrite)
+    engine: Engine = ENGINES[options.engine](devices, threads=options.threads, memory=memory)
+    key = _key(plan, shards, devices[0].type, options.threads)
+    draft = Draft(out, shards, key, lambda: check_output(out, plan.participants, overwrite=options.overwrite))
+    with draft.opened(), Progress(options.progress) as progress:
+        try:
+            prepared = _prepare(plan, engine, draft, progress)
+            before = time.perf_counter()
+            records = _merge_all(plan, engine, draft, prepared, progress)
+            now = time.perf_counter()
+            timings = {"prepass": before - started, "merge": now - before, "total": now - started}
+            files = {shard.file: shard.size for shard in shards} | {file: len(data) for file, data in sidecars.items()}
+            record = merge_record(plan, prepared, records, files=files, timings=timings)
+            for file, data in sidecars.items():
+                draft.add(file, data)
+            draft.add("README.md", model_card(plan, record).encode())
+            draft.add(RECORD, as_json(record.lasting()))
+            draft.publish()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            draft.discard()
+            raise
+    return record
+
+
+def merge_record(
+    plan: Plan,
+    prepared: Prepared | None,
+    tensors: dict[str, TensorRecord],
+    *,
+    files: dict[str, int] | None = None,
+    timings: dict[str, float] | None = None,
+) -> MergeRecord:
+    """Return the record of a merge; of one in memory it tells the method, its options, the weights and the tensors."""
+    first = next((job for job in plan.jobs if job.method is not None), None)
+    shown = {} if first is None else {name: _plain(value) for name, value in plan.method.values(first.options).items()}
+    weights = (prepared and prepared.weights) or (first.weights if first is not None else ())
+    known: dict[str, Any] = {}
+    if plan.recipe is not None:
+        known = {
+            "models": tuple((one.checkpoint.name, one.checkpoint.fingerprint) for one in plan.participants.all),
+            "recipe": plan.public_recipe(),
+            "request": plan.request,
+            "files": files or {},
+            "version": epimer.__version__,
+            "timings": timings or {},
+            "peak_memory": peak_memory(),
+        }
+    return MergeRecord(plan.method.name, shown, tuple(weights), tensors, **known)
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as it can be written down: what is not plain data is named by its type."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return type(value).__name__
+
+
+def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, bytes]) -> MergeRecord | None:
+    """Return the record of an output that is already what the plan would make."""
+    record = _recorded(out)
+    sizes = {shard.file: shard.size for shard in shards}
+    if record is None or record.request != plan.request or not sizes.items() <= record.files.items():
+        return None
+    try:
+        there = all((out / file).stat().st_size == size for file, size in record.files.items())
+        there = there and all((out / file).read_bytes() == data for file, data in sidecars.items())
+    except OSError:
+        return None
+    return record if there else None
+
+
+def _recorded(out: Path) -> MergeRecord | None:
+    """Return the record in a folder, if epimer made it."""
+    try:
+        return MergeRecord.from_dict(json.loads((out / RECORD).read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def check_output(out: Path, participants: Participants, *, overwrite: bool) -> None:
+    """Refuse to write over what is there, unless it was asked for and is ours."""
+    real = out.resolve()
+    for one in participants.checkpoints:
+        for file in one.files:
+            if file.resolve().is_relative_to(real):
+                raise OutputError(f"{out} holds {one.where}, which the merge reads; choose another output.")
+    if not os.path.lexists(out):
+        return
+    if out.is_symlink():
+        raise OutputError(f"{out} is a link; give the folder itself.")
+    if not out.is_dir():
+        raise OutputError(f"{out} is a file; the output is a folder: choose another name.")
+    with explained(out, "read"):
+        content = {path.name for path in out.iterdir()}
+    if not content:
+        return
+    if not overwrite:
+        raise OutputError(
+            f"{out} exists and holds something else, or another version's; choose another name, or pass --overwrite."
+        )
+    record = _recorded(out)
+    if record is None:
+        raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.")
+    ours = {*record.files, RECORD, "README.md"}
+    if content - ours:
+        raise OutputError(
+            f"{out} also holds {listed(sorted(content - ours))}, which epimer did not make; move it away."
+        )
+
+
+def _settle(out: Path) -> None:
+    """Tidy up after a run that was killed while it replaced an output, unless another one is at work."""
+    with suppress(OSError):
+        lock = os.open(draft_of(out), os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            settle(out)
+        finally:
+            os.close(lock)
+
+
+def _prepare(plan: Plan, engine: Engine, draft: Draft, progress: Progress) -> Prepared | None:
+    """Do the method's pre-pass, or take it from an earlier run's journal."""
+    if plan.method.prepare is None:
+        return None
+    if "prepared" in draft.notes:
+        return Prepared(**draft.notes["prepared"])
+    reads = plan.method.passes * sum(job.reads for job in plan.merged)
+    prepared = prepare(plan, engine, progress.begin("looking at the whole model", reads))
+    if prepared is not None:
+        draft.note("prepared", asdict(prepared))
+    return prepared
+
+
+def _merge_all(
+    plan: Plan, engine: Engine, draft: Draft, prepared: Prepared | None, progress: Progress
+) -> dict[str, TensorRecord]:
+    done = {key: _tensor_record(entry) for key, entry in draft.done.items()}
+    stage = progress.begin("merging", plan.reads)
+    stage.advance(sum(job.reads for job in plan.parts if job.key in done), "")
+    left = [job for job in plan.parts if job.key not in done]
+    for _, merged in engine.map(MergeWalk(plan, left, prepared)):
+        for job, result, record in merged:
+            draft.put(job.key, job.name, job.skip, result, asdict(record))
+            done[job.key] = record
+            stage.advance(job.reads, job.key)
+    draft.flush()
+    records: dict[str, TensorRecord] = {}
+    for job in plan.parts:
+        records[job.name] = joined(records.get(job.name), done[job.key])
+    return all_records(plan, records)
+
+
+def _tensor_record(entry: dict[str, Any]) -> TensorRecord:
+    return TensorRecord(**{**entry, "shape": tuple(entry["shape"])})
+
+
+def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
+    """Return the index and the files that are carried over; note those that are not."""
+    dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
+    folder = plan.participants.donor.folder
+    files = carried(folder, plan.tokenizer, dtypes.pop() if len(dtypes) == 1 else None)
+    if (index := index_of(shards, plan.outputs)) is not None:
+        files[INDEX] = index
+    left = code_files(folder)
+    if left:
+        plan.notes.append(f"Python files are not copied: {', '.join(left)}; add them yourself if you trust them.")
+    return files
+
+
+def _key(plan: Plan, shards: list[Shard], device: str, threads: int) -> str:
+    """Return a hash of all that the bytes of a half-made output depend on."""
+    state = [one.checkpoint.state for one in plan.participants.all] + [one.state for one in plan.measured_files]
+    how = [plan.request, state, [shard.size for shard in shards], device, threads, torch.__version__]
+    return hashlib.blake2b(json.dumps(how).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,218 @@
+"""A test kit for people who write a method: `check_laws` tests on small random models what the method's row claims.
+
+The laws are those that any merge may obey; a method states in `Method.laws` which ones it does:
+
+    permutation      the order of the models, with their weights and curvature, does not matter
+    copies           merging copies of one model returns that model
+    scale_zero       scale 0 returns the base
+    curvature_scale  each model's curvature may be multiplied by a constant of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import epimer
+from epimer.geometry.metric import Diagonal, Kronecker, Metric, Samples
+from epimer.methods.registry import Method, describe_method, list_methods, register_method, unregister_method
+
+State = dict[str, Tensor]
+
+MATRICES = {"block.0.weight": (24, 20), "block.1.weight": (18, 30)}
+OTHERS = {
+    "embed_tokens.weight": (11, 6),
+    "block.0.bias": (24,),
+    "conv.weight": (4, 3, 2, 2),
+    "temperature": (),
+    "empty": (0, 3),
+    "lm_head.weight": (5, 20),
+}
+
+
+def check_laws(method: Method | str) -> None:
+    """Raise AssertionError unless a method obeys exactly the laws that its row states, at its defaults.
+
+    Args:
+        method: a row, registered or not, or the name of a registered one.
+    """
+    with _registered(method) as row:
+        problems = [f"{row.name} states the law {law!r}, which does not exist." for law in row.laws - LAWS.keys()]
+        for law, (meaning, _) in LAWS.items():
+            broken = find_violation(row, law)
+            if law in row.laws and broken is not None:
+                problems.append(f"{row.name} breaks the law {law!r} ({meaning}), which it states: {broken}.")
+            elif law not in row.laws and broken is None:
+                problems.append(f"{row.name} obeys the law {law!r} ({meaning}); add it to its laws.")
+    if problems:
+        raise AssertionError("\n".join(problems))
+
+
+def find_violation(method: Method | str, law: str) -> str | None:
+    """Return how a method breaks a law on random models, in words; None where it obeys it."""
+    with _registered(method) as row:
+        return LAWS[law][1](row)
+
+
+@contextmanager
+def _registered(method: Method | str) -> Iterator[Method]:
+    """Register a method for a while, if it is not."""
+    row = describe_method(method) if isinstance(method, str) else method
+    if row.name in list_methods() and describe_method(row.name) is row:
+        yield row
+        return
+    register_method(row)
+    try:
+        yield row
+    finally:
+        unregister_method(row.name)
+
+
+def make_base(dtype: torch.dtype = torch.float32, seed: int = 0) -> State:
+    """Return an ancestor with matrices, vectors, a convolution, a scalar, an empty and an integer tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in (MATRICES | OTHERS).items()}
+    state["steps"] = torch.tensor([3, 1, 4])
+    return state
+
+
+def make_models(base: Mapping[str, Tensor], count: int = 3, *, rank: int | None = None, seed: int = 1) -> list[State]:
+    """Return fine-tuned models; with `rank`, their matrices moved in that many directions only."""
+    generator = torch.Generator().manual_seed(seed)
+    models = []
+    for t in range(count):
+        model = {}
+        for name, W in base.items():
+            if not W.is_floating_point():
+                model[name] = W + t
+                continue
+            delta = 0.1 * (1 + t) * torch.randn(W.shape, generator=generator)
+            if rank is not None and name in MATRICES:
+                delta = delta[:, :rank] @ delta[:rank, :]
+            model[name] = (W.double() + delta.double()).to(W.dtype)
+        models.append(model)
+    return models
+
+
+def make_curvature(
+    base: Mapping[str, Tensor], kind: str | None, count: int = 3, seed: int = 2
+) -> list[dict[str, Metric]] | None:
+    """Return one mapping per model: a diagonal for every float tensor, the other kinds for the matrices."""
+    if kind not in ("diagonal", "kronecker", "samples"):
+        return None
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    mappings = []
+    for _ in range(count):
+        mapping: dict[str, Metric] = {}
+        for name, W in base.items():
+            if kind == "diagonal" and W.is_floating_point():
+                mapping[name] = Diagonal(draw(*W.shape).square() * draw(*W.shape).exp())
+            elif name in MATRICES:
+                m, n = W.shape
+                g, x = draw(40, 2, m) * draw(m).exp(), draw(40, 2, n) * draw(n).exp()
+                if kind == "kronecker":
+                    G, A = g.flatten(0, 1), x.flatten(0, 1)
+                    mapping[name] = Kronecker(G=G.T @ G / len(G), A=A.T @ A / len(A))
+                elif kind == "samples":
+                    mapping[name] = Samples(g=g, x=x)
+        mappings.append(mapping)
+    return mappings
+
+
+def required_arguments(method: Method | str, base: Mapping[str, Tensor], count: int = 3) -> dict[str, Any]:
+    """Return the arguments that a method cannot do without: curvature of its kind, and functions that score a model."""
+    row = describe_method(method) if isinstance(method, str) else method
+    arguments: dict[str, Any] = {
+        parameter.name: lambda state: -float(state["block.0.weight"].double().square().sum())
+        for parameter in row.parameters
+        if parameter.kind == "callable"
+    }
+    if row.needs_curvature:
+        arguments["curvature"] = make_curvature(base, row.curvature, count)
+    return arguments
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """Return ‖a - b‖ relative to the larger norm."""
+    a, b = a.double(), b.double()
+    return float((a - b).norm()) / max(float(a.norm()), float(b.norm()), 1e-300)
+
+
+def _differs(merged: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> str | None:
+    """Name the first floating-point tensor that is not as expected."""
+    for name, W in expected.items():
+        if W.is_floating_point() and not (gap := relative_difference(merged[name], W)) <= tolerance:
+            return f"{name!r} differs by {gap:.2g} of its norm"
+    return None
+
+
+def _permutation(method: Method) -> str | None:
+    base = make_base(torch.float64)
+    models, weights, order = make_models(base), [0.5, 0.2, 0.3], [2, 0, 1]
+    given = required_arguments(method, base)
+    permuted = dict(given)
+    if "curvature" in given:
+        permuted["curvature"] = [given["curvature"][t] for t in order]
+    first = epimer.merge_state_dicts(base, models, method.name, weights=weights, **given)
+    second = epimer.merge_state_dicts(
+        base, [models[t] for t in order], method.name, weights=[weights[t] for t in order], **permuted
+    )
+    return _differs(second, first, 1e-8)
+
+
+def _copies(method: Method) -> str | None:
+    base = make_base(torch.float64)
+    model = make_models(base, 1, rank=3)[0]  # moved in fewer directions than a basis keeps per model
+    copies = [model, dict(model), dict(model)]
+    return _differs(
+        epimer.merge_state_dicts(base, copies, method.name, **required_arguments(method, base)), model, 1e-6
+    )
+
+
+def _scale_zero(method: Method) -> str | None:
+    base = make_base()
+    given = required_arguments(method, base) | {"scale": 0}
+    return _differs(epimer.merge_state_dicts(base, make_models(base), method.name, **given), base, 0.0)
+
+
+def _curvature_scale(method: Method) -> str | None:
+    base = make_base(torch.float64)
+    models, curvature = make_models(base), make_curvature(base, method.curvature)
+    if curvature is None:
+        return "it uses no measured curvature"
+    louder = [
+        {name: _times(metric, c) for name, metric in mapping.items()}
+        for mapping, c in zip(curvature, (1e-3, 1.0, 550.0), strict=True)
+    ]
+    given = required_arguments(method, base)
+    first = epimer.merge_state_dicts(base, models, method.name, **given | {"curvature": curvature})
+    second = epimer.merge_state_dicts(base, models, method.name, **given | {"curvature": louder})
+    return _differs(second, first, 1e-6)
+
+
+def _times(metric: Metric, c: float) -> Metric:
+    match metric:
+        case Diagonal(F=F):
+            return Diagonal(c * F)
+        case Kronecker(A=Tensor() as A, G=G):
+            return Kronecker(A=c * A, G=G)
+        case Samples(g=g, x=x):
+            return Samples(g=c**0.5 * g, x=x)
+    raise AssertionError(f"no law for curvature of kind {metric.kind}")
+
+
+LAWS: dict[str, tuple[str, Callable[[Method], str | None]]] = {
+    "permutation": ("the order of the models does not matter", _permutation),
+    "copies": ("merging copies of one model returns it", _copies),
+    "scale_zero": ("scale 0 returns the base", _scale_zero),
+    "curvature_scale": ("each model's curvature may be in units of its own", _curvature_scale),
+}
+"""law -> what it says, and the check that returns how a method breaks it"""

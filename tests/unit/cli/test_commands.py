@@ -1,0 +1,82 @@
+"""The command line starts at once, lists its commands in order, and passes on what it is given."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from inspect import signature
+
+import pytest
+
+from commands import run
+from epimer.cli import COMMANDS, app
+from epimer.cli.bench import EXPERIMENTS
+from epimer.cli.curvature import curvature
+
+HEAVY = {"torch", "numpy", "transformers", "safetensors", "yaml", "huggingface_hub"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["merge", "--help"], ["bench", "--help"]])
+def test_help_imports_nothing_heavy(arguments):
+    command = [sys.executable, "-X", "importtime", "-m", "epimer", *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in ran.stderr.splitlines()}
+    assert "typer" in imported
+    assert imported.isdisjoint(HEAVY)
+
+
+def test_help_lists_every_command_in_order():
+    known, (_, table) = COMMANDS.split(), run("--help").out.split("Commands")
+    assert re.findall(r"^│ ([a-z]+) ", table, re.MULTILINE) == known
+    assert [command.name or command.callback.__name__ for command in app.registered_commands] == known
+
+
+def test_bench_names_every_experiment():
+    from epimer.experiments.paper import EXPERIMENTS as KNOWN
+
+    assert EXPERIMENTS.split(", ") == list(KNOWN)
+
+
+def test_curvature_passes_every_option_on():
+    from epimer.curvature.measure import Request
+
+    options = set(signature(curvature).parameters) - {"as_json", "quiet"}
+    assert options == {field.name for field in fields(Request)} - {"progress"}
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ("epimer.api.diagnose", ["diagnose", "recipe.yaml"]),
+        ("epimer.api.sweep", ["sweep", "recipe.yaml", "--eval", "suite.yaml"]),
+        ("epimer.api.make_basis", ["basis", "recipe.yaml", "out"]),
+    ],
+    ids=["diagnose", "sweep", "basis"],
+)
+def test_memory_and_workers_are_passed_on_where_given(monkeypatch, function, arguments):
+    passed = []
+
+    def record(*_, **options):
+        passed.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(function, record)
+    for given in ([], ["--max-memory", "3GB"], ["--workers", "2", "--max-memory", "1GB"]):
+        assert run(*arguments, *given) == (130, "", "stopped; nothing was written.\n")
+    assert [(options.get("max_memory"), options.get("workers")) for options in passed] == [
+        (None, None),
+        ("3GB", None),
+        ("1GB", 2),
+    ]
+
+
+def test_an_internal_error_says_so(monkeypatch):
+    monkeypatch.delenv("EPIMER_DEBUG", raising=False)
+    monkeypatch.setattr("epimer.methods.registry.list_methods", lambda: 1 / 0)
+    line = "internal error: ZeroDivisionError: division by zero (EPIMER_DEBUG=1 shows where)"
+    assert run("methods") == (1, "", f"{line}\n")
+    assert run("methods", "--json") == (1, f'{{"error": "{line}"}}\n', f"{line}\n")
+    monkeypatch.setenv("EPIMER_DEBUG", "1")
+    assert "in test_an_internal_error_says_so" not in run("methods").out
+    assert run("methods").err.startswith("Traceback (most recent call last)")
