@@ -15,7 +15,8 @@ from typing import Any
 from epimer.evaluation.statistics import Scores
 from epimer.experiments.bench import Bench, Candidate
 from epimer.experiments.output import write
-from epimer.experiments.results import Result, number, share, text
+from epimer.experiments.results import number, share, tabulate, text
+from epimer.records import Experiment
 
 METHODS = ("epimer_kron", "epimer_free")
 ANCHORS = ("tsv", "iso_c", "sum", "average")
@@ -23,7 +24,7 @@ DAMPINGS = (0.1, 0.3, 1.0, 3.0)
 SCALES = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)
 
 
-def defaults(bench: Bench) -> Result:
+def defaults(bench: Bench) -> Experiment:
     """Return validation accuracy over the grid."""
     suite = bench.suite
     probe = bench.score(suite.base, "val").average
@@ -49,7 +50,7 @@ def defaults(bench: Bench) -> Result:
         "gain": share("gain"),
     }
     notes = [f"Probe {100 * probe:.1f}, fine-tuned {100 * tuned:.1f}, both on validation data."]
-    return Result("defaults", "settings on validation data", columns, data, notes)
+    return tabulate("defaults", "settings on validation data", columns, data, notes)
 
 
 def main() -> None:

@@ -177,7 +177,7 @@ def diagnosis(models=TASKS, layers: int = 12, advice=None) -> dict:
     by_rank = ({"k": k, "eta": 0.1 * k, "eta_unit_trace": 0.01 * k, "eta_fraction": 0.5 / (1 + k / 8)} for k in ranks)
     default = (
         Advice("take", "epimer_kron at rank 16: the least is forecast to be lost, 31% on average and 52% on sum."),
-        Advice("mind", "rotation and sum point away from each other (cosine −0.21)."),
+        Advice("warning", "rotation and sum point away from each other (cosine −0.21)."),
         Advice("note", "A basis of rank 16 keeps 81% of the task vectors' energy."),
     )
     found = Diagnosis(

@@ -162,7 +162,8 @@ def test_a_diagnosis_from_another_folder_has_the_numbers_of_its_tensors(here, cu
         {"regmean", "epimer_kron"} if curved else set()
     )
     for advice in found["advice"]:
-        label = {"take": "take", "mind": "warning", "note": "note"}[advice["kind"]]
+        label = advice["kind"]
+        assert label in ("take", "warning", "note")
         assert f"{label} {advice['text']}" in " ".join(out.split())
         assert advice["text"].replace("`", "") in html.unescape(re.sub("<[^>]*>", "", page))
     assert "2 models of base, 7 matrices" in out

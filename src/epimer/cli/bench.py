@@ -13,7 +13,7 @@ from epimer.cli.app import app, stoppable
 from epimer.cli.options import option
 
 if TYPE_CHECKING:
-    from epimer.experiments.results import Result
+    from epimer.records import Experiment
 
 EXPERIMENTS = "performance, worst-task, alpha, eta, fisher-fraction, landscape, cost, metrics, samples, tasks"
 """the names in `experiments.paper.EXPERIMENTS`, repeated so that --help needs no torch; a test compares them"""
@@ -45,7 +45,7 @@ def bench(
                 print_experiment(result, files)
 
 
-def print_experiment(result: Result, files: Sequence[Path]) -> None:
+def print_experiment(result: Experiment, files: Sequence[Path]) -> None:
     """Print an experiment's table, its notes and where its files are."""
     render.print_table(result.headings, result.rows, title=result.title, text_columns=1)
     for note in result.notes:

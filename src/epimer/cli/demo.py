@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,8 +40,7 @@ def demo(
 
 def _print_demo(demo: Demo, page: Path) -> None:
     """Print the table, where the files are and what to try next."""
-    columns = {heading: show for heading, show in demo.result.columns.items() if heading in COLUMNS}
-    print_experiment(replace(demo.result, columns=columns), demo.files)
+    print_experiment(demo.result.only(COLUMNS), demo.files)
     best = demo.best.candidate
     render.print_text(
         f"\n{best.name} was best on validation data: the merged model is in {demo.model}\n"

@@ -13,7 +13,7 @@ from epimer.cli.app import app, stoppable
 from epimer.cli.options import option, split_commas
 from epimer.records import Diagnosis
 
-LABELS = {"take": "[bold green]take[/]", "mind": "[bold yellow]warning[/]", "note": "[dim]note[/]"}
+LABELS = {"take": "[bold green]take[/]", "warning": "[bold yellow]warning[/]", "note": "[dim]note[/]"}
 """what is printed before advice of each kind"""
 SHOWN = 5  # pairs of tasks, and layers, with the most conflict
 

@@ -13,7 +13,7 @@ from epimer.cli.options import argument, option
 
 if TYPE_CHECKING:
     from epimer.evaluation.evaluate import Evaluation
-    from epimer.evaluation.lm_eval import HarnessResult
+    from epimer.records import HarnessRecord
 
 
 @app.command(name="eval")
@@ -59,7 +59,7 @@ def evaluate(
     render.output(result.to_dict(), lambda: _print_result(result), file=out, as_json=as_json, quiet=quiet)
 
 
-def _print_result(result: Evaluation | HarnessResult) -> None:
+def _print_result(result: Evaluation | HarnessRecord) -> None:
     from epimer.evaluation.evaluate import Evaluation
 
     if isinstance(result, Evaluation):
@@ -69,8 +69,8 @@ def _print_result(result: Evaluation | HarnessResult) -> None:
     else:
         title, headings = f"{result.harness}: {result.model}", ["task", "metric", "score", "± s.e."]
         rows = []
-        for row in result.rows:
-            metric = row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
-            error = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
-            rows.append([row["task"], metric, f"{row['score']:.4f}", error])
+        for row in result.results:
+            metric = row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
+            error = "" if row.stderr is None else f"{row.stderr:.4f}"
+            rows.append([row.task, metric, f"{row.score:.4f}", error])
     render.print_table(headings, rows, title=title, text_columns=2)

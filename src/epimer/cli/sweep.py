@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +66,7 @@ def _print_sweep(result: Sweep, kept: Path | None) -> None:
     with_kl = any(trial.validation.kl for trial in result.tried)
     rows = []
     for trial in sorted(result.finalists, key=lambda trial: trial.validation.order, reverse=True):
-        record, unit = trial.to_dict(), trial.validation.unit
+        record, unit = asdict(trial.record()), trial.validation.unit
         scales = sum((other.method, other.rank) == (trial.method, trial.rank) for other in result.tried)
         interval = "" if record["low"] is None else f" {format_interval(unit, record['low'], record['high'])}"
         rows.append(

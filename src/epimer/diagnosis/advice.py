@@ -21,7 +21,7 @@ MEASURED = ("kronecker", "ekfac")  # curvature that a forecast is taken in besid
 
 def advise(found: Diagnosis) -> Diagnosis:
     """Return the diagnosis with its recommendation."""
-    return replace(found, advice=(*_take(found), *_mind(found), *_note(found)))
+    return replace(found, advice=(*_take(found), *_warnings(found), *_note(found)))
 
 
 def choice(found: Diagnosis, *, scaled: bool = True) -> tuple[str, float]:
@@ -68,26 +68,26 @@ def _take(found: Diagnosis) -> Iterator[Advice]:
         )
 
 
-def _mind(found: Diagnosis) -> Iterator[Advice]:
+def _warnings(found: Diagnosis) -> Iterator[Advice]:
     for t, name in enumerate(found.models):
         rest = [norm for s, norm in enumerate(found.norms) if s != t]
         usual = median(rest) if rest else 0.0
         if found.norms[t] == 0:
-            yield Advice("mind", f"{name} equals the base in every matrix: leave it out.")
+            yield Advice("warning", f"{name} equals the base in every matrix: leave it out.")
         elif usual and found.norms[t] > FAR * usual:
             times = f"{found.norms[t] / usual:.0f}x"
-            yield Advice("mind", f"{name} moved {times} further than the others: lower its weight or leave it out.")
+            yield Advice("warning", f"{name} moved {times} further than the others: lower its weight or leave it out.")
         if found.base_norm and found.norms[t] > LOCAL * found.base_norm:
             share = f"{found.norms[t] / found.base_norm:.0%}"
             yield Advice(
-                "mind",
+                "warning",
                 f"{name} moved by {share} of the base's norm: is it a model of this base?",
             )
     for s, one in enumerate(found.models):
         for t, other in enumerate(found.models[:s]):
             if found.conflict.cosine[s][t] > TWIN:
                 yield Advice(
-                    "mind",
+                    "warning",
                     f"{other} and {one} are near-copies (cosine {found.conflict.cosine[s][t]:.2f}): count them as one.",
                 )
     if found.forecast and len(found.models) > 1:
@@ -96,7 +96,7 @@ def _mind(found: Diagnosis) -> Iterator[Advice]:
         worst = max(range(len(tasks)), key=lambda t: tasks[t])
         if tasks[worst] > 1.5 * found.forecast[method].mean:
             numbers = f"{tasks[worst]:.2f}, {found.forecast[method].mean:.2f} on average"
-            yield Advice("mind", f"{found.models[worst]} has the worst forecast under {method}: {numbers}.")
+            yield Advice("warning", f"{found.models[worst]} has the worst forecast under {method}: {numbers}.")
 
 
 def _note(found: Diagnosis) -> Iterator[Advice]:

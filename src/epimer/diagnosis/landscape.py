@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from epimer.errors import ParameterError
+from epimer.records import MapPoint, Maps
 
 State = Mapping[str, Tensor]
 
@@ -33,10 +33,10 @@ class Point:
     losses: tuple[float, ...]
     """its own loss on every task"""
 
-    def shown(self, tasks: Sequence[str]) -> dict[str, Any]:
-        """Return plain data."""
+    def record(self, tasks: Sequence[str]) -> MapPoint:
+        """Return the record of it."""
         losses = dict(zip(tasks, self.losses, strict=True))
-        return {"a": self.a, "b": self.b, "off": self.off, "joint": sum(self.losses), "losses": losses}
+        return MapPoint(self.name, self.kind, self.a, self.b, self.off, sum(self.losses), losses)
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,12 @@ class Landscape:
     explained: float
     """share of the fine-tuned models' variance that lies in the plane"""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data; `joint` is the sum over tasks."""
-        points = [{"name": point.name, "kind": point.kind, **point.shown(self.tasks)} for point in self.points]
+    def record(self) -> Maps:
+        """Return the record of it; `joint` is the sum over tasks."""
         joint = torch.tensor(self.losses, dtype=torch.float64).sum(0).tolist()
-        maps = dict(zip(self.tasks, self.losses, strict=True))
-        return {
-            "kind": "maps", "a": self.a, "b": self.b, "maps": maps, "joint": joint, "points": points,
-            "explained": self.explained,
-        }  # fmt: skip
+        maps = {task: [list(row) for row in losses] for task, losses in zip(self.tasks, self.losses, strict=True)}
+        points = [point.record(self.tasks) for point in self.points]
+        return Maps(list(self.a), list(self.b), maps, joint, points, self.explained)
 
 
 def landscape(

@@ -26,6 +26,7 @@ from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Method, default_sweep, describe_method
 from epimer.plan.jobs import Job, Plan
 from epimer.plan.participants import Participants
+from epimer.records import SweepRecord, Trial
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
 
@@ -46,20 +47,19 @@ class Tried:
     test: SplitScores | None = None
     """where it is the best of its method and rank"""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        found: dict[str, Any] = {"method": self.method, "rank": self.rank, "scale": self.scale}
-        found |= {"validation": self.validation.all.average, "unit": self.validation.unit}
-        if self.validation.kl:
-            found["kl"] = sum(self.validation.kl.values()) / len(self.validation.kl)
-        found |= dict.fromkeys(("average", "low", "high", "worst", "tasks"))
-        if self.test is not None:
-            scores = self.test.all
-            known = any(values.numel() > 1 for values in self.test.scores.values())
-            low, high = scores.interval() if known else (None, None)
-            tasks = dict(zip(self.test.scores, scores.accuracies, strict=True))
-            found |= {"average": scores.average, "low": low, "high": high, "worst": scores.worst, "tasks": tasks}
-        return found
+    def record(self) -> Trial:
+        """Return the record of it."""
+        kl = sum(self.validation.kl.values()) / len(self.validation.kl) if self.validation.kl else None
+        trial = Trial(
+            self.method, self.scale, self.validation.all.average, rank=self.rank, unit=self.validation.unit, kl=kl
+        )
+        if self.test is None:
+            return trial
+        scores = self.test.all
+        known = any(values.numel() > 1 for values in self.test.scores.values())
+        low, high = scores.interval() if known else (None, None)
+        tasks = dict(zip(self.test.scores, scores.accuracies, strict=True))
+        return replace(trial, average=scores.average, low=low, high=high, worst=scores.worst, tasks=tasks)
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,13 @@ class Sweep:
         """The best of every method and rank."""
         return [one for one in self.tried if one.test is not None]
 
+    def record(self) -> SweepRecord:
+        """Return the record of it."""
+        return SweepRecord(self.evaluation, [one.record() for one in self.tried], self.best.record(), self.notes)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "kind": "sweep",
-            "format": 1,
-            "eval": self.evaluation,
-            "data": [one.to_dict() for one in self.tried],
-            "best": self.best.to_dict(),
-            "notes": self.notes,
-        }
+        """Return the record as plain JSON-ready values."""
+        return self.record().to_dict()
 
 
 class Merges:

@@ -21,6 +21,7 @@ from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import Data, State, Subset, Suite
 from epimer.geometry.linalg import nonfinite
 from epimer.progress import Progress
+from epimer.records import EvaluationRecord, OverallScore, TaskScore
 from epimer.score_format import format_interval, format_score, metric_value
 from epimer.tasks.data import choose
 
@@ -73,26 +74,24 @@ class Evaluation:
             yield ["average", self.unit, *_cells(self.unit, total)]
             yield ["worst", self.unit, *(format_score(self.unit, scores.worst) for scores in total.values())]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, in the metric's own values: shares from 0 to 1, losses as losses."""
-        record: dict[str, Any] = {"kind": "evaluation", "format": 1}
-        record |= {"suite": self.suite, "model": self.model, "split": self.split, "made": dict(self.provenance)}
-        record["tasks"] = [
-            {
-                "name": task.task,
-                "metric": task.metric,
-                "samples": len(task.scores["model"]),
-                **_values(task.metric, self.scores(task)),
-            }
-            for task in self.tasks
-        ]
+    def record(self) -> EvaluationRecord:
+        """Return the record of it, in the metric's own values: shares from 0 to 1, losses as losses."""
+        tasks = []
+        for task in self.tasks:
+            values = _values(task.metric, self.scores(task))
+            tasks.append(TaskScore(task.task, task.metric, len(task.scores["model"]), *values))
+        average = worst = None
         if self.unit is not None:
             total = self.scores()
-            worst = {who: metric_value(self.unit, scores.worst) for who, scores in total.items()}
+            score, *references = (metric_value(self.unit, scores.worst) for scores in total.values())
             first = min(self.tasks, key=lambda task: self.scores(task)["model"].average)
-            record["average"] = _values(self.unit, total)
-            record["worst"] = {"task": first.task, "score": worst.pop("model"), **worst}
-        return record
+            average = OverallScore(*_values(self.unit, total))
+            worst = OverallScore(score, None, None, *references, task=first.task)
+        return EvaluationRecord(self.suite, self.model, self.split, tasks, average, worst, dict(self.provenance))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain JSON-ready values."""
+        return self.record().to_dict()
 
 
 def _cells(metric: str, scores: Mapping[str, Scores]) -> list[str]:
@@ -101,11 +100,12 @@ def _cells(metric: str, scores: Mapping[str, Scores]) -> list[str]:
     return [f"{model} {format_interval(metric, *scores['model'].interval())}", *references]
 
 
-def _values(metric: str, scores: Mapping[str, Scores]) -> dict[str, float]:
-    """Return the model's score with its interval, and the references' scores."""
-    low, high = sorted(metric_value(metric, score) for score in scores["model"].interval())
-    averages = {who: metric_value(metric, one.average) for who, one in scores.items()}
-    return {"score": averages.pop("model"), "low": low, "high": high, **averages}
+def _values(metric: str, scores: Mapping[str, Scores]) -> Iterator[float]:
+    """Yield the model's score and the ends of its interval, then the references' scores."""
+    score, *references = (metric_value(metric, one.average) for one in scores.values())
+    yield score
+    yield from sorted(metric_value(metric, end) for end in scores["model"].interval())
+    yield from references
 
 
 def evaluate(

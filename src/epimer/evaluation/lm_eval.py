@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -19,26 +18,11 @@ import torch
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import nbytes
 from epimer.errors import DataError, EpimerError, ParameterError, listed, nearest, short
+from epimer.records import HarnessRecord, HarnessScore
 from epimer.tasks.loading import CAUSAL_LM
 from epimer.tasks.task import load_task
 
 HARNESSES = ("lm-eval",)
-
-
-@dataclass(frozen=True)
-class HarnessResult:
-    """Scores by lm-eval, one row per task and metric."""
-
-    model: str
-    harness: str
-    limit: int | None
-    rows: list[dict[str, Any]]
-    """task, metric, filter, score, stderr, samples"""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        record = {"kind": "harness", "format": 1, "model": self.model, "harness": self.harness, "limit": self.limit}
-        return {**record, "results": self.rows}
 
 
 def run_harness(
@@ -50,7 +34,7 @@ def run_harness(
     batch_size: int = 16,
     device: str = "auto",
     progress: bool = False,
-) -> HarnessResult:
+) -> HarnessRecord:
     """Load a causal language model without running its code, and have lm-eval score it.
 
     Args:
@@ -89,7 +73,7 @@ def run_harness(
                 f"lm-eval failed on {listed(tasks)}: {type(error).__name__}: {short(str(error))}"
             ) from error
     assert output is not None
-    return HarnessResult(model, f"lm-eval {version('lm_eval')}", limit, list(_rows(output)))
+    return HarnessRecord(model, f"lm-eval {version('lm_eval')}", list(_scores(output)), limit)
 
 
 def _task_manager(tasks: Sequence[str], include: Path | None) -> Any:
@@ -114,7 +98,7 @@ def _task_manager(tasks: Sequence[str], include: Path | None) -> Any:
     )
 
 
-def _rows(output: Any) -> Iterator[dict[str, Any]]:
+def _scores(output: Any) -> Iterator[HarnessScore]:
     """Yield each task's metrics; lm-eval keys them as `metric,filter`, and their errors as `metric_stderr,filter`."""
     for task, values in output["results"].items():
         counts = output.get("n-samples", {}).get(task, {})
@@ -123,14 +107,8 @@ def _rows(output: Any) -> Iterator[dict[str, Any]]:
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             stderr = values.get(f"{metric}_stderr,{filter_name}")
-            yield {
-                "task": task,
-                "metric": metric,
-                "filter": filter_name,
-                "score": float(value),
-                "stderr": float(stderr) if isinstance(stderr, int | float) else None,
-                "samples": counts.get("effective"),
-            }
+            known = float(stderr) if isinstance(stderr, int | float) else None
+            yield HarnessScore(task, metric, float(value), filter_name, known, counts.get("effective"))
 
 
 @contextmanager

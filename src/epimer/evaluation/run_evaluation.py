@@ -9,8 +9,9 @@ import torch
 from epimer.checkpoints.writer import check_file
 from epimer.errors import ParameterError, nearest
 from epimer.evaluation.evaluate import Evaluation, evaluate
-from epimer.evaluation.lm_eval import HARNESSES, HarnessResult, run_harness
+from epimer.evaluation.lm_eval import HARNESSES, run_harness
 from epimer.evaluation.open_suite import is_suite_file, open_suite
+from epimer.records import HarnessRecord
 from epimer.tasks.loading import check_device_option
 
 
@@ -28,7 +29,7 @@ def run_evaluation(
     device: str = "auto",
     out: Path | None = None,
     progress: bool = False,
-) -> Evaluation | HarnessResult:
+) -> Evaluation | HarnessRecord:
     """Evaluate `model` on `suite` (see `evaluate`) or with `harness` on `tasks` (see `run_harness`).
 
     `out` is only checked: a result could be written there.

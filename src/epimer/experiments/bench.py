@@ -22,10 +22,9 @@ from epimer.evaluation.metrics import shared_unit
 from epimer.evaluation.provenance import provenance
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Suite
-from epimer.experiments.results import Result
 from epimer.geometry.metric import Metric
 from epimer.methods.registry import added_methods, describe_method
-from epimer.records import Status
+from epimer.records import Experiment, Status
 
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
 COARSE_SCALES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.6, 2.0, 2.6, 3.4)
@@ -167,7 +166,7 @@ class Bench:
         """The unit of all tasks' scores."""
         return shared_unit(self.suite)
 
-    def with_provenance(self, result: Result, *notes: str) -> Result:
+    def with_provenance(self, result: Experiment, *notes: str) -> Experiment:
         """Return a result with the suite's name, and the versions, settings and date it was made with."""
         origin = provenance(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
         note = (

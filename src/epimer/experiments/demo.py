@@ -25,9 +25,8 @@ from epimer.experiments.glyphs8.build import load
 from epimer.experiments.glyphs8.train import Settings
 from epimer.experiments.output import write
 from epimer.experiments.paper import performance
-from epimer.experiments.results import Result
 from epimer.progress import Progress
-from epimer.records import Diagnosis
+from epimer.records import Diagnosis, Experiment
 
 FILES = ("performance.json", "performance.md", "performance.svg", "diagnosis.json", "report.html")
 MARKER = "merge.json"  # in a folder that a later run may replace
@@ -38,7 +37,7 @@ VAL, TEST = 100, 400  # samples per task; `epimer bench` takes all
 class Demo:
     """Results of the demo, and where they were written."""
 
-    result: Result
+    result: Experiment
     best: Outcome
     diagnosis: Diagnosis
     files: list[Path]

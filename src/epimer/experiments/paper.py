@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any
 
@@ -14,32 +15,23 @@ import torch
 from epimer.api import diagnose_state_dicts
 from epimer.diagnosis.landscape import landscape as survey
 from epimer.evaluation.statistics import Scores
-from epimer.experiments.bench import (
-    CANDIDATES,
-    RANK,
-    STEPS,
-    Bench,
-    Candidate,
-    Outcome,
-    all_candidates,
-    references,
-)
+from epimer.experiments.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, all_candidates, references
 from epimer.experiments.results import (
     Cells,
-    Lines,
-    Result,
     Row,
     against,
     dots,
-    edges,
+    edge_notes,
     number,
     share,
-    starred,
+    starred_scale,
     summary,
+    tabulate,
     text,
 )
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.rules import is_matrix, matrix_shape
+from epimer.records import Experiment, Lines, MapPoint
 
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 RANKS = (2, 4, 8, 16, 32)
@@ -54,15 +46,16 @@ GRID, SEEN = 21, 100  # points along a side of a landscape; samples per task tha
 MATCHED = Candidate("tsv", {"rank": RANK}, f"tsv, k = {RANK}")
 
 
-def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> Result:
-    """Return every method's average and per-task accuracy, at the scale that validation data chose."""
+def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> Experiment:
+    """Return every method's average and per-task scores, at the scale that validation data chose."""
     suite, cells = bench.suite, Cells(bench.metric)
     candidates = all_candidates() if candidates is None else candidates
     names = [task.name for task in suite.tasks]
     data: list[Row] = []
     for name, scores in references(bench).items():
         data.append({"method": name, "reference": True, **summary(scores, names)})
-    if _most(bench) > RANK:  # else tsv's own rank is the same
+    largest = _largest_rank(bench)
+    if largest > RANK:  # else tsv's own rank is the same
         candidates = [*candidates, MATCHED]
     outcomes = [bench.best(candidate) for candidate in bench.each(candidates, attrgetter("name"))]
     first = next((outcome for outcome in outcomes if outcome.candidate.name == "tsv"), outcomes[0])
@@ -78,34 +71,34 @@ def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> 
     notes = [
         "Scale chosen on validation data, climbing from 1 both ways while it gains; everything else reported on test "
         "data; 95% intervals by bootstrap.",
-        *_stopped(candidates),
+        *_early_stops(candidates),
         f"Differences against {first.candidate.name} {cells.differences}, with 95% intervals and p of a paired "
-        f"sign-flip test over test samples; epimer's methods against it at their own rank, {min(RANK, _most(bench))}.",
+        f"sign-flip test over test samples; epimer's methods against it at their own rank, {min(RANK, largest)}.",
         f"Best on validation data: {best}.",
     ]
-    notes += edges(data)
+    notes += edge_notes(data)
     notes += [f"Measuring {kind} curvature took {s:.1f} s." for kind, s in bench.seconds.items() if s >= 0.1]
     columns = {
         "method": text("method"),
         "average [95%]": cells.interval,
         "worst": cells.score("worst"),
         **{name: cells.on_task(name) for name in names},
-        "scale": starred,
+        "scale": starred_scale,
         "merge s": lambda row: "" if row.get("seconds") is None else f"{row['seconds']:.2f}",
         f"against {first.candidate.name}": cells.difference,
     }
     title, figure = f"{bench.metric} of merged models", dots(data, bench.metric, metric=bench.metric)
-    return Result("performance", title, columns, data, notes + bench.notes, figure)
+    return tabulate("performance", title, columns, data, notes + bench.notes, figure)
 
 
-def _stopped(candidates: Sequence[Candidate]) -> list[str]:
-    """Tell which solves are not run to their end."""
+def _early_stops(candidates: Sequence[Candidate]) -> list[str]:
+    """Return a note on the solves that are stopped early."""
     steps = {c.name: c.parameters["iterations"] for c in candidates if "iterations" in c.parameters}
-    said = ", ".join(f"{count} steps in {name}" for name, count in steps.items())
-    return [f"Conjugate gradients stop after {said}."] if said else []
+    listed = ", ".join(f"{count} steps in {name}" for name, count in steps.items())
+    return [f"Conjugate gradients stop after {listed}."] if listed else []
 
 
-def worst_task(bench: Bench) -> Result:
+def worst_task(bench: Bench) -> Experiment:
     """Return which task each method serves worst, and by how much it falls short of fine-tuning."""
     own, cells = references(bench)["fine-tuned"].accuracies, Cells(bench.metric)
     names = [task.name for task in bench.suite.tasks]
@@ -124,7 +117,7 @@ def worst_task(bench: Bench) -> Result:
         "least share of fine-tuned kept": share("kept"),
     }
     figure = dots([{**row, **_of_worst(row)} for row in data], bench.metric, ("worst", "average"), metric=bench.metric)
-    return Result("worst-task", "Worst task", columns, data, [], figure)
+    return tabulate("worst-task", "Worst task", columns, data, [], figure)
 
 
 def _of_worst(row: Row) -> Row:
@@ -134,27 +127,28 @@ def _of_worst(row: Row) -> Row:
 
 def ranks_of(bench: Bench, wanted: Sequence[int] = RANKS) -> list[int]:
     """Return a grid of ranks, cut at floor(d / T) of the widest matrices; narrower ones are cut in the merge."""
-    most = _most(bench)
+    most = _largest_rank(bench)
     return sorted({min(k, most) for k in wanted if min(k, most) > 0})
 
 
-def _most(bench: Bench) -> int:
+def _largest_rank(bench: Bench) -> int:
+    """Return floor(d / T) of the widest matrix."""
     shapes = [matrix_shape(W) for name, W in bench.suite.base.items() if is_matrix(name, W.shape)]
     return max(clamp_rank(shape, len(bench.states), None) for shape in shapes)
 
 
-def alpha(bench: Bench) -> Result:
-    """Return accuracy over α, rank and aggregator: the paper's sensitivity."""
+def alpha(bench: Bench) -> Experiment:
+    """Return scores over α, rank and aggregator: the paper's sensitivity."""
     names = [task.name for task in bench.suite.tasks]
     cells = Cells(bench.metric)
-    data, lines = [], Lines("α", f"average {bench.metric}", bench.metric)
+    data, lines = [], Lines("α", f"average {bench.metric}", metric=bench.metric)
     merges = itertools.product(("epimer", "epimer_kron"), ranks_of(bench, (4, 16, 32)), ("sum", "mean"))
     for method, k, aggregator in bench.each(merges, "{0[0]}, k = {0[1]}, {0[2]}".format):
         merged = bench.merge(Candidate(method), rank=k, aggregator=aggregator)
         for scale in (*ALPHAS, len(bench.states) ** -0.5):
-            found = summary(bench.score(bench.scaled(merged, scale), "test"), names)
-            data.append({"method": method, "k": k, "aggregator": aggregator, "alpha": scale, **found})
-            lines.add(f"{method}, k = {k}, {aggregator}", scale, found["average"], found["low"], found["high"])
+            row = summary(bench.score(bench.scaled(merged, scale), "test"), names)
+            data.append({"method": method, "k": k, "aggregator": aggregator, "alpha": scale, **row})
+            lines.add(f"{method}, k = {k}, {aggregator}", scale, row["average"], row["low"], row["high"])
     columns = {
         "method": text("method"),
         "k": text("k"),
@@ -164,31 +158,30 @@ def alpha(bench: Bench) -> Result:
         "worst": cells.score("worst"),
     }
     notes = ["α is fixed here, not chosen; 1/√T is the last of each group.", "k is cut at floor(d/T)."]
-    return Result("alpha", "Sensitivity to α", columns, data, notes, lines.figure())
+    return tabulate("alpha", "Sensitivity to α", columns, data, notes, lines)
 
 
-def eta(bench: Bench) -> Result:
-    """Return η under three normalisations, and the accuracy margin of curvature over the flat merge, by rank."""
+def eta(bench: Bench) -> Experiment:
+    """Return η under three normalisations, and the margin of curvature over the flat merge, by rank."""
     cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
     data, margins, etas = [], Lines("k", cells.margin), Lines("k", "η / F(x̄)")
     curvature = bench.curvature("diagonal")
     for k in bench.each(ranks_of(bench), "k = {}".format):
-        found = diagnose_state_dicts(
+        total = diagnose_state_dicts(
             dict(bench.suite.base), bench.states, curvature=curvature, rank=k, methods=()
         ).total
         curved = bench.best(Candidate("epimer", {"rank": k})).test
         flat = bench.best(Candidate("tsv", {"rank": k, "coefficients": "projected"})).test
         row: Row = {
             "k": k,
-            "eta": found.eta,
-            "eta_unit_trace": found.eta_unit_trace,
-            "eta_fraction": found.eta_fraction,
+            "eta": total.eta,
+            "eta_unit_trace": total.eta_unit_trace,
+            "eta_fraction": total.eta_fraction,
         }
         row |= {**summary(curved, names), **against(curved, flat)}
         data.append(row)
         margins.add("epimer - tsv (projected)", k, row["difference"], *row["between"])
-        if found.eta_fraction is not None:
-            etas.add("η / F(x̄)", k, found.eta_fraction)
+        etas.add("η / F(x̄)", k, total.eta_fraction)
     columns = {
         "k": text("k"),
         "η (mean diagonal 1)": number("eta"),
@@ -201,17 +194,17 @@ def eta(bench: Bench) -> Result:
         "Margin: epimer minus tsv with coefficients projected, its limit for flat curvature, at the same rank; "
         f"{cells.differences}, with 95% intervals and p of a paired test."
     ]
-    return Result("eta", "η against rank", columns, data, notes, {**margins.figure(), "beside": etas.figure()})
+    return tabulate("eta", "η against rank", columns, data, notes, replace(margins, beside=etas))
 
 
-def fisher_fraction(bench: Bench) -> Result:
-    """Return accuracy against the share of the training data that the Fisher information is measured on."""
+def fisher_fraction(bench: Bench) -> Experiment:
+    """Return scores against the share of the training data that the Fisher information is measured on."""
     note = f"100% is what the task with the fewest samples has, {_fewest(bench)}, of every task."
     return _by_samples(bench, "fisher-fraction", "Share of the data", list(_shares(bench)), note)
 
 
-def samples(bench: Bench) -> Result:
-    """Return accuracy against the number of samples per task."""
+def samples(bench: Bench) -> Experiment:
+    """Return scores against the number of samples per task."""
     return _by_samples(bench, "samples", "Samples per task", [(f"{count}", count) for count in _sizes(bench)])
 
 
@@ -229,21 +222,21 @@ def _shares(bench: Bench) -> Iterator[tuple[str, int]]:
         yield f"{100 * part:g}%", max(1, round(part * _fewest(bench)))
 
 
-def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]], *notes: str) -> Result:
+def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]], *notes: str) -> Experiment:
     cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
-    data, lines = [], Lines("samples per task", f"average {bench.metric}", bench.metric, log=True)
+    data, lines = [], Lines("samples per task", f"average {bench.metric}", metric=bench.metric, log=True)
     flat = bench.best(MATCHED).test
     methods = ("fisher", "epimer", "epimer_kron")
     benches: list[Bench] = []
     for (label, count), method in bench.each(itertools.product(counts, methods), "{0[1]}, {0[0][1]} samples".format):
         if method == methods[0]:  # all methods share what is measured
             benches = [Bench(bench.suite, samples=count, seed=seed, keep=False) for seed in SEEDS]
-        found = [one.best(Candidate(method)).test for one in benches]
-        by_task = zip(*(one.values for one in found), strict=True)
+        by_seed = [seeded.best(Candidate(method)).test for seeded in benches]
+        by_task = zip(*(scores.values for scores in by_seed), strict=True)
         mean = Scores([torch.stack(list(values)).mean(0) for values in by_task])
         row: Row = {"method": method, "part": label, "samples": count, **summary(mean, names), **against(mean, flat)}
         row["error over tasks"] = statistics.stdev(mean.accuracies) / len(names) ** 0.5
-        row["error over seeds"] = statistics.stdev(one.average for one in found) / len(found) ** 0.5
+        row["error over seeds"] = statistics.stdev(scores.average for scores in by_seed) / len(by_seed) ** 0.5
         data.append(row)
         lines.add(method, count, row["average"], row["low"], row["high"])
     data.sort(key=lambda row: methods.index(row["method"]))
@@ -256,16 +249,16 @@ def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]
         "s.e. over seeds": cells.spread("error over seeds"),
         f"against tsv, k = {RANK}": cells.difference,
     }
-    said = [
+    remarks = [
         f"Means over {len(SEEDS)} seeds, which choose the samples; 95% intervals by bootstrap over test samples.",
         f"Differences {cells.differences}, with p of a paired test.",
         *notes,
         *(["Standard errors are of the loss."] if bench.metric == "perplexity" else []),
     ]
-    return Result(name, what, columns, data, said, lines.figure())
+    return tabulate(name, what, columns, data, remarks, lines)
 
 
-def cost(bench: Bench, runs: int = 4) -> Result:
+def cost(bench: Bench, runs: int = 4) -> Experiment:
     """Return the wall-clock time of each method, curvature apart."""
     fresh = Bench(bench.suite, samples=bench.samples, seed=bench.seed, keep=False)  # so that curvature is measured anew
     data: list[Row] = []
@@ -280,7 +273,7 @@ def cost(bench: Bench, runs: int = 4) -> Result:
         row = {"method": candidate.name, "median": statistics.median(times), "least": min(times)}
         data.append({**row, "curvature": candidate.curvature or ""})
     notes = [f"Median of {runs} runs, on {torch.get_num_threads()} threads where the models are on the CPU."]
-    notes += _stopped(CANDIDATES)
+    notes += _early_stops(CANDIDATES)
     notes += [f"Measuring {kind} curvature of all models took {s:.1f} s." for kind, s in fresh.seconds.items()]
     columns = {
         "method": text("method"),
@@ -289,11 +282,11 @@ def cost(bench: Bench, runs: int = 4) -> Result:
         "curvature": text("curvature"),
     }
     figure = dots(data, "seconds", ("median", "least"), log=True)
-    return Result("cost", "Wall-clock time", columns, data, notes, figure)
+    return tabulate("cost", "Wall-clock time", columns, data, notes, figure)
 
 
-def metrics(bench: Bench) -> Result:
-    """Return accuracy over metric, subspace, aggregator and damping."""
+def metrics(bench: Bench) -> Experiment:
+    """Return scores over metric, subspace, aggregator and damping."""
     names, cells = [task.name for task in bench.suite.tasks], Cells(bench.metric)
     data = []
     grid = itertools.product(METRICS, ("tagged", "tensor", "full"), ("mean", "sum", "anchored"), (0.01, 0.3, 1.0))
@@ -312,7 +305,7 @@ def metrics(bench: Bench) -> Result:
         "damping": number("damping"),
         "average [95%]": cells.interval,
         "worst": cells.score("worst"),
-        "scale": starred,
+        "scale": starred_scale,
         f"against tsv, k = {RANK}": cells.difference,
     }
     best: dict[str, Row] = {}
@@ -325,16 +318,16 @@ def metrics(bench: Bench) -> Result:
         "Exact curvature is kept in the tagged subspace only.",
         f"Differences {cells.differences}, with 95% intervals and p of a paired test.",
         "The figure has of every metric, subspace and aggregator the damping that is best on validation data.",
-        *edges(data),
+        *edge_notes(data),
     ]
     figure = dots(list(best.values()), bench.metric, metric=bench.metric)
-    return Result("metrics", "Metric x subspace x aggregator", columns, data, notes, figure)
+    return tabulate("metrics", "Metric x subspace x aggregator", columns, data, notes, figure)
 
 
-def tasks(bench: Bench) -> Result:
-    """Return accuracy against the number of merged models: the first 2, 3, … of the suite."""
+def tasks(bench: Bench) -> Experiment:
+    """Return scores against the number of merged models: the first 2, 3, … of the suite."""
     cells = Cells(bench.metric)
-    data, lines = [], Lines("merged models", f"average {bench.metric} on their tasks", bench.metric)
+    data, lines = [], Lines("merged models", f"average {bench.metric} on their tasks", metric=bench.metric)
     steps = itertools.product(("tsv", "average", "epimer_free", "epimer_kron"), range(2, len(bench.states) + 1))
     reached: dict[tuple[str, int], Scores] = {}
     for method, count in bench.each(steps, "{0[0]}, {0[1]} models".format):
@@ -347,10 +340,10 @@ def tasks(bench: Bench) -> Result:
 
         scale = max(COARSER, key=lambda s: at(s, "val").average)
         reached[method, count] = at(scale, "test")
-        found = summary(reached[method, count], [task.name for task in some])
+        row = summary(reached[method, count], [task.name for task in some])
         by = against(reached[method, count], reached["tsv", count]) if method != "tsv" else {}
-        data.append({"method": method, "T": count, "scale": scale, **found, **by})
-        lines.add(method, count, found["average"], found["low"], found["high"])
+        data.append({"method": method, "T": count, "scale": scale, **row, **by})
+        lines.add(method, count, row["average"], row["low"], row["high"])
     notes = [
         f"Scale: the best of {', '.join(f'{scale:g}' for scale in COARSER)} on validation data.",
         f"Differences {cells.differences}, with 95% intervals and p of a paired test.",
@@ -363,10 +356,10 @@ def tasks(bench: Bench) -> Result:
         "scale": number("scale"),
         "against tsv": cells.difference,
     }
-    return Result("tasks", "Number of tasks", columns, data, notes, lines.figure())
+    return tabulate("tasks", "Number of tasks", columns, data, notes, lines)
 
 
-def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
+def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Experiment:
     """Return every task's loss on the plane of the fine-tuned models' first two principal components."""
     suite = bench.suite.truncated(test=seen)
     merged: dict[str, Mapping[str, Any]] = {}
@@ -376,11 +369,11 @@ def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
     names = [task.name for task in suite.tasks]
     models = dict(zip(names, bench.states, strict=True))
     points, done = 1 + len(models) + len(merged) + grid**2, itertools.count(1)
-    found = survey(
+    plane = survey(
         dict(suite.base), models, lambda state: suite.losses(state, "test"), merged=merged, tasks=names, grid=grid,
         progress=lambda _: bench.report_progress(next(done), points, "losses"),
     )  # fmt: skip
-    data = [{"point": point.name, "kind": point.kind, **point.shown(names)} for point in found.points]
+    data = [_marked(point.record(names)) for point in plane.points]
     columns = {
         "model": text("point"),
         "a": number("a"),
@@ -389,14 +382,20 @@ def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Result:
         "summed loss": number("joint"),
     }
     notes = [
-        f"The plane holds {100 * found.explained:.0f}% of the fine-tuned models' variance; a model's loss is its own, "
+        f"The plane holds {100 * plane.explained:.0f}% of the fine-tuned models' variance; a model's loss is its own, "
         "which lies off the plane by the share shown.",
         f"Losses over the first {seen} test samples of each task, where it has as many.",
     ]
-    return Result("landscape", "Loss landscape", columns, data, notes, found.to_dict())
+    return tabulate("landscape", "Loss landscape", columns, data, notes, plane.record())
 
 
-EXPERIMENTS: dict[str, Callable[[Bench], Result]] = {
+def _marked(point: MapPoint) -> Row:
+    """Return a model on the plane as a row."""
+    row = asdict(point)
+    return {"point": row.pop("name"), **row}
+
+
+EXPERIMENTS: dict[str, Callable[[Bench], Experiment]] = {
     "performance": performance,
     "worst-task": worst_task,
     "alpha": alpha,
@@ -409,5 +408,3 @@ EXPERIMENTS: dict[str, Callable[[Bench], Result]] = {
     "tasks": tasks,
 }
 """by name, as the paper has them and then ours"""
-
-__all__ = ["EXPERIMENTS", "Outcome", "Result", "landscape", "performance"]

@@ -10,11 +10,11 @@ from epimer.checkpoints.writer import check_folder
 from epimer.errors import DataError, ParameterError, nearest
 from epimer.evaluation.open_suite import open_suite
 from epimer.experiments.bench import Bench
-from epimer.experiments.beside import beside
 from epimer.experiments.output import write
 from epimer.experiments.paper import EXPERIMENTS
-from epimer.experiments.results import Result
+from epimer.experiments.results import with_published
 from epimer.progress import Progress
+from epimer.records import Experiment
 from epimer.score_format import LOSSES
 
 SPLITS = {"train": "measures curvature", "val": "chooses", "test": "reports"}
@@ -25,7 +25,7 @@ NEEDED_SPLITS = {"alpha": ("train", "test"), "cost": ("train",)}
 
 def run_experiments(
     suite: str, names: Sequence[str], folder: Path, *, seed: int = 0, progress: bool = True, **options: Any
-) -> Iterator[tuple[Result, list[Path]]]:
+) -> Iterator[tuple[Experiment, list[Path]]]:
     """Run experiments in turn and yield each result with the files it was written to.
 
     Args:
@@ -51,7 +51,7 @@ def run_experiments(
     for name in (name for name in chosen if name not in problems):
         with Progress(progress, unit="steps") as bar:
             bench.report_progress = bar.begin(name, None).reach
-            result = beside(EXPERIMENTS[name](bench), bench.suite)
+            result = with_published(EXPERIMENTS[name](bench), bench.suite)
         result, left_out = bench.with_provenance(result, *left_out), []  # noted with the first result only
         yield result, write(result, folder)
 

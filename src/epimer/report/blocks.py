@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epimer.report.charts.frame import Chart
-from epimer.report.markup import Child, Markup, join, prose, slug, tag
-from epimer.report.palette import inlined
+from epimer.report.markup import Child, Markup, prose, slug, tag
+from epimer.report.numbers import number
+from epimer.report.palette import standalone
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,15 @@ LONG, NAME = 60, 28  # characters, above which a cell or a row's name may take s
 TALL = 24  # rows, above which a table scrolls in its own frame
 
 
+def cells(
+    values: Iterable[float | None],
+    show: Callable[[float | None], str],
+    sort: Callable[[float | None], float | None] = lambda value: value,
+) -> list[Cell]:
+    """Return a cell per number: how it is shown, and sorted by itself unless told otherwise."""
+    return [Cell(show(value), sort(value)) for value in values]
+
+
 @dataclass(frozen=True)
 class Table:
     """A table; the first cell of every row names it."""
@@ -35,45 +45,44 @@ class Table:
     quiet: frozenset[int] = frozenset()
     """rows for comparison only"""
 
-    def render(self, *, sortable: bool = True, shown: bool = False) -> Markup:
-        """Return the element; `shown` tells whether its caption is seen or only heard."""
-        numeric = [
-            any(isinstance(row[j], Cell) and row[j].value is not None for row in self.rows)  # type: ignore[union-attr]
-            for j in range(len(self.headings))
-        ]
+    @classmethod
+    def matrix(
+        cls,
+        corner: str,
+        names: Sequence[str],
+        columns: Sequence[str],
+        values: Sequence[Sequence[float | None]],
+        caption: str,
+        show: Callable[[float | None], str] = lambda value: number(value, 4),
+    ) -> Table:
+        """Return a table of numbers, a row per name."""
+        rows: Rows = [[name, *cells(row, show)] for name, row in zip(names, values, strict=True)]
+        return cls([corner, *columns], rows, caption)
+
+    def render(self, *, sortable: bool = True) -> Markup:
+        """Return the element; its caption is for screen readers."""
+        rows = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in self.rows]
+        numeric = [any(row[j].value is not None for row in rows) for j in range(len(self.headings))]
         head = [
-            tag(
-                "th", tag("button", name, type="button") if sortable else name, scope="col", class_="n" if isn else None
-            )
-            for name, isn in zip(self.headings, numeric, strict=True)
+            tag("th", tag("button", name, type="button") if sortable else name, scope="col", class_="n" if n else None)
+            for name, n in zip(self.headings, numeric, strict=True)
         ]
         body = []
-        for i, row in enumerate(self.rows):
-            cells = []
-            for j, given in enumerate(row):
-                cell = given if isinstance(given, Cell) else Cell(given)
-                long = isinstance(cell.show, str) and len(cell.show) > (LONG if j else NAME)
-                kind = {
-                    "class_": "n" if numeric[j] else "long" if long else None,
-                    "data_v": None
-                    if cell.value is None
-                    else repr(cell.value).replace("inf", "Infinity"),  # as a script reads it
-                }
-                cells.append(tag("th", cell.show, scope="row", **kind) if j == 0 else tag("td", cell.show, **kind))
+        for i, row in enumerate(rows):
             look = "best" if i in self.marked else "quiet" if i in self.quiet else None
-            body.append(tag("tr", cells, class_=look))
-        caption = tag("caption", self.caption, class_=None if shown else "heard")
-        table = tag(
-            "table", caption, tag("thead", tag("tr", head)), tag("tbody", body), class_="sort" if sortable else None
-        )
-        return tag(
-            "div",
-            table,
-            class_="scroll tall" if len(self.rows) > TALL else "scroll",
-            tabindex="0",
-            role="group",
-            aria_label=self.caption,
-        )
+            body.append(tag("tr", [_cell(cell, j, n=numeric[j]) for j, cell in enumerate(row)], class_=look))
+        caption = tag("caption", self.caption, class_="heard")
+        inner = [caption, tag("thead", tag("tr", head)), tag("tbody", body)]
+        frame = {"class_": "scroll tall" if len(rows) > TALL else "scroll", "tabindex": "0", "role": "group"}
+        return tag("div", tag("table", inner, class_="sort" if sortable else None), **frame, aria_label=self.caption)
+
+
+def _cell(cell: Cell, j: int, *, n: bool) -> Markup:
+    """Return one cell; in the first column, a heading of its row."""
+    long = isinstance(cell.show, str) and len(cell.show) > (LONG if j else NAME)
+    sort_by = None if cell.value is None else repr(cell.value).replace("inf", "Infinity")  # as a script reads it
+    name, scope = ("td", None) if j else ("th", "row")
+    return tag(name, cell.show, scope=scope, class_="n" if n else "long" if long else None, data_v=sort_by)
 
 
 @dataclass(frozen=True)
@@ -89,14 +98,8 @@ class Figure:
     def render(self, key: str) -> Markup:
         """Return the element."""
         buttons = [
-            tag(
-                "button",
-                kind.upper(),
-                type="button",
-                data_save=kind,
-                aria_label=f"Save as {kind.upper()}: {self.title}",
-            )
-            for kind in ("svg", "png")
+            tag("button", kind, type="button", data_save=kind.lower(), aria_label=f"Save as {kind}: {self.title}")
+            for kind in ("SVG", "PNG")
         ]
         return tag(
             "figure",
@@ -108,14 +111,15 @@ class Figure:
             aria_label=self.title,
         )
 
-    def alone(self, key: str) -> str:
+    def file(self, key: str) -> str:
         """Return the chart as the text of an SVG file."""
-        return '<?xml version="1.0" encoding="utf-8"?>\n' + inlined(self.chart.svg(key, self.title, alone=True)) + "\n"
+        svg = standalone(self.chart.svg(key, self.title, alone=True))
+        return f'<?xml version="1.0" encoding="utf-8"?>\n{svg}\n'
 
 
 @dataclass(frozen=True)
 class Side:
-    """Figures beside each other, where the screen is wide enough."""
+    """Parts side by side, where the screen is wide enough."""
 
     parts: Sequence[Figure | Choice | Table | Markup]
 
@@ -140,6 +144,11 @@ class Section:
     short: str = ""
     """its name in the list of contents, where the title is long"""
 
+    @property
+    def name(self) -> str:
+        """Its name in the list of contents."""
+        return self.short or self.title
+
 
 @dataclass
 class Renderer:
@@ -159,13 +168,12 @@ class Renderer:
 
     def section(self, section: Section, key: str) -> Markup:
         """Return a section."""
-        heading = tag("h2", section.title, id=f"{key}-heading")
-        return tag(
-            "section", heading, [self.block(one) for one in section.blocks], id=key, aria_labelledby=f"{key}-heading"
-        )
+        named = f"{key}-heading"
+        blocks = [self.block(one) for one in section.blocks]
+        return tag("section", tag("h2", section.title, id=named), blocks, id=key, aria_labelledby=named)
 
     def block(self, block: Block) -> Markup:
-        """Return whatever it is."""
+        """Return any block's element."""
         match block:
             case Table():
                 return block.render()
@@ -181,13 +189,14 @@ class Renderer:
     def _choice(self, choice: Choice) -> Markup:
         key = self.key(f"choose {choice.label}")
         options = [tag("option", name, value=str(i)) for i, name in enumerate(choice.options)]
-        name = tag("label", choice.label, for_=key)
-        select = tag("div", name, tag("select", options, id=key, data_choice=key), class_="choose")
+        select = tag("select", options, id=key, data_choice=key)
         shown = [
             tag("div", self.block(one), data_of=key, data_option=str(i))
             for i, one in enumerate(choice.options.values())
         ]
-        return tag("div", select, shown, class_="choice")
+        return tag(
+            "div", tag("div", tag("label", choice.label, for_=key), select, class_="choose"), shown, class_="choice"
+        )
 
 
 def figures(blocks: Iterable[Block]) -> Iterator[Figure]:
@@ -201,13 +210,8 @@ def figures(blocks: Iterable[Block]) -> Iterator[Figure]:
             yield from figures(block.options.values())
 
 
-def paragraph(*content: Child) -> Markup:
-    """Return a paragraph."""
-    return tag("p", *content)
-
-
 def folded(title: str, table: Table) -> Markup:
-    """Return a table that is opened where it is wanted."""
+    """Return a table that is folded away until the reader opens it."""
     return tag("details", tag("summary", title), table.render())
 
 
@@ -216,11 +220,13 @@ def notes(lines: Sequence[str]) -> Markup:
     return tag("ul", [tag("li", prose(line)) for line in lines], class_="notes") if lines else Markup()
 
 
-def heading(content: str) -> Markup:
-    """Return a heading within a section."""
-    return tag("h3", content)
-
-
 def facts(pairs: Sequence[tuple[str, Child]]) -> Markup:
     """Return names and values."""
-    return tag("dl", [join(tag("div", tag("dt", name), tag("dd", value))) for name, value in pairs], class_="facts")
+    return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs], class_="facts")
+
+
+def card(name: str, value: str, more: str, *, named: bool = False) -> Markup:
+    """Return a value of the first screen in large type; `named` where it is a name."""
+    return tag(
+        "div", tag("dt", name), tag("dd", value, class_="name" if named else None), tag("dd", more, class_="more")
+    )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from epimer import score_format as units
+from epimer.score_format import SHARES, metric_difference, metric_value, order_bounds
 
+T = TypeVar("T")
 SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 MINUS = "−"
 NOTHING = "–"
@@ -33,16 +35,15 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def percent(value: float | None, decimals: int = 1) -> str:
     """Return a share in percent, without the sign."""
-    if value is None or not math.isfinite(value):
-        return number(value)
-    shown = f"{100 * value:.{decimals}f}"
-    return shown.lstrip("-") if float(shown) == 0 else shown.replace("-", MINUS)
+    return _rounded(100 * value, decimals) if value is not None and math.isfinite(value) else number(value)
 
 
 def fixed(value: float | None, decimals: int = 2) -> str:
-    """Return a number to so many decimals, for columns and matrices; what is too large for that in short."""
-    if value is None or not math.isfinite(value) or abs(value) >= 1000:
-        return number(value)
+    """Return a number to so many decimals, for columns and matrices; one that is too large for that in short."""
+    return _rounded(value, decimals) if value is not None and abs(value) < 1000 else number(value)
+
+
+def _rounded(value: float, decimals: int) -> str:
     shown = f"{value:.{decimals}f}"
     return shown.lstrip("-") if float(shown) == 0 else shown.replace("-", MINUS)
 
@@ -67,20 +68,20 @@ class Unit:
     @classmethod
     def of(cls, values: Iterable[float | None], metric: str | None = None) -> Unit:
         """Take scores for shares where all of them lie between 0 and 1 and nothing else is said."""
-        share = metric in (None, *units.SHARES) and all(0 <= value <= 1 for value in finite(values))
+        share = metric in (None, *SHARES) and all(0 <= value <= 1 for value in finite(values))
         return cls(share, metric or "")
 
     def plain(self, value: float | None) -> float | None:
         """Return a score as its metric is known: a loss is minus the score."""
-        return value if value is None or math.isnan(value) else units.metric_value(self.metric, value)
+        return value if value is None or math.isnan(value) else metric_value(self.metric, value)
 
     def show(self, value: float | None) -> str:
         """Return a score as tables have it."""
         return percent(value) if self.share else number(self.plain(value))
 
-    def ends(self, low: float | None, high: float | None) -> tuple[float | None, float | None]:
+    def ends(self, low: T, high: T) -> tuple[T, T]:
         """Return the ends of an interval in the order in which they read."""
-        return units.order_bounds(self.metric, low, high)
+        return order_bounds(self.metric, low, high)
 
     def between(
         self, low: float | None, high: float | None, to: str = ", ", show: Callable[[float | None], str] | None = None
@@ -102,7 +103,7 @@ class Unit:
 
     def apart(self, value: float | None) -> float | None:
         """Return a difference of two scores as one of what they read as."""
-        return None if value is None else units.metric_difference(self.metric, value)
+        return None if value is None else metric_difference(self.metric, value)
 
     @property
     def suffix(self) -> str:

@@ -1,4 +1,4 @@
-"""Records -> one HTML page that asks nothing of the network."""
+"""Records -> one HTML page that needs nothing from the network."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from importlib.resources import files
 import epimer
 from epimer.errors import DataError
 from epimer.report import palette
-from epimer.report.blocks import Block, Renderer, Section, figures, heading
-from epimer.report.kinds import Records
-from epimer.report.markup import Markup, tag
+from epimer.report.blocks import Renderer, Section, figures
+from epimer.report.markup import Markup, join, tag
+from epimer.report.read import Records
 from epimer.report.sections import diagnosis, evaluations, experiments, merging, scores
 from epimer.report.summary import summary, title_of
 
+ORDER = ("alpha", "eta", "landscape")
+"""experiments with sections of their own"""
 HELP = "Focus a chart and use the arrow keys to go through its values."
 
 
@@ -27,15 +29,17 @@ def build(records: Records, *, title: str | None = None) -> str:
         raise DataError("there are no records to report.")
     title = title or title_of(records)
     renderer = Renderer()
-    made = [(renderer.key(section.short or section.title), section) for section in sections(records)]
+    keyed = [(renderer.key(section.name), section) for section in sections(records)]
     script = _asset("page.js")
     style = palette.css() + _asset("page.css")
     head = tag("head", _meta(title, script), tag("title", title), tag("style", Markup(style)))
-    main = tag("main", summary(records, title), [renderer.section(section, key) for key, section in made], id="content")
+    main = tag(
+        "main", summary(records, title), [renderer.section(section, key) for key, section in keyed], id="content"
+    )
     body = tag(
         "body",
         tag("a", "Skip to the content", href="#content", class_="skip"),
-        tag("div", _contents(made), main, class_="page"),
+        tag("div", _contents(keyed), main, class_="page"),
         tag("footer", f"Made by epimer {epimer.__version__}. {HELP}"),
         tag("div", id="tip", role="status", aria_live="polite", hidden=True),
         tag("script", _json(palette.variables("light")), type="application/json", id="palette"),
@@ -47,50 +51,50 @@ def build(records: Records, *, title: str | None = None) -> str:
 def standalone(records: Records) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each figure as an SVG file; names are those of the page's own buttons."""
     renderer = Renderer()
-    blocks: list[Block] = []
-    for section in sections(records):
-        renderer.key(section.short or section.title)
-        blocks += section.blocks
-    for figure in figures(blocks):
+    parts = sections(records)
+    for section in parts:
+        renderer.key(section.name)
+    for figure in figures(block for section in parts for block in section.blocks):
         key = renderer.key(figure.name)
-        yield f"{key}.svg", figure.alone(key)
+        yield f"{key}.svg", figure.file(key)
 
 
 def sections(records: Records) -> list[Section]:
     """Return the page's sections, in order."""
-    many = len(records.performances) > 1
-    made = [scores.section(one.record, named=many) for one in records.performances]
-    own = (("alpha", experiments.alpha), ("eta", experiments.eta), ("landscape", experiments.landscapes))
-    for name, section in own:
-        made += [section(one.record) for one in records.named(name) if experiments.has_own(one.record)]
-    made += [diagnosis.section(one.record, named=len(records.diagnoses) > 1) for one in records.diagnoses]
-    made += [merging.sweep(one.record) for one in records.sweeps]
-    made += [evaluations.section(one.record) for one in records.evaluations]
-    made += [evaluations.harness(one.record) for one in records.harnesses]
-    made += [one for one in [experiments.others(records)] if one is not None]
-    made += [merging.merge(one.record) for one in records.merges]
+    named = len(records.performances) > 1
+    parts = [scores.section(one.record, named=named) for one in records.performances]
+    measured = [one.record for one in records.experiments]
+    rest = [one for one in measured if not experiments.has_own_section(one)]
+    own = [one for one in measured if one.name != "performance" and one not in rest]
+    own.sort(key=lambda one: ORDER.index(one.name) if one.name in ORDER else len(ORDER))
+    parts += map(experiments.own_section, own)
+    parts += [diagnosis.section(one.record, named=len(records.diagnoses) > 1) for one in records.diagnoses]
+    parts += [merging.sweep(one.record) for one in records.sweeps]
+    parts += [evaluations.section(one.record) for one in records.evaluations]
+    parts += [evaluations.harness(one.record) for one in records.harnesses]
+    parts += [experiments.others(rest)] if rest else []
+    parts += [merging.merge(one.record) for one in records.merges]
     recipes = dict.fromkeys(one.record.recipe for one in records.diagnoses if one.record.recipe)
     if recipes and not any(one.record.recipe for one in records.merges):
-        made.append(Section("Recipe", [heading("As it was diagnosed"), *map(merging.recipe, recipes)]))
-    made.append(merging.measured(records))
-    made += [one for one in [merging.citations(methods_in(records))] if one is not None]
-    return made
+        parts.append(Section("Recipe", [tag("h3", "As it was diagnosed"), *map(merging.recipe, recipes)]))
+    parts.append(merging.measured(records))
+    cited = merging.citations(methods_in(records))
+    return [*parts, cited] if cited else parts
 
 
 def methods_in(records: Records) -> list[str]:
     """Return the names of all methods that appear, each once."""
     names = [score.method for one in records.performances for score in one.record.scores]
-    names += [
-        row["method"] for one in records.experiments for row in one.record.data if isinstance(row.get("method"), str)
-    ]
+    rows = [row for one in records.experiments for row in one.record.data]
+    names += [row["method"] for row in rows if isinstance(row.get("method"), str)]
     names += [name for one in records.diagnoses for name in one.record.forecast]
     names += [score.method for one in records.sweeps for score in one.record.data]
     names += [one.record.method for one in records.merges]
     return list(dict.fromkeys(names))
 
 
-def _contents(made: list[tuple[str, Section]]) -> Markup:
-    links = [tag("li", tag("a", section.short or section.title, href=f"#{key}")) for key, section in made]
+def _contents(keyed: list[tuple[str, Section]]) -> Markup:
+    links = [tag("li", tag("a", section.name, href=f"#{key}")) for key, section in keyed]
     return tag(
         "nav",
         tag("ul", tag("li", tag("a", "Summary", href="#summary")), links),
@@ -106,12 +110,15 @@ def _meta(title: str, script: str) -> Markup:
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
-    return Markup(
-        tag("meta", charset="utf-8")
-        + tag("meta", http_equiv="Content-Security-Policy", content=policy)
-        + tag("meta", name="viewport", content="width=device-width, initial-scale=1")
-        + tag("meta", name="generator", content=f"epimer {epimer.__version__}")
-        + tag("meta", name="description", content=title)
+    named = {
+        "viewport": "width=device-width, initial-scale=1",
+        "generator": f"epimer {epimer.__version__}",
+        "description": title,
+    }
+    return join(
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        [tag("meta", name=name, content=content) for name, content in named.items()],
     )
 
 

@@ -7,44 +7,26 @@ import re
 STEPS = 12  # of the sequential ramp
 SIDES = 11  # of the diverging one
 
-LIGHT = {
-    "paper": "#ffffff",
-    "ground": "#f6f7f9",
-    "ink": "#1a2027",
-    "soft": "#5a6672",
-    "rule": "#d8dee4",
-    "faint": "#eaeef1",
-    "accent": "#0b63a5",
-    "good": "#00795a",
-    "warn": "#b04a00",
-    "c0": "#0b63a5",
-    "c1": "#d1600a",
-    "c2": "#008f6b",
-    "c3": "#a6468f",
-    "c4": "#8a6d00",
-    "c5": "#3f9fd8",
-    "c6": "#6b7480",
-    "c7": "#c2364b",
+COLOURS = {
+    "paper": ("#ffffff", "#14181d"),
+    "ground": ("#f6f7f9", "#0e1115"),
+    "ink": ("#1a2027", "#e8ecf0"),
+    "soft": ("#5a6672", "#9da8b4"),
+    "rule": ("#d8dee4", "#333c46"),
+    "faint": ("#eaeef1", "#222930"),
+    "accent": ("#0b63a5", "#63b3f0"),
+    "good": ("#00795a", "#45c79c"),
+    "warn": ("#b04a00", "#f2a15f"),
+    "c0": ("#0b63a5", "#63b3f0"),
+    "c1": ("#d1600a", "#f59a52"),
+    "c2": ("#008f6b", "#45c79c"),
+    "c3": ("#a6468f", "#da8fc9"),
+    "c4": ("#8a6d00", "#d9bd4f"),
+    "c5": ("#3f9fd8", "#2f7fc0"),
+    "c6": ("#6b7480", "#a2acb7"),
+    "c7": ("#c2364b", "#f07f8e"),
 }
-DARK = {
-    "paper": "#14181d",
-    "ground": "#0e1115",
-    "ink": "#e8ecf0",
-    "soft": "#9da8b4",
-    "rule": "#333c46",
-    "faint": "#222930",
-    "accent": "#63b3f0",
-    "good": "#45c79c",
-    "warn": "#f2a15f",
-    "c0": "#63b3f0",
-    "c1": "#f59a52",
-    "c2": "#45c79c",
-    "c3": "#da8fc9",
-    "c4": "#d9bd4f",
-    "c5": "#2f7fc0",
-    "c6": "#a2acb7",
-    "c7": "#f07f8e",
-}
+"""name -> the colour in light and in dark"""
 RAMP = {
     "light": ("#f3f7fa", "#d3e4f0", "#a3c9e2", "#6aa7d1", "#3681b8", "#14598f", "#083663"),
     "dark": ("#1b222a", "#1e3a54", "#235b86", "#2f80b6", "#5aa6d6", "#97cbec", "#dcf0fc"),
@@ -54,11 +36,13 @@ SPLIT = {
     "dark": ("#ffc48a", "#e8954a", "#ad632a", "#5a3d28", "#20262d", "#244463", "#2d6fa6", "#5aa9e0", "#a9d7f9"),
 }
 VARIABLE = re.compile(r"var\(--([a-z0-9]+)\)")
+TIP = re.compile(r'<(\w+) data-tip="([^"]*)"([^>]*)/>')
+FOR_SCRIPTS = re.compile(r' data-(?:map|level)="[^"]*"')
 
 
 def variables(theme: str) -> dict[str, str]:
     """Return every colour of a theme by the name that charts use: `var(--name)`."""
-    plain = LIGHT if theme == "light" else DARK
+    plain = {name: pair[theme == "dark"] for name, pair in COLOURS.items()}
     ramp = {f"q{i}": _mixed(RAMP[theme], i / (STEPS - 1)) for i in range(STEPS)}
     split = {f"d{i}": _mixed(SPLIT[theme], i / (SIDES - 1)) for i in range(SIDES)}
     inks = {f"{name}ink": _ink(fill) for name, fill in (ramp | split).items()}
@@ -100,9 +84,10 @@ def css() -> str:
     )
 
 
-def inlined(svg: str) -> str:
-    """Return a chart with light colours in place of variables, so that it stands alone on white."""
+def standalone(svg: str) -> str:
+    """Return a chart as a file of its own: light colours instead of variables, values as titles instead of data."""
     light = variables("light")
+    svg = TIP.sub(r"<\1\3><title>\2</title></\1>", FOR_SCRIPTS.sub("", svg))
     return VARIABLE.sub(lambda match: light[match[1]], svg)
 
 

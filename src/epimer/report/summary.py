@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from epimer.report.kinds import Performance, Records, Score, Sweep, unit_of
+from epimer.records import MethodScore, Score, SweepRecord
+from epimer.report.blocks import card
 from epimer.report.markup import Child, Markup, tag
-from epimer.report.numbers import number, percent
+from epimer.report.numbers import Unit, percent
+from epimer.report.performance import Performance, unit_of
+from epimer.report.read import Records
 from epimer.report.sections.diagnosis import advice
+from epimer.report.sections.merging import setting
 from epimer.report.sections.scores import best_first
 
 
 def title_of(records: Records) -> str:
     """Return what the page is about."""
     if records.performances:
-        found = records.performances[0].record
-        return f"{found.suite}: {_count(len(found.tasks))} merged into one"
+        performance = records.performances[0].record
+        return f"{performance.suite}: {_count(len(performance.tasks))} merged into one"
     if records.merges:
         merge = records.merges[0].record
         return f"{merge.method}: {_count(len(merge.weights))} merged into one"
@@ -38,9 +42,9 @@ def summary(records: Records, title: str) -> Markup:
         _merged(records),
     ]
     if records.performances:
-        parts.append(_won(records.performances[0].record))
+        parts.append(_best_merge(records.performances[0].record))
     elif records.sweeps and records.sweeps[0].record.best is not None:
-        parts.append(_swept(records.sweeps[0].record))
+        parts.append(_best_trial(records.sweeps[0].record))
     for one in records.diagnoses:
         if one.record.advice:
             of = f" for {', '.join(one.record.models)}" if len(records.diagnoses) > 1 else ""
@@ -73,79 +77,71 @@ def _listed(names: list[str], most: int = 12) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _won(found: Performance) -> Markup:
-    """Say which method won, with its interval and worst task, and what that is worth."""
-    best, unit = found.winner, found.unit
+def _best_merge(performance: Performance) -> Markup:
+    """Return which method is best, with its interval and worst task, and what share of fine-tuning's gain it keeps."""
+    best, unit = performance.winner, performance.unit
     if best is None:
         return Markup()
-    references = {score.method: score for score in found.references}
+    chosen = "chosen on validation data" if performance.validated else "by its average"
+    cards = [
+        card("Best merge", best.method, f"of {len(performance.merges)} methods; {chosen}", named=True),
+        *_score_cards(best, unit),
+        *_gain_kept(best, performance),
+    ]
+    return tag("div", tag("dl", cards, class_="cards"), tag("p", _compared(performance, best), class_="compared"))
+
+
+def _best_trial(sweep: SweepRecord) -> Markup:
+    best, unit = sweep.best, unit_of(sweep.data)
+    assert best is not None
+    where = setting(best).removeprefix(", ") if best.rank is not None else f"every direction{setting(best)}"
+    cards = [
+        card("Best of the sweep", best.method, where, named=True),
+        card("Score", unit.show(best.validation) + unit.suffix, f"by {sweep.eval}"),
+        *(_score_cards(best, unit) if best.average is not None else []),
+    ]
+    return tag("dl", cards, class_="cards")
+
+
+def _score_cards(score: Score, unit: Unit) -> list[Markup]:
+    """Return the average with its interval, and the worst task."""
+    known = score.low is not None and score.high is not None
+    between = f"95% interval {unit.between(score.low, score.high, ' to ')}" if known else ""
+    return [
+        card("Average", unit.show(score.average) + unit.suffix, between),
+        card("Worst task", unit.show(score.worst) + unit.suffix, score.worst_task),
+    ]
+
+
+def _gain_kept(best: MethodScore, performance: Performance) -> list[Markup]:
+    """Return what share of fine-tuning's gain over the base a merge keeps, where all three are known."""
+    references = {score.method: score for score in performance.references}
     own = references.pop("fine-tuned", None)
     base = next(iter(references.values()), None)
-    between = (
-        "" if best.low is None or best.high is None else f"95% interval {unit.between(best.low, best.high, ' to ')}"
-    )
-    cards = [
-        _card("Best merge", best.method, f"of {len(found.merges)} methods; {_chosen(found)}", name=True),
-        _card("Average", unit.show(best.average) + unit.suffix, between),
-        _card("Worst task", unit.show(best.worst) + unit.suffix, best.worst_task),
-    ]
-    gained = _gained(best, base, own)
-    if base is not None and own is not None and gained is not None:
-        told = f"{base.method} {unit.show(base.average)}, fine-tuned {unit.show(own.average)}"
-        cards.append(_card("Gain kept", f"{percent(gained, 0)}%", told))
-    return tag("div", tag("dl", cards, class_="cards"), tag("p", _compared(found, best), class_="compared"))
-
-
-def _chosen(found: Performance) -> str:
-    return "chosen on validation data" if all(s.validation is not None for s in found.merges) else "by its average"
-
-
-def _card(label: str, value: str, more: str, *, name: bool = False) -> Markup:
-    look = "name" if name else None
-    return tag("div", tag("dt", label), tag("dd", value, class_=look), tag("dd", more, class_="more"))
-
-
-def _gained(best: Score, base: Score | None, own: Score | None) -> float | None:
-    """Return what share of fine-tuning's gain over the base a merge keeps."""
     if base is None or own is None or best.average is None or base.average is None or own.average is None:
-        return None
-    return (best.average - base.average) / (own.average - base.average) if own.average > base.average else None
+        return []
+    if own.average <= base.average:
+        return []
+    share = (best.average - base.average) / (own.average - base.average)
+    unit = performance.unit
+    told = f"{base.method} {unit.show(base.average)}, fine-tuned {unit.show(own.average)}"
+    return [card("Gain kept", f"{percent(share, 0)}%", told)]
 
 
-def _compared(found: Performance, best: Score) -> list[Child]:
-    """Say how sure the choice is."""
-    unit = found.unit
+def _compared(performance: Performance, best: MethodScore) -> list[Child]:
+    """Return how certain the choice is: the paired test, and who else is within the interval."""
+    unit, low = performance.unit, best.low
     said: list[Child] = []
-    if best.difference is not None and best.p is not None and found.against:
+    if best.difference is not None and best.p is not None and performance.against:
         points = " points" if unit.share else ""
-        sure = "p < 0.001" if best.p < 0.001 else f"p = {best.p:.3f}"
-        said.append(f"Against {found.against}: {unit.difference(best.difference)}{points} ({sure}). ")
-    rivals = [
-        s
-        for s in found.merges
-        if s is not best and s.average is not None and best.low is not None and s.average >= best.low
-    ]
+        p = "p < 0.001" if best.p < 0.001 else f"p = {best.p:.3f}"
+        said.append(f"Against {performance.against}: {unit.difference(best.difference)}{points} ({p}). ")
+    others = [score for score in performance.merges if score is not best]
+    rivals = [s for s in others if s.average is not None and low is not None and s.average >= low]
     if rivals:
         named = _listed([f"{s.method} ({unit.show(s.average)})" for s in best_first(rivals)], 5)
         verb = "has its average" if len(rivals) == 1 else "have their averages"
         said.append(f"{named} {verb} within that interval or better.")
-    elif len(found.merges) > 1 and best.low is not None:
+    elif others and low is not None:
         said.append("No other method's average lies within that interval.")
     return said
-
-
-def _swept(found: Sweep) -> Markup:
-    best, unit = found.best, unit_of(found.data)
-    assert best is not None
-    rank = "every direction" if best.rank is None else f"rank {best.rank}"
-    scale = "" if best.scale is None else f", scale {number(best.scale)}"
-    cards = [
-        _card("Best of the sweep", best.method, f"{rank}{scale}", name=True),
-        _card("Score", unit.show(best.validation) + unit.suffix, f"by {found.eval}"),
-    ]
-    if best.average is not None:
-        between = "" if best.low is None else f"95% interval {unit.between(best.low, best.high, ' to ')}"
-        cards.append(_card("Average", unit.show(best.average) + unit.suffix, between))
-    if best.worst is not None:
-        cards.append(_card("Worst task", unit.show(best.worst) + unit.suffix, best.worst_task))
-    return tag("dl", cards, class_="cards")

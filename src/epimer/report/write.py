@@ -1,4 +1,4 @@
-"""Write a page and its figures; each file appears whole or not at all."""
+"""Write a page and its figures; a file is complete or not there at all."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def make_report(
 ) -> list[Path]:
     """Read records, write their page to `out` and each figure into the folder `figures`; return what was written."""
     records = read_records(paths)
-    made = [write(Path(out), build(records))]
+    written = [write(Path(out), build(records))]
     if figures is not None:
         folder = Path(figures)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"{folder} cannot be made: {error.strerror}; choose another place.") from error
-        made += [write(folder / name, content) for name, content in standalone(records)]
-    return made
+        written += [write(folder / name, content) for name, content in standalone(records)]
+    return written
 
 
-def write_page(given: Iterable[Mapping[str, Any]], out: Path) -> Path:
-    """Write the page of records that are at hand as plain data."""
-    return write(out, build(gather(given)))
+def write_page(data: Iterable[Mapping[str, Any]], out: Path) -> Path:
+    """Write the page of records in plain data, as `to_dict` gives it."""
+    return write(out, build(gather(data)))
 
 
 def write(path: Path, content: str) -> Path:

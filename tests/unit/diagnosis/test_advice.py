@@ -63,7 +63,7 @@ def plain():
 
 
 def test_nothing_is_minded_where_nothing_is_wrong(plain):
-    assert said(plain, "mind") == []
+    assert said(plain, "warning") == []
     assert [advice.kind for advice in plain.advice] == ["take", "take", "note"]
 
 
@@ -142,19 +142,19 @@ def test_copies_are_near_copies():
     models = moved(first, draw(3), second)
     vectors = [np.concatenate([(m[n] - BASE[n]).numpy().ravel() for n in BASE]) for m in (models[0], models[2])]
     cosine = vectors[0] @ vectors[1] / np.linalg.norm(vectors[0]) / np.linalg.norm(vectors[1])
-    texts = [text for text in said(diagnosis(models), "mind") if "near-copies" in text]
+    texts = [text for text in said(diagnosis(models), "warning") if "near-copies" in text]
     assert texts == [f"cook and judge are near-copies (cosine {cosine:.2f}): count them as one."]
     found = diagnosis(moved(draw(1), draw(1), draw(1)))
     pairs = ["cook and poet", "cook and judge", "poet and judge"]
-    assert said(found, "mind") == [f"{pair} are near-copies (cosine 1.00): count them as one." for pair in pairs]
+    assert said(found, "warning") == [f"{pair} are near-copies (cosine 1.00): count them as one." for pair in pairs]
 
 
 def test_a_model_that_equals_the_base_is_to_be_left_out():
     still = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     found = diagnosis(moved(draw(1), still, draw(2)))
-    assert said(found, "mind")[0] == "poet equals the base in every matrix: leave it out."
-    assert sum("equals the base" in text for text in said(found, "mind")) == 1
-    assert not any("further than" in text or "near-copies" in text for text in said(found, "mind"))
+    assert said(found, "warning")[0] == "poet equals the base in every matrix: leave it out."
+    assert sum("equals the base" in text for text in said(found, "warning")) == 1
+    assert not any("further than" in text or "near-copies" in text for text in said(found, "warning"))
     assert all(np.isfinite([forecast.mean for forecast in found.forecast.values()]))
 
 
@@ -163,27 +163,28 @@ def test_a_model_that_moved_ten_times_further_is_named():
     times = size(models[1]) / np.median([size(models[0]), size(models[2])])
     found = diagnosis(models)
     assert (
-        said(found, "mind")[0] == f"poet moved {times:.0f}x further than the others: lower its weight or leave it out."
+        said(found, "warning")[0]
+        == f"poet moved {times:.0f}x further than the others: lower its weight or leave it out."
     )
     assert 9 < times < 11
-    assert sum("further than the others" in text for text in said(found, "mind")) == 1
+    assert sum("further than the others" in text for text in said(found, "warning")) == 1
     nearly = diagnosis(moved(draw(1, size=0.01), draw(2, size=0.028), draw(3, size=0.01)))
-    assert not any("further than the others" in text for text in said(nearly, "mind"))
+    assert not any("further than the others" in text for text in said(nearly, "warning"))
 
 
 def test_a_model_far_from_the_base_is_asked_after():
     models = moved(draw(1, size=0.45), draw(2, size=0.6))
     share = size(models[1]) / np.sqrt(sum(float(W.square().sum()) for W in BASE.values()))
-    texts = [text for text in said(diagnosis(models), "mind") if "base's norm" in text]
+    texts = [text for text in said(diagnosis(models), "warning") if "base's norm" in text]
     assert texts == [f"poet moved by {share:.0%} of the base's norm: is it a model of this base?"]
 
 
 def test_the_task_with_the_worst_forecast_is_named(plain):
     uneven = Forecast((0.1, 0.1, 0.9), 0.37, 0.9, 1.0, 0.37)
     found = advise(replace(plain, forecast={"tsv": uneven}))
-    assert said(found, "mind") == ["judge has the worst forecast under tsv: 0.90, 0.37 on average."]
+    assert said(found, "warning") == ["judge has the worst forecast under tsv: 0.90, 0.37 on average."]
     even = Forecast((0.3, 0.3, 0.4), 0.33, 0.4, 1.0, 0.33)
-    assert said(advise(replace(plain, forecast={"tsv": even})), "mind") == []
+    assert said(advise(replace(plain, forecast={"tsv": even})), "warning") == []
 
 
 def test_the_rank_that_keeps_nine_tenths_of_every_task_is_named():

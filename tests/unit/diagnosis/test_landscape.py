@@ -50,7 +50,7 @@ def test_the_plane_is_that_of_the_svd_and_the_losses_are_those_of_its_points(mod
             point = mean + a * direction[0] * axes[0] + b * direction[1] * axes[1]
             for t, model in enumerate(tuned.values()):
                 assert found.losses[t][j][i] == pytest.approx(((point - flat(model)) ** 2).sum(), rel=1e-4)
-    assert found.to_dict()["joint"][0][0] == pytest.approx(sum(task[0][0] for task in found.losses))
+    assert found.record().joint[0][0] == pytest.approx(sum(task[0][0] for task in found.losses))
     assert min(found.a) < min(p.a for p in found.points) < max(p.a for p in found.points) < max(found.a)
     assert all(torch.equal(state["n"], base["n"]) for state in seen)
 

@@ -126,6 +126,6 @@ def test_samples_and_metrics(bench, monkeypatch):
     assert [row[2] for row in experiments.fisher_fraction(bench).rows] == ["20", "200"] * 3
     found = experiments.metrics(bench)
     assert len(found.rows) == 3 * 3 * 3 * 3 + 9
-    assert len(found.figure["dots"]) == 3 * 3 * 3 + 3
+    assert len(found.figure.dots) == 3 * 3 * 3 + 3
     best = max((row for row in found.data[:3]), key=lambda row: row["validation"])
-    assert found.figure["dots"]["diagonal, tagged, mean"][0] == best["average"]
+    assert found.figure.dots["diagonal, tagged, mean"][0] == best["average"]

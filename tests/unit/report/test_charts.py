@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from epimer.records import MapPoint
 from epimer.report import palette
 from epimer.report.charts.bars import Bar, Range, bars, ranges
 from epimer.report.charts.contour import contours, levels_of, region
@@ -14,7 +15,6 @@ from epimer.report.charts.frame import wide
 from epimer.report.charts.heat import Scale, heat
 from epimer.report.charts.landscape import _free, _overlap, landscape
 from epimer.report.charts.lines import Labels, Series, lines
-from epimer.report.kinds import MapPoint
 from epimer.report.numbers import Axis, Unit, decades, fixed, number, percent, signed, ticks
 
 SPACE = "{http://www.w3.org/2000/svg}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ ROW = 22.0
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: what it is of, how long it is, and what to say when it is hovered."""
+    """One bar: its name, its length, and what it tells when it is hovered."""
 
     name: str
     value: float
@@ -25,7 +26,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Range:
-    """One row of points: a value with its interval, and a second, lower one."""
+    """One row of points: a value with its interval, and a second value."""
 
     name: str
     value: float
@@ -37,13 +38,22 @@ class Range:
     strong: bool = False
     reference: bool = False
 
+    @classmethod
+    def of(
+        cls, name: str, value: float, low: float | None, high: float | None, second: float | None, tip: str,
+        second_tip: str, *, strong: bool = False, reference: bool = False,
+    ) -> Range:  # fmt: skip
+        """Return a row in which an end of the interval that is not finite is the value, and such a second is None."""
+        low, high = (end if end is not None and math.isfinite(end) else value for end in (low, high))
+        second = next(iter(finite([second])), None)
+        return cls(name, value, low, high, second, tip, second_tip, strong, reference)
+
 
 def bars(
     rows: Sequence[Bar], show: Callable[[float], str], tick: Callable[[float], str], describes: str, unit: str = ""
 ) -> Chart:
     """Draw bars from zero to each value, with the value at their end."""
-    left = margin_for([row.name for row in rows])
-    top, right = 6.0, WIDTH - 44.0
+    left, top, right = margin_for([row.name for row in rows]), 6.0, WIDTH - 44.0
     bottom = top + ROW * len(rows)
     values = [0.0, *finite(row.value for row in rows)]
     grid = ticks(min(values), max(values) or 1.0, 5)
@@ -51,20 +61,14 @@ def bars(
     parts = [across(axis, grid, tick, top, bottom)]
     zero = axis(0.0)
     for i, row in enumerate(rows):
-        y = top + ROW * (i + 0.5)
-        end = axis(row.value)
-        fill = "var(--c6)" if row.reference else "var(--c0)"
-        parts.append(label(left - 8, y, cut(row.name, left - 10), anchor="end", strong=row.strong))
-        parts.append(
-            mark(
-                "rect", row.tip, x=min(zero, end), y=y - 7, width=abs(end - zero), height=14.0, rx=1.5, fill=fill,
-                fill_opacity=None if row.strong or row.reference else 0.62,
-            )
-        )  # fmt: skip
+        y, end = top + ROW * (i + 0.5), axis(row.value)
+        look = {"fill": _ink(row), "fill_opacity": None if row.strong or row.reference else 0.62}
+        size = {"x": min(zero, end), "y": y - 7, "width": abs(end - zero), "height": 14.0, "rx": 1.5}
+        parts.append(_name(row, left, y))
+        parts.append(mark("rect", row.tip, **size, **look))
         parts.append(label(max(zero, end) + 5, y, show(row.value), size=SMALL, strong=row.strong))
     parts.append(tag("line", x1=zero, x2=zero, y1=top, y2=bottom, stroke="var(--soft)"))
-    parts.append(_named(unit, left, right, bottom))
-    return Chart(WIDTH, bottom + (40 if unit else 24), Markup("".join(parts)), describes)
+    return _finished(parts, left, right, bottom, unit, describes)
 
 
 def ranges(
@@ -77,53 +81,46 @@ def ranges(
     log: bool = False,
 ) -> Chart:
     """Draw each value with its interval, and the second value as a diamond."""
-    left = margin_for([row.name for row in rows])
-    right = WIDTH - 14.0
-    top = 24.0
+    left, top, right = margin_for([row.name for row in rows]), 24.0, WIDTH - 14.0
     bottom = top + ROW * len(rows)
     values = finite(v for row in rows for v in (row.value, row.low, row.high, row.second))
     log = log and min(values, default=0.0) > 0
-    if log:
-        low, high = min(values) / 1.3, max(values) * 1.3
-        grid = decades(low, high)
-    else:
-        low, high = widened(values or [0.0], 0.04)
-        grid = ticks(low, high, 6)
+    low, high = (min(values) / 1.3, max(values) * 1.3) if log else widened(values or [0.0], 0.04)
     axis = Axis(low, high, left, right, log)
-    parts = [_keys(names, left), across(axis, grid, show, top, bottom)]
+    parts = [_keys(names, left), across(axis, decades(low, high) if log else ticks(low, high, 6), show, top, bottom)]
     for i, row in enumerate(rows):
-        y = top + ROW * (i + 0.5)
-        x = axis(row.value)
-        ink = "var(--c6)" if row.reference else "var(--c0)"
-        parts.append(label(left - 8, y, cut(row.name, left - 10), anchor="end", strong=row.strong))
+        x, y, ink = axis(row.value), top + ROW * (i + 0.5), _ink(row)
+        parts.append(_name(row, left, y))
         if row.second is not None:
             parts.append(tag("line", x1=axis(row.second), x2=x, y1=y, y2=y, stroke="var(--rule)"))
             parts.append(mark("path", row.second_tip, d=_diamond(axis(row.second), y), fill="var(--c1)"))
-        parts.append(
-            tag(
-                "line", x1=axis(row.low), x2=axis(row.high), y1=y, y2=y, stroke=ink, stroke_width=5, stroke_opacity=0.35
-            )
-        )
+        band = {"stroke": ink, "stroke_width": 5, "stroke_opacity": 0.35}
+        parts.append(tag("line", x1=axis(row.low), x2=axis(row.high), y1=y, y2=y, **band))
         parts.append(mark("circle", row.tip, cx=x, cy=y, r=5.0 if row.strong else 4.0, fill=ink))
-    parts.append(_named(unit, left, right, bottom))
-    return Chart(WIDTH, bottom + (40 if unit else 24), Markup("".join(parts)), describes)
+    return _finished(parts, left, right, bottom, unit, describes)
+
+
+def _ink(row: Bar | Range) -> str:
+    return "var(--c6)" if row.reference else "var(--c0)"
+
+
+def _name(row: Bar | Range, left: float, y: float) -> Markup:
+    return label(left - 8, y, cut(row.name, left - 10), anchor="end", strong=row.strong)
+
+
+def _finished(parts: list[Markup], left: float, right: float, bottom: float, unit: str, describes: str) -> Chart:
+    """Return the chart, with the axis's name below it where it has one."""
+    if unit:
+        parts = [*parts, label((left + right) / 2, bottom + 29, unit, anchor="middle", soft=True, size=SMALL)]
+    return Chart(WIDTH, bottom + (40 if unit else 24), join(parts), describes)
 
 
 def _keys(names: tuple[str, str], left: float) -> Markup:
     """Return what dot and diamond mean."""
-    second = left + 32 + wide(names[0], SMALL)
-    first = join(tag("circle", cx=left + 6, cy=8.0, r=4.0, fill="var(--c0)"), label(left + 16, 8, names[0], size=SMALL))
-    if not names[1]:
-        return first
-    return join(
-        first,
-        tag("path", d=_diamond(second, 8.0), fill="var(--c1)"),
-        label(second + 10, 8, names[1], size=SMALL),
-    )
-
-
-def _named(unit: str, left: float, right: float, bottom: float) -> Markup:
-    return label((left + right) / 2, bottom + 29, unit, anchor="middle", soft=True, size=SMALL) if unit else Markup()
+    x = left + 32 + wide(names[0], SMALL)
+    dot = join(tag("circle", cx=left + 6, cy=8.0, r=4.0, fill="var(--c0)"), label(left + 16, 8, names[0], size=SMALL))
+    diamond = join(tag("path", d=_diamond(x, 8.0), fill="var(--c1)"), label(x + 10, 8, names[1], size=SMALL))
+    return join(dot, diamond) if names[1] else dot
 
 
 def _diamond(x: float, y: float, r: float = 4.5) -> str:

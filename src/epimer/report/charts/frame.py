@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from epimer.report.markup import Child, Markup, tag
+from epimer.report.markup import Child, Markup, join, tag
 from epimer.report.numbers import Axis
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
@@ -30,18 +30,15 @@ class Chart:
         In a page it can be focused, so that the arrow keys go from mark to mark (see page.js).
         """
         least = 0.75 * self.width if self.width > 1.2 * WIDTH else 0.0  # a wide drawing scrolls on a phone
-        standing = {"xmlns": "http://www.w3.org/2000/svg", "width": self.width, "height": self.height}
+        in_page = {"tabindex": "0", "style": f"max-width:{self.width:.0f}px;min-width:{least:.0f}px"}
+        as_file = {"xmlns": "http://www.w3.org/2000/svg", "width": self.width, "height": self.height}
         return tag(
             "svg",
             tag("title", title, id=f"{key}-title"),
             tag("desc", self.describes, id=f"{key}-desc"),
             tag("rect", width=self.width, height=self.height, fill="var(--paper)") if alone else None,
             self.content,
-            **(
-                standing
-                if alone
-                else {"tabindex": "0", "style": f"max-width:{self.width:.0f}px;min-width:{least:.0f}px"}
-            ),
+            **(as_file if alone else in_page),
             viewBox=f"0 0 {self.width:.0f} {self.height:.0f}",
             role="img",
             aria_labelledby=f"{key}-title {key}-desc",
@@ -88,7 +85,7 @@ def cut(content: str, room: float, size: float = SIZE) -> str:
     return f"{content[: kept // 2]}…{content[len(content) - (kept - kept // 2 - 1) :]}"
 
 
-def margin_for(names: Sequence[str], most: float = 190.0, size: float = SIZE) -> float:
+def margin_for(names: Sequence[str], most: float = 215.0, size: float = SIZE) -> float:
     """Return how much room names need beside a drawing."""
     return min(most, max((wide(name, size) for name in names), default=0.0)) + 10.0
 
@@ -110,7 +107,15 @@ def legend(entries: Sequence[tuple[str, str, str]], left: float, top: float, wid
         )
         parts.append(label(x + 22, y, name, size=SMALL))
         x += room
-    return Markup("".join(parts)), y - top + 12
+    return join(parts), y - top + 12
+
+
+def ramp(fills: Sequence[str], left: float, top: float, width: float) -> Markup:
+    """Return colours in a row, for a legend."""
+    each = width / len(fills)
+    return join(
+        tag("rect", x=left + each * i, y=top, width=each + 0.3, height=8.0, fill=fill) for i, fill in enumerate(fills)
+    )
 
 
 def across(axis: Axis, values: Sequence[float], show: Callable[[float], str], top: float, bottom: float) -> Markup:
@@ -120,7 +125,7 @@ def across(axis: Axis, values: Sequence[float], show: Callable[[float], str], to
         x = axis(value)
         parts.append(tag("line", x1=x, x2=x, y1=top, y2=bottom, stroke="var(--faint)"))
         parts.append(label(x, bottom + 12, show(value), anchor="middle", soft=True, size=SMALL))
-    return Markup("".join(parts))
+    return join(parts)
 
 
 def upward(axis: Axis, values: Sequence[float], show: Callable[[float], str], left: float, right: float) -> Markup:
@@ -130,4 +135,4 @@ def upward(axis: Axis, values: Sequence[float], show: Callable[[float], str], le
         y = axis(value)
         parts.append(tag("line", x1=left, x2=right, y1=y, y2=y, stroke="var(--faint)"))
         parts.append(label(left - 7, y, show(value), anchor="end", soft=True, size=SMALL))
-    return Markup("".join(parts))
+    return join(parts)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from epimer.report.charts.frame import SMALL, WIDTH, Chart, cut, label, margin_for, mark, wide
+from epimer.report.charts.frame import SMALL, WIDTH, Chart, cut, label, margin_for, mark, ramp, wide
 from epimer.report.markup import Markup, join, tag
 from epimer.report.numbers import finite
 from epimer.report.palette import SIDES, STEPS, shade, side
@@ -14,6 +14,7 @@ from epimer.report.palette import SIDES, STEPS, shade, side
 LEAST, MOST = 18.0, 46.0  # width of a cell
 TILTED = 90.0  # most room for a name on its side
 TALL = 21.0
+KEY = 132.0  # width of the colours' legend
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,10 @@ def heat(
     say = tip or (lambda row, column, value: f"{row}, {column}\n{show(value)}")
     left = margin_for(rows, most=210, size=SMALL)
     cell = min(MOST, max(LEAST, (WIDTH - left - 4) / max(1, len(columns))))
-    heads = _Headings(columns, left, cell)
-    width = max(WIDTH, left + cell * len(columns) + 4, heads.right + 4)
-    top = heads.height
+    headings, top, right = _headings(columns, left, cell)
+    width = max(WIDTH, left + cell * len(columns) + 4, right + 4)
     inside = max((wide(show(v), 10) for v in finite(flat)), default=0.0) <= cell - 3
-    parts = [heads.draw()]
+    parts = [headings]
     for i, row in enumerate(rows):
         y = top + TALL * i
         parts.append(label(left - 7, y + TALL / 2, cut(row, left - 10, SMALL), anchor="end", size=SMALL))
@@ -79,66 +79,39 @@ def heat(
                 parts.append(label(*middle, show(value), anchor="middle", size=10, fill=ink, pointer_events="none"))
     bottom = top + TALL * len(rows)
     parts.append(_key(scale, show, left, bottom + 10))
-    return Chart(width, bottom + 42, Markup("".join(parts)), describes)
+    return Chart(width, bottom + 42, join(parts), describes)
 
 
-@dataclass(frozen=True)
-class _Headings:
-    """The names of the columns: level where they fit, numbers with some left out where not, else tilted."""
+def _headings(names: Sequence[str], left: float, cell: float) -> tuple[Markup, float, float]:
+    """Return the names of the columns, how high they are, and how far to the right they go.
 
-    names: Sequence[str]
-    left: float
-    cell: float
-
-    @property
-    def longest(self) -> float:
-        return min(TILTED, max((wide(name, SMALL) for name in self.names), default=0.0))
-
-    @property
-    def every(self) -> int:
-        """One in how many names is written."""
-        return math.ceil((self.longest + 4) / self.cell) if all(len(name) <= 3 for name in self.names) else 1
-
-    @property
-    def tilted(self) -> bool:
-        return self.every == 1 and self.longest > self.cell - 4
-
-    @property
-    def height(self) -> float:
-        return self.longest * 0.75 + 16 if self.tilted else 22.0
-
-    @property
-    def right(self) -> float:
-        """How far to the right they go."""
-        if not self.tilted:
-            return 0.0
-        return max(self._x(j) + 0.71 * min(TILTED + 4, wide(name, SMALL)) + 8 for j, name in enumerate(self.names))
-
-    def _x(self, j: int) -> float:
-        return self.left + self.cell * (j + 0.5)
-
-    def draw(self) -> Markup:
-        y = self.height - (8 if self.tilted else 10)
-        parts = []
-        for j, name in enumerate(self.names):
-            x = self._x(j)
-            if self.tilted:
-                turned = f"rotate(-45 {x:.1f} {y:.1f})"
-                parts.append(label(x, y, cut(name, TILTED, SMALL), size=SMALL, transform=turned))
-            elif j % self.every == 0:
-                parts.append(label(x, y, name, anchor="middle", size=SMALL))
-        return join(parts)
+    They are level where they fit; where not, numbers are level with some left out, and names are tilted.
+    """
+    longest = min(TILTED, max((wide(name, SMALL) for name in names), default=0.0))
+    every = math.ceil((longest + 4) / cell) if all(len(name) <= 3 for name in names) else 1
+    tilted = every == 1 and longest > cell - 4
+    height = longest * 0.75 + 16 if tilted else 22.0
+    y, right, parts = height - (8 if tilted else 10), 0.0, []
+    for j, name in enumerate(names):
+        x = left + cell * (j + 0.5)
+        if tilted:
+            turned = f"rotate(-45 {x:.1f} {y:.1f})"
+            parts.append(label(x, y, cut(name, TILTED, SMALL), size=SMALL, transform=turned))
+            right = max(right, x + 0.71 * min(TILTED + 4, wide(name, SMALL)) + 8)
+        elif j % every == 0:
+            parts.append(label(x, y, name, anchor="middle", size=SMALL))
+    return join(parts), height, right
 
 
 def _key(scale: Scale, show: Callable[[float], str], left: float, top: float) -> Markup:
     """Return the ramp with its two ends, and the middle where it has two sides."""
-    count = SIDES if scale.diverging else STEPS
-    each, parts = 132.0 / count, []
-    for i in range(count):
-        fill, _ = side((i - count // 2) / (count // 2)) if scale.diverging else shade((i + 0.5) / count)
-        parts.append(tag("rect", x=left + each * i, y=top, width=each + 0.3, height=8.0, fill=fill))
-    ends = [(0.0, scale.low, "start"), (132.0, scale.high, "end")]
-    ends += [(66.0, scale.middle, "middle")] if scale.diverging else []
-    for at, value, anchor in ends:
-        parts.append(label(left + at, top + 18, show(value), anchor=anchor, soft=True, size=SMALL))
-    return Markup("".join(parts))
+    half = SIDES // 2
+    fills = (
+        [side((i - half) / half) for i in range(SIDES)]
+        if scale.diverging
+        else [shade((i + 0.5) / STEPS) for i in range(STEPS)]
+    )
+    ends = [(0.0, scale.low, "start"), (KEY, scale.high, "end")]
+    ends += [(KEY / 2, scale.middle, "middle")] if scale.diverging else []
+    names = [label(left + at, top + 18, show(v), anchor=anchor, soft=True, size=SMALL) for at, v, anchor in ends]
+    return join(ramp([fill for fill, _ in fills], left, top, KEY), names)

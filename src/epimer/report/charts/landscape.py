@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from epimer.records import MapPoint
 from epimer.report.charts.contour import Grid, contours, levels_of, region
-from epimer.report.charts.frame import SMALL, WIDTH, Chart, across, label, mark, upward, wide
-from epimer.report.kinds import MapPoint
+from epimer.report.charts.frame import SMALL, WIDTH, Chart, across, label, mark, ramp, upward, wide
 from epimer.report.markup import Markup, join, place, tag
 from epimer.report.numbers import Axis, number, percent, ticks
 from epimer.report.palette import STEPS
@@ -25,8 +25,11 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Plane:
-    """A map's place on the page."""
+    """Losses on a grid, and where the grid lies on the page."""
 
+    a: Sequence[float]
+    b: Sequence[float]
+    losses: Grid
     x: Axis
     y: Axis
 
@@ -35,73 +38,62 @@ class Plane:
         """Its edges."""
         return self.x.start, self.y.end, self.x.end, self.y.start
 
+    def path(self, spots: Sequence[tuple[float, float]]) -> str:
+        """Return a line through points of the plane."""
+        return "M" + "L".join(f"{place(self.x(a))} {place(self.y(b))}" for a, b in spots)
+
+    def sheet(self, fill: str, **more: Any) -> Markup:
+        """Return a rectangle that covers it."""
+        left, top, right, bottom = self.box
+        return tag("rect", x=left, y=top, width=right - left, height=bottom - top, fill=fill, **more)
+
 
 def landscape(
     a: Sequence[float], b: Sequence[float], losses: Grid, points: Sequence[MapPoint], task: str, describes: str
 ) -> Chart:
     """Draw one map; the model that was fine-tuned for `task` is marked as such."""
     left, right, top = 44.0, WIDTH - 10.0, 10.0
-    shape = (b[-1] - b[0]) / (a[-1] - a[0])
-    tall = (right - left) * min(1.0, max(0.72, shape))
-    plane = Plane(Axis(a[0], a[-1], left, right), Axis(b[0], b[-1], top + tall, top))
+    bottom = top + (right - left) * min(1.0, max(0.72, (b[-1] - b[0]) / (a[-1] - a[0])))
+    plane = Plane(a, b, losses, Axis(a[0], a[-1], left, right), Axis(b[0], b[-1], bottom, top))
     levels = levels_of(losses, LEVELS)
-    parts = [_filled(losses, a, b, plane, levels), _lined(losses, a, b, plane, levels)]
-    parts.append(_sheet(losses, a, b, plane))
-    for axis, draw, ends in ((plane.x, across, (top + tall, top + tall)), (plane.y, upward, (left, left))):
-        parts.append(draw(axis, ticks(axis.low, axis.high, 5), number, *ends))
-    parts.append(label((left + right) / 2, top + tall + 28, "a", anchor="middle", soft=True, size=SMALL))
-    parts.append(label(8, top + tall / 2, "b", soft=True, size=SMALL))
-    parts.append(_marked(points, plane, task))
-    parts.append(_key(levels, left, top + tall + 44))
-    parts.append(_shapes(left + KEY + 14, top + tall + 48))
-    return Chart(WIDTH, top + tall + 74, Markup("".join(parts)), describes)
+    parts = [
+        *_contours(plane, levels),
+        _values(plane),
+        across(plane.x, ticks(a[0], a[-1], 5), number, bottom, bottom),
+        upward(plane.y, ticks(b[0], b[-1], 5), number, left, left),
+        label((left + right) / 2, bottom + 28, "a", anchor="middle", soft=True, size=SMALL),
+        label(8, (top + bottom) / 2, "b", soft=True, size=SMALL),
+        _models(points, plane, task),
+        _key(levels, left, bottom + 44),
+        _shapes(left + KEY + 14, bottom + 48),
+    ]
+    return Chart(WIDTH, bottom + 74, join(parts), describes)
 
 
 def _band(i: int, count: int) -> str:
     return f"var(--q{round(i * (STEPS - 1) / max(1, count))})"
 
 
-def _filled(losses: Grid, a: Sequence[float], b: Sequence[float], plane: Plane, levels: Sequence[float]) -> Markup:
-    """Paint the region above each level over the ones before."""
-    left, top, right, bottom = plane.box
-    parts = [tag("rect", x=left, y=top, width=right - left, height=bottom - top, fill=_band(0, len(levels)))]
+def _contours(plane: Plane, levels: Sequence[float]) -> Iterator[Markup]:
+    """Paint the region above each level over the ones before, then draw the levels' lines."""
+    yield plane.sheet(_band(0, len(levels)))
     for i, level in enumerate(levels, 1):
-        path = "".join(
-            _path([(plane.x(x), plane.y(y)) for x, y in shape]) + "z" for shape in region(losses, a, b, level)
-        )
-        parts.append(tag("path", d=path, fill=_band(i, len(levels))))
-    return Markup("".join(parts))
-
-
-def _lined(losses: Grid, a: Sequence[float], b: Sequence[float], plane: Plane, levels: Sequence[float]) -> Markup:
-    parts = []
+        shapes = region(plane.losses, plane.a, plane.b, level)
+        yield tag("path", d="".join(f"{plane.path(shape)}z" for shape in shapes), fill=_band(i, len(levels)))
+    look = {"fill": "none", "stroke": "var(--paper)", "stroke_width": 0.7, "stroke_opacity": 0.75}
     for level in levels:
-        path = "".join(_path([(plane.x(x), plane.y(y)) for x, y in line]) for line in contours(losses, a, b, level))
-        parts.append(
-            tag(
-                "path", d=path, fill="none", stroke="var(--paper)", stroke_width=0.7, stroke_opacity=0.75,
-                data_level=number(level, 6),
-            )
-        )  # fmt: skip
-    return Markup("".join(parts))
+        lines = contours(plane.losses, plane.a, plane.b, level)
+        yield tag("path", d="".join(map(plane.path, lines)), **look, data_level=number(level, 6))
 
 
-def _path(spots: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{place(x)} {place(y)}" for x, y in spots)
+def _values(plane: Plane) -> Markup:
+    """Return a clear sheet with the grid's values, which the page's script shows under the pointer."""
+    values = [[float(f"{loss:.5g}") if math.isfinite(loss) else None for loss in row] for row in plane.losses]
+    data = {"a": [float(f"{x:.4g}") for x in plane.a], "b": [float(f"{y:.4g}") for y in plane.b], "values": values}
+    return plane.sheet("var(--paper)", fill_opacity=0, data_map=json.dumps(data, separators=(",", ":")))
 
 
-def _sheet(losses: Grid, a: Sequence[float], b: Sequence[float], plane: Plane) -> Markup:
-    """Return a clear sheet that knows the grid's values, for the pointer."""
-    left, top, right, bottom = plane.box
-    rounded = [[float(f"{value:.5g}") if math.isfinite(value) else None for value in row] for row in losses]
-    know = {"a": [float(f"{x:.4g}") for x in a], "b": [float(f"{y:.4g}") for y in b], "values": rounded}
-    return tag(
-        "rect", x=left, y=top, width=right - left, height=bottom - top, fill="var(--paper)", fill_opacity=0,
-        data_map=json.dumps(know, separators=(",", ":")),
-    )  # fmt: skip
-
-
-def _marked(points: Sequence[MapPoint], plane: Plane, task: str) -> Markup:
+def _models(points: Sequence[MapPoint], plane: Plane, task: str) -> Markup:
     """Mark the models and write their names where they hide nothing."""
     spots = [(plane.x(point.a), plane.y(point.b)) for point in points]
     taken: list[Box] = [(x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS) for x, y in spots]
@@ -118,7 +110,7 @@ def _marked(points: Sequence[MapPoint], plane: Plane, task: str) -> Markup:
         box = _free(x, y, width, taken, plane.box)
         taken.append(box)
         names.append(_name(point.name, x, y, box, strong=own or point.kind == "merged"))
-    return Markup("".join(names + shapes[::-1]))
+    return join(names, shapes[::-1])
 
 
 def _free(x: float, y: float, width: float, taken: Sequence[Box], page: Box) -> Box:
@@ -128,12 +120,8 @@ def _free(x: float, y: float, width: float, taken: Sequence[Box], page: Box) -> 
         for dx, dy in ((1, 0), (-1, 0), (0, -1), (0, 1), (0.8, -0.8), (0.8, 0.8), (-0.8, -0.8), (-0.8, 0.8)):
             cx, cy = x + dx * (reach + width / 2), y + dy * (reach + 2)
             box = (cx - width / 2, cy - 6.5, cx + width / 2, cy + 6.5)
-            out = (
-                max(0.0, page[0] - box[0])
-                + max(0.0, box[2] - page[2])
-                + max(0.0, page[1] - box[1])
-                + max(0.0, box[3] - page[3])
-            )
+            outside = (page[0] - box[0], page[1] - box[1], box[2] - page[2], box[3] - page[3])
+            out = sum(max(0.0, edge) for edge in outside)
             cost = reach / 4 + 400 * out + sum(_overlap(box, other) for other in taken)
             if cost < least:
                 best, least = box, cost
@@ -169,12 +157,11 @@ def _shape(kind: str, x: float, y: float, tip: str | None, *, own: bool = False)
 def _key(levels: Sequence[float], left: float, top: float) -> Markup:
     """Return the bands' colours with some of the levels between them."""
     count, each = len(levels), KEY / (len(levels) + 1)
-    parts = []
-    for i in range(count + 1):
-        parts.append(tag("rect", x=left + each * i, y=top, width=each + 0.3, height=8.0, fill=_band(i, count)))
-    for i in range(1, count, 4):
-        parts.append(label(left + each * (i + 1), top + 18, number(levels[i]), anchor="middle", soft=True, size=SMALL))
-    return join(parts)
+    names = [
+        label(left + each * (i + 1), top + 18, number(levels[i]), anchor="middle", soft=True, size=SMALL)
+        for i in range(1, count, 4)
+    ]
+    return join(ramp([_band(i, count) for i in range(count + 1)], left, top, KEY), names)
 
 
 def _shapes(left: float, y: float) -> Markup:

@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from epimer.records.experiment import Point
 from epimer.report.charts.frame import SMALL, WIDTH, Chart, across, label, legend, mark, upward, wide
-from epimer.report.markup import Markup, place, tag
+from epimer.report.markup import Markup, join, place, tag
 from epimer.report.numbers import Axis, number, ticks, widened
 
 HEIGHT = 230.0  # of the drawing, without legend and labels
 LOG = 8.0  # times the smallest x the largest must be for a logarithmic axis
-
-Point = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,8 @@ class Labels:
     y: str
     show: Callable[[float], str]
     exact: Callable[[float], str]
+    ends: Callable[[float, float], tuple[float, float]] = lambda low, high: (low, high)
+    """an interval's ends in the order in which they are read"""
 
 
 def lines(
@@ -44,6 +45,7 @@ def lines(
     zero: bool = False,
     at: Sequence[tuple[float, str]] = (),
     span: tuple[float, float] | None = None,
+    log: bool = False,
 ) -> Chart:
     """Draw lines.
 
@@ -54,6 +56,7 @@ def lines(
         zero: whether the vertical axis must hold zero, which is then drawn.
         at: values of x to mark, with what they are.
         span: lowest and highest y, where several charts share them.
+        log: whether x is by its logarithm even where the values do not ask for it.
     """
     kept = [Series(s.name, _drawable(s.points), s.colour, s.dash) for s in series]
     points = [point for one in kept for point in one.points]
@@ -69,10 +72,10 @@ def lines(
     )
     top = 24.0 + used
     bottom = top + HEIGHT
-    across_x, marks_x = _horizontal(xs, left, right)
+    across_x, marks_x = _horizontal(xs, left, right, log=log)
     up = Axis(low, high, bottom, top)
     parts = [label(2, 8, labels.y, soft=True, size=SMALL), keys]
-    parts += [upward(up, grid, labels.show, left, right), across(across_x, marks_x, lambda v: number(v), top, bottom)]
+    parts += [upward(up, grid, labels.show, left, right), across(across_x, marks_x, _whole, top, bottom)]
     parts.append(label((left + right) / 2, bottom + 29, labels.x, anchor="middle", soft=True, size=SMALL))
     if low <= 0 <= high and (zero or low < 0):
         parts.append(tag("line", x1=left, x2=right, y1=up(0.0), y2=up(0.0), stroke="var(--soft)"))
@@ -82,7 +85,12 @@ def lines(
             parts.append(tag("line", x1=x, x2=x, y1=top, y2=bottom, stroke="var(--soft)", stroke_dasharray="2 3"))
             parts.append(label(x + 4, top + 6, name, soft=True, size=SMALL))
     parts += [_band(one, across_x, up) for one in kept] + [_line(one, across_x, up, labels) for one in kept]
-    return Chart(WIDTH, bottom + 40, Markup("".join(parts)), describes)
+    return Chart(WIDTH, bottom + 40, join(parts), describes)
+
+
+def _whole(value: float) -> str:
+    """Return a value of x; a count as 1024 to its last digit."""
+    return number(value, 4)
 
 
 def _drawable(points: Sequence[Point]) -> list[Point]:
@@ -93,17 +101,17 @@ def _drawable(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def _horizontal(xs: Sequence[float], left: float, right: float) -> tuple[Axis, list[float]]:
+def _horizontal(xs: Sequence[float], left: float, right: float, *, log: bool) -> tuple[Axis, list[float]]:
     """Return the axis of x, logarithmic where the values ask for it, and its ticks: the values, if they are few."""
     if len(xs) == 1:
         return Axis(xs[0] - 1, xs[0] + 1, left, right), [xs[0]]
-    log = xs[0] > 0 and xs[-1] / xs[0] >= LOG and len(xs) > 2
+    log = xs[0] > 0 and (log or (xs[-1] / xs[0] >= LOG and len(xs) > 2))
     axis = Axis(xs[0], xs[-1], left + 8, right - 8, log)
     whole = all(float(x).is_integer() for x in xs)
     shown = [float(x) for x in xs] if log or (whole and len(xs) <= 12) else ticks(xs[0], xs[-1], 6)
     apart: list[float] = []
     for value in shown:
-        if not apart or axis(value) - axis(apart[-1]) > wide(number(value), SMALL) + 6:
+        if not apart or axis(value) - axis(apart[-1]) > wide(_whole(value), SMALL) + 6:
             apart.append(value)
     return axis, apart
 
@@ -118,14 +126,10 @@ def _band(one: Series, across_x: Axis, up: Axis) -> Markup:
 
 def _line(one: Series, across_x: Axis, up: Axis, labels: Labels) -> Markup:
     path = " ".join(f"{place(across_x(x))},{place(up(y))}" for x, y, _, _ in one.points)
-    parts = [
-        tag(
-            "polyline", points=path, fill="none", stroke=one.colour, stroke_width=2, stroke_dasharray=one.dash or None,
-            stroke_linejoin="round",
-        )
-    ]  # fmt: skip
+    look = {"stroke": one.colour, "stroke_width": 2, "stroke_dasharray": one.dash or None, "stroke_linejoin": "round"}
+    parts = [tag("polyline", points=path, fill="none", **look)]
     for x, y, low, high in one.points:
-        between = "" if low == high else f" [{labels.exact(low)}, {labels.exact(high)}]"
+        between = "" if low == high else f" [{', '.join(map(labels.exact, labels.ends(low, high)))}]"
         tip = f"{one.name}\n{labels.x} {number(x, 4)}: {labels.exact(y)}{between}"
         parts.append(mark("circle", tip, cx=across_x(x), cy=up(y), r=3.2, fill=one.colour))
-    return Markup("".join(parts))
+    return join(parts)

@@ -1,4 +1,4 @@
-"""What was known before the merge: the theory's numbers, forecasts, conflicts, and layer by layer."""
+"""The diagnosis before a merge: the theory's numbers, forecasts, conflicts, and layer by layer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epimer.records import Diagnosis, LayerFindings
-from epimer.report.blocks import Block, Cell, Choice, Figure, Rows, Section, Side, Table, facts, heading
+from epimer.report.blocks import Block, Choice, Figure, Rows, Section, Side, Table, cells, facts
 from epimer.report.charts.heat import Scale, heat
-from epimer.report.charts.lines import Labels, Series, lines
+from epimer.report.charts.lines import Labels, lines
+from epimer.report.figures import eta_figures, series
 from epimer.report.markup import Markup, prose, tag
 from epimer.report.numbers import NOTHING, finite, fixed, number, percent
-from epimer.report.palette import colour
 
 MANY = 40  # layers, above which a map shows blocks against kinds of layer
 BLOCK = re.compile(r"(?<=\.)(\d+)(?=\.)|^(\d+)(?=\.)")
@@ -27,26 +27,20 @@ CONFLICTS = {
         "Row s, column t: what adding task s does to task t, in units of task t's own step.",
     ),
 }
-ETAS = {"eta_fraction": "η / F(x̄)", "eta": "η, mean diagonal 1", "eta_unit_trace": "η, trace 1"}
+ADVICE = {"take": "Take", "warning": "Warning", "mind": "Warning", "note": "Note"}
 
 
 def section(found: Diagnosis, *, named: bool) -> Section:
     """Return a diagnosis' section."""
-    start: list[Figure | Choice | Table] = [_tasks(found)]
-    if found.forecast:
-        start.append(_forecast(found))
-    blocks: list[Block] = [_theory(found), Side(start)]
-    curves: list[Figure | Choice | Table] = []
-    if found.energy:
-        curves.append(_energy(found))
-    if found.eta_by_rank:
-        curves.append(Choice("η", {name: _eta(found, key, name) for key, name in ETAS.items()}))
-    if curves:
-        blocks += [heading("By rank"), Side(curves)]
-    blocks += [heading("Conflict between tasks"), Side([_conflict(found, name) for name in CONFLICTS])]
+    forecast = [_forecast(found)] if found.forecast else []
+    by_rank: list[Figure | Choice] = [_energy(found)] if found.energy else []
+    by_rank += [Choice("η", eta_figures("diagnosis", found.eta_by_rank))] if found.eta_by_rank else []
+    blocks: list[Block] = [_theory(found), Side([_tasks(found), *forecast])]
+    blocks += [tag("h3", "By rank"), Side(by_rank)] if by_rank else []
+    blocks += [tag("h3", "Conflict between tasks"), Side([_conflict(found, name) for name in CONFLICTS])]
     if found.layers:
         maps = {quantity.name: _layers(found, quantity) for quantity in _quantities(found)}
-        blocks += [heading("Layer by layer"), Choice("Show", maps)]
+        blocks += [tag("h3", "Layer by layer"), Choice("Show", maps)]
     of = f" of {', '.join(found.models)}" if named else ""
     return Section(f"Diagnosis{of}", blocks, short="Diagnosis")
 
@@ -70,17 +64,9 @@ def _theory(found: Diagnosis) -> Block:
 
 def _tasks(found: Diagnosis) -> Table:
     rows: Rows = []
-    for t, name in enumerate(found.models):
-        share = found.norms[t] / found.base_norm if found.base_norm else float("nan")
-        kept = found.total.energy_kept_by_task[t]
-        rows.append(
-            [
-                name,
-                Cell(number(found.norms[t]), found.norms[t]),
-                Cell(percent(share, 2), share),
-                Cell(percent(kept), kept),
-            ]
-        )
+    for name, norm, kept in zip(found.models, found.norms, found.total.energy_kept_by_task, strict=True):
+        share = norm / found.base_norm if found.base_norm else math.nan
+        rows.append([name, *cells([norm], number), *cells([share], lambda v: percent(v, 2)), *cells([kept], percent)])
     headings = ["model", "‖D‖", "‖D‖ / ‖base‖, %", "on atoms, %"]
     return Table(headings, rows, "How far each model moved from the base, and how much of it lies on the atoms")
 
@@ -89,43 +75,23 @@ def _forecast(found: Diagnosis) -> Figure:
     order = sorted(found.forecast, key=lambda name: found.forecast[name].mean_at_scale)
     values = [[*(one := found.forecast[m]).tasks, one.mean, one.worst, one.mean_at_scale] for m in order]
     columns = [*found.models, "mean", "worst", "mean at best α"]
-    flat = [v for row in values for v in row]
+    said = f"Least lost at its best scale: {', '.join(order[:4])}."
     chart = heat(
-        values, order, columns, fixed, f"Least lost at its best scale: {', '.join(order[:4])}.",
-        scale=Scale.of([*flat, 0.0]), tip=lambda m, t, v: f"{m}, {t}\nloses {percent(v, 2)}% of the gain",
-    )  # fmt: skip
-    numbers: Rows = [
-        [m, *(Cell(number(v, 4), v) for v in [*row, found.forecast[m].scale])]
-        for m, row in zip(order, values, strict=True)
-    ]
-    return Figure(
-        "forecast",
-        "Forecast: share of each task's gain that a merge loses",
-        chart,
-        Table(["method", *columns, "best α"], numbers, "Forecast of every method"),
-        "0: as good as the task's own model; 1: as bad as the base. A quadratic model: trust it as a ranking.",
+        values, order, columns, fixed, said, tip=lambda m, t, v: f"{m}, {t}\nloses {percent(v, 2)}% of the gain"
     )
+    numbers = [[*row, found.forecast[m].scale] for m, row in zip(order, values, strict=True)]
+    table = Table.matrix("method", order, [*columns, "best α"], numbers, "Forecast of every method")
+    caption = "0: as good as the task's own model; 1: as bad as the base. A quadratic model: trust it as a ranking."
+    return Figure("forecast", "Forecast: share of each task's gain that a merge loses", chart, table, caption)
 
 
 def _energy(found: Diagnosis) -> Figure:
     ranks = sorted(found.energy, key=int)
-    series = [
-        Series(name, [(int(k), e := found.energy[k][t], e, e) for k in ranks], colour(t), "" if t < 8 else "6 4")
-        for t, name in enumerate(found.models)
-    ]
+    named = {m: [(int(k), e := found.energy[k][t], e, e) for k in ranks] for t, m in enumerate(found.models)}
     labels = Labels("rank k", "energy kept, %", lambda v: percent(v, 0), lambda v: f"{percent(v, 2)}%")
-    chart = lines(series, labels, "Share of each task vector's energy in the span of all pairs u_i v_jᵀ.")
-    values = [list(found.energy[k]) for k in ranks]
-    table = _matrix("k", ranks, found.models, values, "Energy kept by rank")
+    chart = lines(series(named), labels, "Share of each task vector's energy in the span of all pairs u_i v_jᵀ.")
+    table = Table.matrix("k", ranks, found.models, [found.energy[k] for k in ranks], "Energy kept by rank")
     return Figure("energy by rank", "Energy that a basis of rank k keeps", chart, table)
-
-
-def _eta(found: Diagnosis, key: str, name: str) -> Figure:
-    points = [(row["k"], row[key], row[key], row[key]) for row in found.eta_by_rank if key in row]
-    labels = Labels("rank k", name, number, lambda v: number(v, 5))
-    chart = lines([Series(name, points, colour(0))], labels, f"{name} against rank.", zero=True)
-    rows: Rows = [[Cell(number(k), k), Cell(number(y, 5), y)] for k, y, *_ in points]
-    return Figure(f"diagnosis {key}", "η against rank", chart, Table(["k", name], rows, f"{name} by rank"))
 
 
 def _conflict(found: Diagnosis, name: str) -> Figure:
@@ -135,17 +101,18 @@ def _conflict(found: Diagnosis, name: str) -> Figure:
     drawn = [[None if s == t else v for t, v in enumerate(row)] for s, row in enumerate(values)]
     away = finite(v for row in drawn for v in row)
     chance = {"cosine": 0.0, "sign": 0.5}.get(name)
-    scale = Scale.of([*away, 0.0])
+    scale = Scale.of(away)
     if chance is not None:
         reach = max([0.1, *(abs(v - chance) for v in away)])
         scale = Scale(chance - reach, chance + reach, True)
     said = f"Between different tasks from {number(min(away))} to {number(max(away))}." if away else "One task only."
-    chart = heat(drawn, found.models, found.models, fixed, said, scale=scale, tip=_between)
-    return Figure(f"conflict {name}", title, chart, _matrix("", found.models, found.models, values, title), caption)
-
-
-def _between(row: str, column: str, value: float) -> str:
-    return f"{row} and {column}\n{number(value, 4)}"
+    chart = heat(
+        drawn, found.models, found.models, fixed, said,
+        scale=scale, tip=lambda row, column, value: f"{row} and {column}\n{number(value, 4)}",
+    )  # fmt: skip
+    return Figure(
+        f"conflict {name}", title, chart, Table.matrix("task", found.models, found.models, values, title), caption
+    )
 
 
 @dataclass(frozen=True)
@@ -162,46 +129,37 @@ class Quantity:
 
 def _quantities(found: Diagnosis) -> list[Quantity]:
     models, methods = found.models, list(found.forecast)
-    made = [
-        Quantity("how far fine-tuning moved", models, _moved, _percents, "‖D‖ / ‖W‖ in percent."),
+    forecast = [
+        Quantity(
+            "forecast of each method", methods, lambda one: [_mean(one.forecast.get(m, ())) for m in methods], fixed,
+            "Predicted share of the fine-tuning gain that is lost, mean over tasks.",
+        ),
+    ]  # fmt: skip
+    return [
+        Quantity(
+            "how far fine-tuning moved", models,
+            lambda one: [norm / one.base_norm if one.base_norm else None for norm in one.norms],
+            lambda v: fixed(100 * v, 1), "‖D‖ / ‖W‖ in percent.",
+        ),
         Quantity(
             "energy kept", models, lambda one: one.theory.energy_kept_by_task, lambda v: percent(v, 0),
             "Share of each task vector's energy on the atoms u_i v_iᵀ, in percent.",
         ),
+        *(forecast if methods else []),
         Quantity(
             "what curvature can gain", ["η / F(x̄)"], lambda one: [one.theory.eta_fraction], lambda v: percent(v, 0),
             "η as a share of the flat merge's objective, in percent.",
         ),
         Quantity(
-            "condition", ["condition"], lambda one: [_log(one.theory.condition)], lambda v: number(_power(v), 2),
+            "condition", ["condition"], lambda one: [_log(one.theory.condition)],
+            lambda v: number(10**v if v < 300 else math.inf, 2),
             "Condition number of the system that is solved; colours by its logarithm.", zero=False,
         ),
     ]  # fmt: skip
-    if methods:
-        made.insert(
-            2,
-            Quantity(
-                "forecast of each method", methods, lambda one: [_mean(one.forecast.get(m, ())) for m in methods],
-                fixed, "Predicted share of the fine-tuning gain that is lost, mean over tasks.",
-            ),
-        )  # fmt: skip
-    return made
 
 
 def _log(value: float) -> float | None:
     return math.log10(value) if value > 0 else None
-
-
-def _power(value: float) -> float:
-    return 10**value if value < 300 else math.inf
-
-
-def _moved(one: LayerFindings) -> list[float | None]:
-    return [norm / one.base_norm if one.base_norm else None for norm in one.norms]
-
-
-def _percents(value: float) -> str:
-    return fixed(100 * value, 1)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -213,27 +171,21 @@ def _layers(found: Diagnosis, quantity: Quantity) -> Figure:
     """Return a map: layers against columns where they are few, else kinds of layer against blocks."""
     names = list(found.layers)
     values = [list(quantity.of(layer)) for layer in found.layers.values()]
-    rows_of: Rows = [
-        [name, *(Cell(NOTHING if v is None else quantity.show(v), v) for v in row)]
-        for name, row in zip(names, values, strict=True)
-    ]
-    table = Table(["tensor", *quantity.columns], rows_of, f"{quantity.name}, by layer")
-    caption = quantity.caption
-    rows, columns = names, list(quantity.columns)
-    if len(names) > MANY and (folded := _folded(names)):
-        rows, columns, where = folded
-        cells: list[list[float | None]] = [[None] * len(columns) for _ in rows]
-        for i, (row, column) in enumerate(where):
-            cells[row][column] = _mean(values[i])
-        values = cells
-        caption += " Columns are blocks" + (
-            ", cells the mean over the columns of the table below." if len(quantity.columns) > 1 else "."
-        )
-    flat = [v for row in values for v in row]
-    chart = heat(
-        values, rows, columns, quantity.show, f"{quantity.name}, {len(names)} layers.",
-        scale=Scale.of(flat, zero=quantity.zero),
+    table = Table.matrix(
+        "tensor", names, quantity.columns, values, f"{quantity.name}, by layer",
+        show=lambda v: NOTHING if v is None else quantity.show(v),
     )  # fmt: skip
+    rows, columns, caption = names, list(quantity.columns), quantity.caption
+    if len(names) > MANY and (folded := _folded(names)):
+        rows, columns, places = folded
+        means: list[list[float | None]] = [[None] * len(columns) for _ in rows]
+        for row, (i, j) in zip(values, places, strict=True):
+            means[i][j] = _mean(row)
+        values = means
+        several = len(quantity.columns) > 1
+        caption += f" Columns are blocks{', cells the mean over the columns of the table below' if several else ''}."
+    scale = Scale.of([v for row in values for v in row], zero=quantity.zero)
+    chart = heat(values, rows, columns, quantity.show, f"{quantity.name}, {len(names)} layers.", scale=scale)
     return Figure(f"layers {quantity.name}", f"Layers: {quantity.name}", chart, table, caption)
 
 
@@ -252,31 +204,11 @@ def _folded(names: Sequence[str]) -> tuple[list[str], list[str], list[tuple[int,
     return kinds, [b or "·" for b in blocks], [(kinds.index(k), blocks.index(b)) for k, b in split]
 
 
-def _matrix(
-    corner: str,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    caption: str,
-) -> Table:
-    body: Rows = [[name, *(Cell(number(v, 4), v) for v in row)] for name, row in zip(rows, values, strict=True)]
-    return Table([corner or "task", *columns], body, caption)
-
-
 def advice(found: Diagnosis) -> Markup:
     """Return the recommendation in sentences."""
-    names = {"take": "Take", "mind": "Mind", "note": "Note"}
-    return tag(
-        "ul",
-        [
-            tag(
-                "li",
-                tag("b", names.get(one.kind, one.kind)),
-                " ",
-                prose(one.text),
-                class_=one.kind if one.kind in names else None,
-            )
-            for one in found.advice
-        ],
-        class_="advice",
-    )
+    items = []
+    for one in found.advice:
+        known = ADVICE.get(one.kind)
+        name = tag("b", known or one.kind)
+        items.append(tag("li", name, " ", prose(one.text), class_=known.lower() if known else None))
+    return tag("ul", items, class_="advice")

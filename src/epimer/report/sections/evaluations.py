@@ -4,83 +4,77 @@ from __future__ import annotations
 
 import math
 
-from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Table, paragraph
+from epimer.records import EvaluationRecord, HarnessRecord, OverallScore, TaskScore
+from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Table, cells
 from epimer.report.charts.bars import Range, ranges
-from epimer.report.kinds import Evaluation, Harness, Judged, Overall
+from epimer.report.figures import axis_name
 from epimer.report.markup import tag
-from epimer.report.numbers import NOTHING, Unit, finite, number
+from epimer.report.numbers import NOTHING, Unit, number
 from epimer.score_format import LOSSES, SHARES
 
 
-def section(found: Evaluation) -> Section:
+def section(evaluation: EvaluationRecord) -> Section:
     """Return a suite's tasks: the model's score with its interval, the base's and the fine-tuned model's."""
-    compared = any(task.base is not None or task.fine_tuned is not None for task in found.tasks)
+    tasks = evaluation.tasks
+    compared = any(task.base is not None or task.fine_tuned is not None for task in tasks)
     headings = ["task", "metric", "samples", "model", "95% interval", *(["base", "fine-tuned"] if compared else [])]
-    rows: Rows = [_row(task.name, task.metric, number(task.samples), task, compared=compared) for task in found.tasks]
-    metrics = {"accuracy" if task.metric in SHARES else task.metric for task in found.tasks}
+    rows: Rows = [_row(task.name, task.metric, number(task.samples), task, compared=compared) for task in tasks]
+    metrics = {"accuracy" if task.metric in SHARES else task.metric for task in tasks}
     metric = metrics.pop() if len(metrics) == 1 else ""
-    for name, overall in (("average", found.average), ("worst", found.worst)):
-        if overall is not None and len(found.tasks) > 1:
-            rows.append(_row(name, metric, overall.task, overall, compared=compared))
-    totals = frozenset(range(len(found.tasks), len(rows)))
-    intro = paragraph(tag("b", found.model), f" on {found.split} data of {found.suite}.")
-    blocks: list[Block] = [intro, Table(headings, rows, f"{found.model} on {found.suite}", totals)]
-    if metric and len(found.tasks) > 1:
-        blocks.append(_chart(found, metric, compared=compared))
-    return Section(f"Evaluation on {found.suite}", blocks, short="Evaluation")
+    for name, overall in (("average", evaluation.average), ("worst", evaluation.worst)):
+        if overall is not None and len(tasks) > 1:
+            rows.append(_row(name, metric, overall.task or "", overall, compared=compared))
+    totals = frozenset(range(len(tasks), len(rows)))
+    intro = tag("p", tag("b", evaluation.model), f" on {evaluation.split} data of {evaluation.suite}.")
+    blocks: list[Block] = [intro, Table(headings, rows, f"{evaluation.model} on {evaluation.suite}", totals)]
+    if metric and len(tasks) > 1:
+        blocks.append(_chart(evaluation, metric, compared=compared))
+    return Section(f"Evaluation on {evaluation.suite}", blocks, short="Evaluation")
 
 
 def _unit(metric: str) -> Unit:
-    """Return how numbers of a metric read, which here are what people know it by: a loss is a loss."""
+    """Return how numbers of a metric are shown, which are as the metric is known: a loss is a loss."""
     return Unit(metric in SHARES)
 
 
-def _row(name: str, metric: str, samples: str, found: Judged | Overall, *, compared: bool) -> list[Cell | str]:
+def _row(name: str, metric: str, samples: str, score: TaskScore | OverallScore, *, compared: bool) -> list[Cell | str]:
     unit = _unit(metric)
-    between = NOTHING if found.low is None else f"[{unit.between(found.low, found.high)}]"
-    row: list[Cell | str] = [
-        name,
-        f"{metric}, %" if unit.share else metric,
-        samples,
-        Cell(unit.show(found.score), found.score),
-        Cell(between, found.low),
-    ]
-    if compared:
-        row += [Cell(unit.show(value), value) for value in (found.base, found.fine_tuned)]
-    return row
+    between = NOTHING if score.low is None else f"[{unit.between(score.low, score.high)}]"
+    row: list[Cell | str] = [name, axis_name(metric, unit), samples, *cells([score.score], unit.show)]
+    others = (score.base, score.fine_tuned) if compared else ()
+    return [*row, Cell(between, score.low), *cells(others, unit.show)]
 
 
-def _chart(found: Evaluation, metric: str, *, compared: bool) -> Figure:
-    """Return the model's scores with their intervals, and the fine-tuned models' beside them."""
-    unit, rows = _unit(metric), []
-    for task in found.tasks:
-        if not finite([task.score]):
-            continue
-        low, high = (v if math.isfinite(v) else task.score for v in (task.low, task.high))
-        own = next(iter(finite([task.fine_tuned])), None)
-        tips = f"{task.name}\n{unit.exact(task.score)}", f"{task.name}\nfine-tuned {unit.exact(task.fine_tuned)}"
-        rows.append(Range(task.name, task.score, low, high, own, *tips))
-    names = ("model, 95% interval", "fine-tuned")
-    axis = metric + (", %" if unit.share else "") + (", less is better" if metric in LOSSES else "")
-    said = ", ".join(f"{task.name} {unit.show(task.score)}" for task in found.tasks)
-    chart = ranges(rows, unit.tick, names if compared else (names[0], ""), f"Scores by task: {said}.", axis)
+def _chart(evaluation: EvaluationRecord, metric: str, *, compared: bool) -> Figure:
+    """Return the model's scores with their intervals, and the fine-tuned models' scores."""
+    unit, tasks = _unit(metric), evaluation.tasks
+    rows = [
+        Range.of(
+            task.name, task.score, task.low, task.high, task.fine_tuned,
+            f"{task.name}\n{unit.exact(task.score)}", f"{task.name}\nfine-tuned {unit.exact(task.fine_tuned)}",
+        )
+        for task in tasks
+        if math.isfinite(task.score)
+    ]  # fmt: skip
+    names = ("model, 95% interval", "fine-tuned" if compared else "")
+    axis = axis_name(metric, unit) + (", less is better" if metric in LOSSES else "")
+    said = ", ".join(f"{task.name} {unit.show(task.score)}" for task in tasks)
+    chart = ranges(rows, unit.tick, names, f"Scores by task: {said}.", axis)
     headings = ["task", "model", "low", "high", *(["fine-tuned"] if compared else [])]
-    values = [(task.score, task.low, task.high, task.fine_tuned) for task in found.tasks]
-    cells: Rows = [
-        [task.name, *(Cell(unit.exact(v), v) for v in row[: len(headings) - 1])]
-        for task, row in zip(found.tasks, values, strict=True)
+    body: Rows = [
+        [t.name, *cells((t.score, t.low, t.high, t.fine_tuned)[: len(headings) - 1], unit.exact)] for t in tasks
     ]
-    table = Table(headings, cells, f"{found.model} by task")
-    return Figure(f"evaluation {found.suite}", "Task by task", chart, table)
+    table = Table(headings, body, f"{evaluation.model} by task")
+    return Figure(f"evaluation {evaluation.suite}", "Task by task", chart, table)
 
 
-def harness(found: Harness) -> Section:
+def harness(record: HarnessRecord) -> Section:
     """Return a harness's table as it is."""
     rows: Rows = []
-    for row in found.results:
+    for row in record.results:
         named = row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
-        rows.append([row.task, named, *(Cell(number(value, 4), value) for value in (row.score, row.stderr))])
-    some = "" if found.limit is None else f", the first {found.limit} samples of each task"
-    intro = paragraph(tag("b", found.model), f" by {found.harness}{some}.")
-    table = Table(["task", "metric", "score", "± s.e."], rows, f"{found.model} by {found.harness}")
-    return Section(f"Scores by {found.harness}", [intro, table], short=found.harness)
+        rows.append([row.task, named, *cells((row.score, row.stderr), lambda value: number(value, 4))])
+    some = "" if record.limit is None else f", the first {record.limit} samples of each task"
+    intro = tag("p", tag("b", record.model), f" by {record.harness}{some}.")
+    table = Table(["task", "metric", "score", "± s.e."], rows, f"{record.model} by {record.harness}")
+    return Section(f"Scores by {record.harness}", [intro, table], short=record.harness)

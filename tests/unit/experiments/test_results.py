@@ -5,8 +5,7 @@ from dataclasses import replace
 from torch import nn
 
 from epimer.evaluation.suite import Suite
-from epimer.experiments.beside import beside
-from epimer.experiments.results import Result, text
+from epimer.experiments.results import tabulate, text, with_published
 
 SUITE = Suite(
     "s",
@@ -17,11 +16,11 @@ SUITE = Suite(
     published={"A": {"tsv": 82.25, "ties": 70.0}, "B": {"tsv": 1.0}},
     remarks=["beware"],
 )
-RESULT = Result("performance", "p", {"method": text("method")}, [{"method": "tsv"}, {"method": "dare"}], ["ours"])
+RESULT = tabulate("performance", "p", {"method": text("method")}, [{"method": "tsv"}, {"method": "dare"}], ["ours"])
 
 
 def test_columns_and_remarks():
-    made = beside(RESULT, SUITE)
+    made = with_published(RESULT, SUITE)
     assert made.headings == ["method", "A", "B"]
     assert made.rows == [["tsv", "82.2", "1.0"], ["dare", "", ""]]
     assert made.notes == ["ours", "beware"]
@@ -31,5 +30,5 @@ def test_columns_and_remarks():
 
 def test_other_tables_and_suites_are_left_alone():
     alpha = replace(RESULT, name="alpha")
-    assert beside(alpha, SUITE) is alpha
-    assert beside(RESULT, replace(SUITE, published={})) is RESULT
+    assert with_published(alpha, SUITE) is alpha
+    assert with_published(RESULT, replace(SUITE, published={})) is RESULT

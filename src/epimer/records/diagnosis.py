@@ -1,95 +1,13 @@
-"""What a merge or a diagnosis found, as plain dataclasses that turn into JSON. No torch here."""
+"""What is known of a merge before it is done, per matrix and in total: what `epimer diagnose` writes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
-from typing import Any
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
-
-class Status(StrEnum):
-    """How a tensor's system was solved; each member tells what that means and, where it matters, what helps."""
-
-    meaning: str
-    remedy: str
-
-    def __new__(cls, value: str, meaning: str = "", remedy: str = "") -> Status:
-        member = str.__new__(cls, value)
-        member._value_ = value
-        member.meaning, member.remedy = meaning, remedy
-        return member
-
-    EXACT = "exact", "solved in closed form"
-    CONVERGED = "converged", "conjugate gradients reached the tolerance"
-    DAMPED = "damped", "singular curvature, damped", "Raise damping, or measure curvature on more samples."
-    STALLED = "stalled", "conjugate gradients stopped above the tolerance", "Raise iterations, or damping."
-    CLAMPED = "clamped", "too small to give every task a direction, averaged"
-    TIED = "tied", "shares another tensor's memory, and so its result"
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """How one tensor was merged."""
-
-    rule: str
-    """matrix, elementwise, average, fisher, copy or skip"""
-    shape: tuple[int, ...]
-    status: Status = Status.EXACT
-    rank: int | None = None
-    """directions kept per task, after the clamp to floor(min(m, n) / T)"""
-    residual: float = 0.0
-    """relative residual of the normal equations"""
-    eta: float | None = None
-    """F(x̄) - F(x*), where the aggregator is a mean or a sum"""
-    note: str = ""
-    seconds: float | None = None
-    """how long it took, where it was timed"""
-
-
-@dataclass(frozen=True)
-class MergeRecord:
-    """How a merge was done: the method, its parameters and every tensor's rule."""
-
-    method: str
-    parameters: dict[str, Any]
-    """where a value differs between tensors (see `recipe`), the first tensor's; so are the weights"""
-    weights: tuple[float, ...]
-    tensors: dict[str, TensorRecord] = field(default_factory=dict)
-    models: tuple[tuple[str, str], ...] = ()
-    """name and fingerprint of the base, if any, and of every model"""
-    recipe: str = ""
-    """the recipe in YAML, if there was one, without local paths"""
-    request: str = ""
-    """hash of what was asked for: if it is the same, so is the result"""
-    files: dict[str, int] = field(default_factory=dict)
-    """the output's files and their sizes"""
-    version: str = ""
-    timings: dict[str, float] = field(default_factory=dict)
-    """seconds of the pre-pass, of the merge and in all; of this run only"""
-    peak_memory: int | None = None
-    """most bytes the process had in memory so far"""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain JSON-ready values."""
-        return asdict(self)
-
-    def lasting(self) -> dict[str, Any]:
-        """Return what is true of the result whoever made it: no timings, no memory."""
-        kept = {k: v for k, v in self.to_dict().items() if k not in ("timings", "peak_memory")}
-        for tensor in kept["tensors"].values():
-            del tensor["seconds"]
-        return kept
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> MergeRecord:
-        """Return the record that `to_dict` or `lasting` wrote down."""
-        tensors = {
-            name: TensorRecord(**{**tensor, "shape": tuple(tensor["shape"]), "status": Status(tensor["status"])})
-            for name, tensor in given["tensors"].items()
-        }
-        models = tuple((name, fingerprint) for name, fingerprint in given["models"])
-        return cls(**{**given, "weights": tuple(given["weights"]), "tensors": tensors, "models": models})
+from epimer.errors import DataError
+from epimer.records.record import Record
 
 
 @dataclass(frozen=True)
@@ -150,7 +68,7 @@ class Conflict:
 
 @dataclass(frozen=True)
 class LayerFindings:
-    """What was found of one matrix."""
+    """The diagnosis of one matrix."""
 
     shape: tuple[int, ...]
     theory: LayerDiagnosis
@@ -184,13 +102,15 @@ class Advice:
     """One sentence of a recommendation."""
 
     kind: str
-    """take (what to do), mind (what may go wrong) or note"""
+    """take (what to do), warning (what may go wrong) or note; older records call a warning mind"""
     text: str
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Record):
     """What can be known before a merge, per matrix and in total."""
+
+    kind: ClassVar[str] = "diagnosis"
 
     models: tuple[str, ...]
     layers: dict[str, LayerFindings]
@@ -212,10 +132,31 @@ class Diagnosis:
     version: str = ""
     advice: tuple[Advice, ...] = ()
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "the record") -> Self:
+        """Return the diagnosis that `to_dict` wrote; lists that do not fit the number of models are refused."""
+        record = super().from_dict(data, where)
+        for name, values in record._per_model().items():
+            if len(values) != len(record.models):
+                raise DataError(f"{where}: {name} has {len(values)} values, and there are {len(record.models)} models.")
+        return record
+
+    def _per_model(self) -> dict[str, Sized]:
+        """Return by name the lists that have a value for every model."""
+        lists: dict[str, Sized] = {"norms": self.norms, "total.energy_kept_by_task": self.total.energy_kept_by_task}
+        lists |= {f"energy.{k}": values for k, values in self.energy.items()}
+        lists |= {f"forecast.{method}.tasks": forecast.tasks for method, forecast in self.forecast.items()}
+        for name, rows in vars(self.conflict).items():
+            lists |= {f"conflict.{name}": rows, **{f"conflict.{name}[{i}]": row for i, row in enumerate(rows)}}
+        for name, layer in self.layers.items():
+            lists[f"layers.{name}.norms"] = layer.norms
+            lists |= {f"layers.{name}.forecast.{method}": values for method, values in layer.forecast.items()}
+        return lists
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the diagnosis as plain JSON-ready values."""
-        found = asdict(self)
-        found["total"]["eta_fraction"] = self.total.eta_fraction
-        for name, layer in found["layers"].items():
+        """Return the diagnosis as plain JSON-ready values, with η's share of F(x̄) written out."""
+        data = super().to_dict()
+        data["total"]["eta_fraction"] = self.total.eta_fraction
+        for name, layer in data["layers"].items():
             layer["theory"]["eta_fraction"] = self.layers[name].theory.eta_fraction
-        return {"kind": "diagnosis", "format": 1, **found}
+        return data

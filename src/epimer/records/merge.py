@@ -1,0 +1,87 @@
+"""How a merged model was made: the `epimer.json` of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar, Self
+
+from epimer.records.record import Record
+
+
+class Status(StrEnum):
+    """How a tensor's system was solved; each member tells what that means and, where it matters, what helps."""
+
+    meaning: str
+    remedy: str
+
+    def __new__(cls, value: str, meaning: str = "", remedy: str = "") -> Status:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning, member.remedy = meaning, remedy
+        return member
+
+    EXACT = "exact", "solved in closed form"
+    CONVERGED = "converged", "conjugate gradients reached the tolerance"
+    DAMPED = "damped", "singular curvature, damped", "Raise damping, or measure curvature on more samples."
+    STALLED = "stalled", "conjugate gradients stopped above the tolerance", "Raise iterations, or damping."
+    CLAMPED = "clamped", "too small to give every task a direction, averaged"
+    TIED = "tied", "shares another tensor's memory, and so its result"
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """How one tensor was merged."""
+
+    rule: str
+    """matrix, elementwise, average, fisher, copy or skip"""
+    shape: tuple[int, ...]
+    status: Status = Status.EXACT
+    rank: int | None = None
+    """directions kept per task, after the clamp to floor(min(m, n) / T)"""
+    residual: float = 0.0
+    """relative residual of the normal equations"""
+    eta: float | None = None
+    """F(x̄) - F(x*), where the aggregator is a mean or a sum"""
+    note: str = ""
+    seconds: float | None = None
+    """how long it took, where it was timed"""
+
+
+@dataclass(frozen=True)
+class MergeRecord(Record):
+    """How a merge was done: the method, its parameters and every tensor's rule."""
+
+    kind: ClassVar[str] = "merge"
+
+    method: str
+    parameters: dict[str, Any]
+    """where a value differs between tensors (see `recipe`), the first tensor's; so are the weights"""
+    weights: tuple[float, ...]
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    models: tuple[tuple[str, str], ...] = ()
+    """name and fingerprint of the base, if any, and of every model"""
+    recipe: str = ""
+    """the recipe in YAML, if there was one, without local paths"""
+    request: str = ""
+    """hash of what was asked for: if it is the same, so is the result"""
+    files: dict[str, int] = field(default_factory=dict)
+    """the output's files and their sizes"""
+    version: str = ""
+    timings: dict[str, float] = field(default_factory=dict)
+    """seconds of the pre-pass, of the merge and in all; of this run only"""
+    peak_memory: int | None = None
+    """most bytes the process had in memory so far"""
+
+    def lasting(self) -> dict[str, Any]:
+        """Return what does not change from run to run, for the output folder: no timings, no memory."""
+        kept = {k: v for k, v in self.to_dict().items() if k not in ("timings", "peak_memory")}
+        for tensor in kept["tensors"].values():
+            del tensor["seconds"]
+        return kept
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "the record") -> Self:
+        """Return the record that `to_dict` or `lasting` wrote; older ones name no format."""
+        return super().from_dict({"format": 1, **data}, where)
