@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.diagonal import TaggedDiagonal, TensorProductDiagonal, project_diagonal
+from epimer.geometry.kinds import SERVES
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.linalg import nonfinite, null_share, sum_of_atoms
 from epimer.geometry.operator import Dense, Elementwise, OuterSum, SubspaceOperator
@@ -28,6 +29,10 @@ class Metric(ABC):
     kind: str
     serves: ClassVar[tuple[str, ...]] = ()
     """kinds of curvature that a method must accept to accept this one too"""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        SERVES[cls.kind] = cls.serves
 
     @abstractmethod
     def apply(self, D_mn: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from typing_extensions import TypeVar
 
 from epimer.errors import EpimerWarning, ParameterError, nearest, short
+from epimer.geometry.kinds import SERVES
 from epimer.methods.options import MethodOptions, Parameter, parameters_of
 
 if TYPE_CHECKING:
@@ -172,9 +173,7 @@ class Method(Generic[OptionsT]):
     @property
     def accepted(self) -> tuple[str, ...]:
         """All kinds of measured curvature it can work with: those of its row, and those that may stand in for one."""
-        from epimer.geometry.metric import Metric
-
-        others = [metric.kind for metric in Metric.__subclasses__() if set(metric.serves) & set(self.accepts)]
+        others = [kind for kind, served in SERVES.items() if set(served) & set(self.accepts)]
         return tuple(dict.fromkeys((*self.accepts, *others)))
 
     def takes(self, kind: str | None) -> bool:
