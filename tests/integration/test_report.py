@@ -11,7 +11,9 @@ from epimer.evaluation.judges import SplitScores
 from epimer.experiments import paper as experiments
 from epimer.experiments.bench import Bench
 from epimer.experiments.output import write
+from epimer.records import Diagnosis, MergeRecord, SweepRecord
 from epimer.report.page import build
+from epimer.report.performance import Performance
 from epimer.report.read import read_records
 from trained import make_suite
 
@@ -47,20 +49,20 @@ def folder(bench, tmp_path_factory):
 
 def test_records_are_read_back_as_they_were_found(bench, folder):
     records = read_records([folder])
-    performance = records.performances[0].record
+    performance = records.of(Performance)[0]
     result = experiments.performance(bench)
     assert [score.method for score in performance.scores] == [row["method"] for row in result.data]
     assert [score.average for score in performance.scores] == [row["average"] for row in result.data]
     assert performance.winner.method == bench.winner.candidate.name
     assert (performance.suite, performance.against) == ("small", "tsv")
-    diagnosis = records.diagnoses[0].record
+    diagnosis = records.of(Diagnosis)[0]
     again = epimer.diagnose_state_dicts(dict(bench.suite.base), bench.states, rank=4, names=list(diagnosis.models))
     assert diagnosis.total.eta == pytest.approx(again.total.eta)
     assert diagnosis.layers.keys() == again.layers.keys()
-    tried = records.sweeps[0].record
+    tried = records.of(SweepRecord)[0]
     assert {(one.method, one.scale) for one in tried.data} == {(m, s) for m in ("average", "tsv") for s in (0.5, 1.0)}
     assert tried.best.validation == max(one.validation for one in tried.data)
-    assert records.merges[0].record.method == "tsv"
+    assert records.of(MergeRecord)[0].method == "tsv"
 
 
 def test_the_page_shows_them(bench, folder):

@@ -34,11 +34,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "the record") -> Self:
-        """Return the record that `to_dict` wrote; `where` names the file in errors.
-
-        Raises:
-            DataError: the version is another one, or a field is missing or has a wrong value.
-        """
+        """Return the record that `to_dict` wrote, or raise a DataError that names the file `where`."""
         if data.get("format") != cls.format:
             raise DataError(
                 f"{where} is of format {short(data.get('format'))}, and this epimer reads {cls.format}; "
@@ -48,14 +44,7 @@ class Record:
 
 
 def checked(kind: type[T], data: Any, where: str, *path: str | int) -> T:
-    """Return plain data as a dataclass; the first thing that does not fit is named with what was expected.
-
-    Args:
-        kind: the dataclass.
-        data: what was read from JSON.
-        where: the file, for the error.
-        path: where in the file the data is.
-    """
+    """Return plain data, which is at `path` in the file `where`, as a dataclass; the first misfit is an error."""
     adapter: TypeAdapter[T] = _adapter(cast("Hashable", kind))
     try:
         return adapter.validate_python(data)

@@ -11,9 +11,11 @@ from importlib.resources import files
 
 import epimer
 from epimer.errors import DataError
+from epimer.records import Diagnosis, EvaluationRecord, Experiment, HarnessRecord, MergeRecord, SweepRecord
 from epimer.report import palette
 from epimer.report.blocks import Renderer, Section, figures
 from epimer.report.markup import Markup, join, tag
+from epimer.report.performance import Performance
 from epimer.report.read import Records
 from epimer.report.sections import diagnosis, evaluations, experiments, merging, scores
 from epimer.report.summary import summary, title_of
@@ -25,24 +27,23 @@ HELP = "Focus a chart and use the arrow keys to go through its values."
 
 def build(records: Records, *, title: str | None = None) -> str:
     """Return the page of some records (see `epimer.report.read.read_records`)."""
-    if not records:
+    if not records.entries:
         raise DataError("there are no records to report.")
     title = title or title_of(records)
     renderer = Renderer()
     keyed = [(renderer.key(section.name), section) for section in sections(records)]
     script = _asset("page.js")
-    style = palette.css() + _asset("page.css")
-    head = tag("head", _meta(title, script), tag("title", title), tag("style", Markup(style)))
-    main = tag(
-        "main", summary(records, title), [renderer.section(section, key) for key, section in keyed], id="content"
-    )
+    style = Markup(palette.css() + _asset("page.css"))
+    head = tag("head", _meta(title, script), tag("title", title), tag("style", style))
+    parts = [renderer.section(section, key) for key, section in keyed]
+    main = tag("main", summary(records, title), parts, id="content")
     body = tag(
         "body",
         tag("a", "Skip to the content", href="#content", class_="skip"),
         tag("div", _contents(keyed), main, class_="page"),
         tag("footer", f"Made by epimer {epimer.__version__}. {HELP}"),
         tag("div", id="tip", role="status", aria_live="polite", hidden=True),
-        tag("script", _json(palette.variables("light")), type="application/json", id="palette"),
+        tag("script", Markup(json.dumps(palette.variables("light"))), type="application/json", id="palette"),
         tag("script", script),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -61,21 +62,20 @@ def standalone(records: Records) -> Iterator[tuple[str, str]]:
 
 def sections(records: Records) -> list[Section]:
     """Return the page's sections, in order."""
-    named = len(records.performances) > 1
-    parts = [scores.section(one.record, named=named) for one in records.performances]
-    measured = [one.record for one in records.experiments]
-    rest = [one for one in measured if not experiments.has_own_section(one)]
-    own = [one for one in measured if one.name != "performance" and one not in rest]
-    own.sort(key=lambda one: ORDER.index(one.name) if one.name in ORDER else len(ORDER))
+    performances, diagnoses, merges = records.of(Performance), records.of(Diagnosis), records.of(MergeRecord)
+    parts = [scores.section(record, named=len(performances) > 1) for record in performances]
+    rest = [record for record in records.of(Experiment) if not experiments.has_own_section(record)]
+    own = [r for r in records.of(Experiment) if experiments.has_own_section(r) and not isinstance(r, Performance)]
+    own.sort(key=lambda record: ORDER.index(record.name) if record.name in ORDER else len(ORDER))
     parts += map(experiments.own_section, own)
-    parts += [diagnosis.section(one.record, named=len(records.diagnoses) > 1) for one in records.diagnoses]
-    parts += [merging.sweep(one.record) for one in records.sweeps]
-    parts += [evaluations.section(one.record) for one in records.evaluations]
-    parts += [evaluations.harness(one.record) for one in records.harnesses]
+    parts += [diagnosis.section(record, named=len(diagnoses) > 1) for record in diagnoses]
+    parts += map(merging.sweep, records.of(SweepRecord))
+    parts += map(evaluations.section, records.of(EvaluationRecord))
+    parts += map(evaluations.harness, records.of(HarnessRecord))
     parts += [experiments.others(rest)] if rest else []
-    parts += [merging.merge(one.record) for one in records.merges]
-    recipes = dict.fromkeys(one.record.recipe for one in records.diagnoses if one.record.recipe)
-    if recipes and not any(one.record.recipe for one in records.merges):
+    parts += map(merging.merge, merges)
+    recipes = dict.fromkeys(record.recipe for record in diagnoses if record.recipe)
+    if recipes and not any(record.recipe for record in merges):
         parts.append(Section("Recipe", [tag("h3", "As it was diagnosed"), *map(merging.recipe, recipes)]))
     parts.append(merging.measured(records))
     cited = merging.citations(methods_in(records))
@@ -84,12 +84,11 @@ def sections(records: Records) -> list[Section]:
 
 def methods_in(records: Records) -> list[str]:
     """Return the names of all methods that appear, each once."""
-    names = [score.method for one in records.performances for score in one.record.scores]
-    rows = [row for one in records.experiments for row in one.record.data]
-    names += [row["method"] for row in rows if isinstance(row.get("method"), str)]
-    names += [name for one in records.diagnoses for name in one.record.forecast]
-    names += [score.method for one in records.sweeps for score in one.record.data]
-    names += [one.record.method for one in records.merges]
+    rows = [row for record in [*records.of(Performance), *records.of(Experiment)] for row in record.data]
+    names = [row["method"] for row in rows if isinstance(row.get("method"), str)]
+    names += [name for record in records.of(Diagnosis) for name in record.forecast]
+    names += [trial.method for record in records.of(SweepRecord) for trial in record.data]
+    names += [record.method for record in records.of(MergeRecord)]
     return list(dict.fromkeys(names))
 
 
@@ -110,21 +109,13 @@ def _meta(title: str, script: str) -> Markup:
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
-    named = {
-        "viewport": "width=device-width, initial-scale=1",
-        "generator": f"epimer {epimer.__version__}",
-        "description": title,
-    }
     return join(
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        [tag("meta", name=name, content=content) for name, content in named.items()],
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="generator", content=f"epimer {epimer.__version__}"),
+        tag("meta", name="description", content=title),
     )
-
-
-def _json(value: object) -> Markup:
-    """Return JSON that is safe within a script element."""
-    return Markup(json.dumps(value).replace("<", "\\u003c"))
 
 
 @cache

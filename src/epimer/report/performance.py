@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from epimer.errors import DataError
 from epimer.records import Experiment, MethodScore, Score, checked
@@ -11,29 +11,27 @@ from epimer.report.numbers import Unit
 
 
 @dataclass(frozen=True)
-class Performance:
+class Performance(Experiment):
     """Every method's scores on a suite."""
 
-    suite: str
-    scores: list[MethodScore]
-    against: str
-    """the method that differences are taken from"""
-    notes: list[str]
-    metric: str = "accuracy"
+    scores: list[MethodScore] = field(default_factory=list)
 
     @classmethod
     def of(cls, experiment: Experiment, where: str) -> Performance:
-        """Return an experiment's rows as scores; `where` names its file in errors."""
+        """Return an experiment with its rows as scores; `where` names its file in errors."""
         scores = [checked(MethodScore, row, where, "data", i) for i, row in enumerate(experiment.data)]
         if not scores:
             raise DataError(f"{where}: data is empty; expected a row per method.")
         suite = experiment.suite or experiment.title.partition(": accuracy of merged models")[0]
-        against = next((h.removeprefix("against ") for h in experiment.headings if h.startswith("against ")), "")
-        return cls(suite, scores, against, experiment.notes, experiment.metric)
+        return cls(**{**vars(experiment), "suite": suite, "scores": scores})
+
+    @property
+    def against(self) -> str:
+        """The method that differences are taken from."""
+        return next((name.removeprefix("against ") for name in self.headings if name.startswith("against ")), "")
 
     @property
     def merges(self) -> list[MethodScore]:
-        """The scores of merged models."""
         return [score for score in self.scores if not score.reference]
 
     @property
@@ -43,12 +41,10 @@ class Performance:
 
     @property
     def tasks(self) -> list[str]:
-        """The tasks, in their order."""
         return list(dict.fromkeys(task for score in self.scores for task in score.tasks))
 
     @property
     def unit(self) -> Unit:
-        """How the scores are shown."""
         return unit_of(self.scores, self.metric)
 
     @property

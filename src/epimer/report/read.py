@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from epimer.errors import DataError, short
-from epimer.records import (
-    KINDS,
-    Diagnosis,
-    EvaluationRecord,
-    Experiment,
-    HarnessRecord,
-    MergeRecord,
-    Record,
-    SweepRecord,
-)
+from epimer.records import KINDS, Experiment, MergeRecord, Record
 from epimer.report.performance import Performance
 
 EXPECTED = (
@@ -36,46 +26,20 @@ class NotARecordError(DataError):
 
 
 @dataclass(frozen=True)
-class Sourced(Generic[T]):
-    """A record and the file it came from."""
-
-    record: T
-    source: str
-
-
-@dataclass(frozen=True)
 class Records:
-    """All that goes into one page, by kind, in the order it was read."""
+    """All that goes into one page, in the order it was read: every record with the name of its file."""
 
-    performances: list[Sourced[Performance]] = field(default_factory=list)
-    """the experiments called performance, as scores"""
-    experiments: list[Sourced[Experiment]] = field(default_factory=list)
-    """all of them, performances included"""
-    diagnoses: list[Sourced[Diagnosis]] = field(default_factory=list)
-    sweeps: list[Sourced[SweepRecord]] = field(default_factory=list)
-    evaluations: list[Sourced[EvaluationRecord]] = field(default_factory=list)
-    harnesses: list[Sourced[HarnessRecord]] = field(default_factory=list)
-    merges: list[Sourced[MergeRecord]] = field(default_factory=list)
+    entries: list[tuple[str, Record]] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[Sourced[Any]]:
-        """Go through all of them, kind by kind."""
-        return chain.from_iterable(vars(self).values())
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to show."""
-        return any(vars(self).values())
+    def of(self, kind: type[T]) -> list[T]:
+        return [record for _, record in self.entries if isinstance(record, kind)]
 
     def add(self, data: Any, source: str, where: str | None = None) -> None:
         """Add one record in plain data; the page calls it `source`, errors call it `where`."""
-        where = where or source
-        record = read_record(data, where)
+        record = read_record(data, where or source)
         if isinstance(record, Experiment) and record.name == "performance":
-            self.performances.append(Sourced(Performance.of(record, where), source))
-        lists: dict[type[Record], list[Any]] = {
-            Experiment: self.experiments, Diagnosis: self.diagnoses, SweepRecord: self.sweeps, MergeRecord: self.merges,
-            EvaluationRecord: self.evaluations, HarnessRecord: self.harnesses,
-        }  # fmt: skip
-        lists[type(record)].append(Sourced(record, source))
+            record = Performance.of(record, where or source)
+        self.entries.append((source, record))
 
 
 def read_record(data: Any, where: str) -> Record:
@@ -103,21 +67,20 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> Records:
 def gather(data: Iterable[Mapping[str, Any]]) -> Records:
     """Return the records of plain data, as `to_dict` gives it."""
     records = Records()
-    for one in data:
-        records.add(one, str(one.get("name") or one.get("kind") or "epimer.json"))
+    for record in data:
+        records.add(record, str(record.get("name") or record.get("kind") or "epimer.json"))
     return records
 
 
 def _read_folder(folder: Path, records: Records) -> None:
     """Add the records of a folder and of the folders directly in it."""
-    some = False
+    before = len(records.entries)
     for file in sorted(folder.glob("*.json")) + sorted(folder.glob("*/*.json")):
         try:
             records.add(_load(file), str(file.relative_to(folder)), str(file))
         except NotARecordError:
             continue
-        some = True
-    if not some:
+    if len(records.entries) == before:
         raise DataError(f"{folder} holds no {EXPECTED.removeprefix('a ')}; give a file or another folder.")
 
 

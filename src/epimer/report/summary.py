@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from epimer.records import MethodScore, Score, SweepRecord
+from epimer.records import (
+    Diagnosis,
+    EvaluationRecord,
+    HarnessRecord,
+    MergeRecord,
+    MethodScore,
+    Score,
+    SweepRecord,
+    Trial,
+)
 from epimer.report.blocks import card
 from epimer.report.markup import Child, Markup, tag
 from epimer.report.numbers import Unit, percent
@@ -15,18 +24,16 @@ from epimer.report.sections.scores import best_first
 
 def title_of(records: Records) -> str:
     """Return what the page is about."""
-    if records.performances:
-        performance = records.performances[0].record
-        return f"{performance.suite}: {_count(len(performance.tasks))} merged into one"
-    if records.merges:
-        merge = records.merges[0].record
-        return f"{merge.method}: {_count(len(merge.weights))} merged into one"
-    if records.diagnoses:
-        return f"Before merging {_count(len(records.diagnoses[0].record.models))}"
-    if records.sweeps:
-        return f"Sweep on {records.sweeps[0].record.eval}"
-    models = [one.record.model for one in records.evaluations] + [one.record.model for one in records.harnesses]
-    return f"How {models[0]} does" if models else "Merging experiments"
+    if performances := records.of(Performance):
+        return f"{performances[0].suite}: {_count(len(performances[0].tasks))} merged into one"
+    if merges := records.of(MergeRecord):
+        return f"{merges[0].method}: {_count(len(merges[0].weights))} merged into one"
+    if diagnoses := records.of(Diagnosis):
+        return f"Before merging {_count(len(diagnoses[0].models))}"
+    if sweeps := records.of(SweepRecord):
+        return f"Sweep on {sweeps[0].eval}"
+    evaluations = [*records.of(EvaluationRecord), *records.of(HarnessRecord)]
+    return f"How {evaluations[0].model} does" if evaluations else "Merging experiments"
 
 
 def _count(models: int) -> str:
@@ -36,37 +43,31 @@ def _count(models: int) -> str:
 
 def summary(records: Records, title: str) -> Markup:
     """Return the first section."""
-    parts: list[Child] = [
-        tag("p", "epimer report", class_="eyebrow"),
-        tag("h1", title, id="summary-heading"),
-        _merged(records),
-    ]
-    if records.performances:
-        parts.append(_best_merge(records.performances[0].record))
-    elif records.sweeps and records.sweeps[0].record.best is not None:
-        parts.append(_best_trial(records.sweeps[0].record))
-    for one in records.diagnoses:
-        if one.record.advice:
-            of = f" for {', '.join(one.record.models)}" if len(records.diagnoses) > 1 else ""
-            parts.append(tag("div", tag("h2", f"Recommendation{of}"), advice(one.record), class_="recommended"))
+    heading = [tag("p", "epimer report", class_="eyebrow"), tag("h1", title, id="summary-heading")]
+    parts = [*heading, _merged(records)]
+    performances, sweeps, diagnoses = records.of(Performance), records.of(SweepRecord), records.of(Diagnosis)
+    if performances:
+        parts.append(_best_merge(performances[0]))
+    elif sweeps and (best := sweeps[0].best):
+        parts.append(_best_trial(sweeps[0], best))
+    for diagnosis in diagnoses:
+        if diagnosis.advice:
+            of = f" for {', '.join(diagnosis.models)}" if len(diagnoses) > 1 else ""
+            parts.append(tag("div", tag("h2", f"Recommendation{of}"), advice(diagnosis), class_="recommended"))
     return tag("section", parts, id="summary", aria_labelledby="summary-heading")
 
 
 def _merged(records: Records) -> Markup:
     """Say what was merged: the models where they are known by name, else the tasks."""
-    if records.merges:
-        models = records.merges[0].record.models
-        based = len(models) > len(records.merges[0].record.weights)
-        names, base = [name for name, _ in models[based:]], models[0][0] if based else ""
-    elif records.diagnoses:
-        names, base = list(records.diagnoses[0].record.models), records.diagnoses[0].record.base
-    else:
-        names, base = [], ""
-    tasks = records.performances[0].record.tasks if records.performances else []
-    if not names and not tasks:
-        return Markup()
+    names, base = [], ""
+    if merges := records.of(MergeRecord):
+        names = [name for name, _ in merges[0].models]
+        base = names.pop(0) if len(names) > len(merges[0].weights) else ""
+    elif diagnoses := records.of(Diagnosis):
+        names, base = list(diagnoses[0].models), diagnoses[0].base
     if not names:
-        return tag("p", "One fine-tuned model for each of ", _listed(tasks), ".", class_="lead")
+        tasks = [task for performance in records.of(Performance)[:1] for task in performance.tasks]
+        return tag("p", f"One fine-tuned model for each of {_listed(tasks)}.", class_="lead") if tasks else Markup()
     of = [" of ", tag("b", base)] if base and base != "base" else []
     return tag("p", "Fine-tuned models", of, ": ", _listed(names), ".", class_="lead")
 
@@ -86,14 +87,13 @@ def _best_merge(performance: Performance) -> Markup:
     cards = [
         card("Best merge", best.method, f"of {len(performance.merges)} methods; {chosen}", named=True),
         *_score_cards(best, unit),
-        *_gain_kept(best, performance),
+        _gain_kept(best, performance),
     ]
     return tag("div", tag("dl", cards, class_="cards"), tag("p", _compared(performance, best), class_="compared"))
 
 
-def _best_trial(sweep: SweepRecord) -> Markup:
-    best, unit = sweep.best, unit_of(sweep.data)
-    assert best is not None
+def _best_trial(sweep: SweepRecord, best: Trial) -> Markup:
+    unit = unit_of(sweep.data)
     where = setting(best).removeprefix(", ") if best.rank is not None else f"every direction{setting(best)}"
     cards = [
         card("Best of the sweep", best.method, where, named=True),
@@ -113,19 +113,15 @@ def _score_cards(score: Score, unit: Unit) -> list[Markup]:
     ]
 
 
-def _gain_kept(best: MethodScore, performance: Performance) -> list[Markup]:
+def _gain_kept(best: MethodScore, performance: Performance) -> Markup | None:
     """Return what share of fine-tuning's gain over the base a merge keeps, where all three are known."""
-    references = {score.method: score for score in performance.references}
+    references = {score.method: score.average for score in performance.references}
     own = references.pop("fine-tuned", None)
-    base = next(iter(references.values()), None)
-    if base is None or own is None or best.average is None or base.average is None or own.average is None:
-        return []
-    if own.average <= base.average:
-        return []
-    share = (best.average - base.average) / (own.average - base.average)
-    unit = performance.unit
-    told = f"{base.method} {unit.show(base.average)}, fine-tuned {unit.show(own.average)}"
-    return [card("Gain kept", f"{percent(share, 0)}%", told)]
+    name, base = next(iter(references.items()), ("", None))
+    if best.average is None or base is None or own is None or own <= base:
+        return None
+    told = f"{name} {performance.unit.show(base)}, fine-tuned {performance.unit.show(own)}"
+    return card("Gain kept", f"{percent((best.average - base) / (own - base), 0)}%", told)
 
 
 def _compared(performance: Performance, best: MethodScore) -> list[Child]:

@@ -8,7 +8,9 @@ import pytest
 import epimer
 import found
 from epimer.errors import DataError
+from epimer.records import Diagnosis, Experiment, MergeRecord, SweepRecord
 from epimer.report.citations import CITATIONS
+from epimer.report.performance import Performance
 from epimer.report.read import gather, read_records
 
 
@@ -23,35 +25,35 @@ def test_a_folder_is_searched_one_level_deep_and_other_json_is_passed_over(tmp_p
     found.write_all(tmp_path / "run" / "merged" / "deeper", {"sweep.json": found.sweep()})
     written(tmp_path / "run" / "broken.json", "{")
     records = read_records([tmp_path / "run"])
-    assert [one.source for one in records.experiments] == ["performance.json"]
-    assert [one.source for one in records.merges] == ["merged/epimer.json"]
-    assert records.sweeps == []
+    kinds = {source: type(record) for source, record in records.entries}
+    assert kinds == {"performance.json": Performance, "merged/epimer.json": MergeRecord}
 
 
 def test_every_kind_is_told_by_its_content(tmp_path):
     for i, record in enumerate(found.everything().values()):
         written(tmp_path / f"{i}.json", record)
     records = read_records([tmp_path / f"{i}.json" for i in range(len(found.everything()))])
-    names = [one.record.name for one in records.experiments]
+    names = [record.name for record in records.of(Experiment)]
     assert names == ["performance", "alpha", "eta", "landscape", "tasks", "cost"]
-    assert records.diagnoses[0].record.to_dict() == {
-        **records.diagnoses[0].record.to_dict(),
+    (diagnosis,), (merge,), (sweep,) = (records.of(kind) for kind in (Diagnosis, MergeRecord, SweepRecord))
+    assert diagnosis.to_dict() == {
+        **diagnosis.to_dict(),
         **{key: found.diagnosis()[key] for key in ("curvature", "rank", "base", "recipe")},
     }
-    assert records.diagnoses[0].record.conflict.cosine[0][0] == 1.0
-    assert records.merges[0].record.tensors["layers.1.weight"].status == "damped"
-    assert (records.sweeps[0].record.best.method, records.sweeps[0].record.data[0].tasks) == ("tsv", {})
+    assert diagnosis.conflict.cosine[0][0] == 1.0
+    assert merge.tensors["layers.1.weight"].status == "damped"
+    assert (sweep.best.method, sweep.data[0].tasks) == ("tsv", {})
 
 
 def test_the_winner_is_chosen_by_validation_not_by_test():
     record = found.performance()
     merges = [row for row in record["data"] if not row.get("reference")]
     merges[0]["validation"], merges[-1]["average"] = 0.99, 0.99
-    performance = gather([record]).performances[0].record
+    performance = gather([record]).of(Performance)[0]
     assert performance.winner.method == merges[0]["method"]
     for row in merges:
         del row["validation"]
-    assert gather([record]).performances[0].record.winner.method == merges[-1]["method"]
+    assert gather([record]).of(Performance)[0].winner.method == merges[-1]["method"]
     assert (performance.suite, performance.against, performance.tasks) == ("glyphs8", "tsv", list(found.TASKS))
 
 

@@ -7,19 +7,7 @@ from collections.abc import Sequence
 
 from epimer.records import Experiment, Lines, Maps
 from epimer.records.experiment import Point
-from epimer.report.blocks import (
-    Block,
-    Cell,
-    Choice,
-    Figure,
-    Rows,
-    Section,
-    Side,
-    Table,
-    cells,
-    folded,
-    notes,
-)
+from epimer.report.blocks import Block, Cell, Choice, Figure, Rows, Section, Side, Table, cells, folded, notes
 from epimer.report.charts.lines import Labels, lines
 from epimer.report.figures import capital, eta_figures, exact, figures_of, has_numbers, series
 from epimer.report.markup import Markup, tag

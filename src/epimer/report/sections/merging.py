@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -17,28 +18,18 @@ from epimer.records import (
     TensorRecord,
     Trial,
 )
-from epimer.report.blocks import (
-    Block,
-    Cell,
-    Figure,
-    Rows,
-    Section,
-    Side,
-    Table,
-    cells,
-    facts,
-    folded,
-    notes,
-)
-from epimer.report.charts.lines import Labels, Series, lines
+from epimer.records.experiment import Point
+from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Side, Table, cells, facts, folded, notes
+from epimer.report.charts.lines import Labels, lines
 from epimer.report.citations import CITATIONS
-from epimer.report.figures import axis_name
+from epimer.report.figures import axis_name, series
 from epimer.report.markup import Markup, join, tag
 from epimer.report.numbers import NOTHING, finite, number, widened
-from epimer.report.palette import colour
 from epimer.report.performance import Performance, unit_of
 from epimer.report.read import Records
 
+ORDER = (Performance, Experiment, Diagnosis, SweepRecord, EvaluationRecord, HarnessRecord, MergeRecord)
+"""of the records in the list of all of them"""
 SOLVED = (Status.EXACT, Status.CONVERGED, Status.TIED)
 """statuses that need no remark"""
 
@@ -51,20 +42,15 @@ def sweep(record: SweepRecord) -> Section:
     charts: list[Figure] = []
     for method in dict.fromkeys(trial.method for trial in record.data):
         trials = [trial for trial in record.data if trial.method == method]
-        drawn = [(t.rank, t.scale, t.validation) for t in trials if t.scale is not None and t.validation is not None]
-        if not values or not drawn:
-            continue
-        series = [
-            Series(
-                method if rank is None else f"rank {rank}",
-                sorted((scale, score, score, score) for of, scale, score in drawn if of == rank),
-                colour(i),
-            )
-            for i, rank in enumerate(dict.fromkeys(rank for rank, _, _ in drawn))
-        ]
-        chart = lines(series, labels, f"Score of {method} over the scale.", span=widened(values))
-        table = _trials(trials, best, f"What was tried of {method}")
-        charts.append(Figure(f"sweep {method}", f"{method} over scale", chart, table))
+        by_rank: dict[str, list[Point]] = {}
+        for t in trials:
+            if t.scale is not None and (score := t.validation) is not None:
+                name = method if t.rank is None else f"rank {t.rank}"
+                insort(by_rank.setdefault(name, []), (t.scale, score, score, score))
+        if values and by_rank:
+            chart = lines(series(by_rank), labels, f"Score of {method} over the scale.", span=widened(values))
+            table = _trials(trials, best, f"What was tried of {method}")
+            charts.append(Figure(f"sweep {method}", f"{method} over scale", chart, table))
     chosen: Markup | str = "."
     if best is not None:
         chosen = tag("span", "; best: ", tag("b", best.method), f"{setting(best)} ({unit.exact(best.validation)}).")
@@ -82,11 +68,10 @@ def setting(trial: Trial) -> str:
 
 def _trials(trials: Sequence[Trial], best: Trial | None, caption: str) -> Table:
     unit, close = unit_of(trials), any(trial.kl is not None for trial in trials)
+    settings = [(trial.method, trial.rank, trial.scale) for trial in trials]
+    marked = {i for i, tried in enumerate(settings) if best and tried == (best.method, best.rank, best.scale)}
     rows: Rows = []
-    marked = set()
-    for i, t in enumerate(trials):
-        if best and (t.method, t.rank, t.scale) == (best.method, best.rank, best.scale):
-            marked.add(i)
+    for t in trials:
         between = f" [{unit.between(t.low, t.high)}]" if t.low is not None and t.high is not None else ""
         row = [*cells((t.rank, t.scale), number), *cells([t.validation], unit.show, unit.plain)]
         row += cells([t.kl] if close else [], number)
@@ -122,11 +107,9 @@ def _tensors(tensors: dict[str, TensorRecord]) -> Markup:
     rules = Counter(one.rule for one in tensors.values())
     statuses = Counter(str(one.status) for one in tensors.values() if one.rule != "skip")
     noted = {name: one for name, one in tensors.items() if one.status not in SOLVED or one.note}
-    return join(
-        tag("p", f"{len(tensors)} tensors: {_counted(rules)}. Solved: {_counted(statuses)}."),
-        folded(f"{len(noted)} with something to know", _tensor_table(noted)) if noted else None,
-        folded("All tensors", _tensor_table(tensors)),
-    )
+    said = tag("p", f"{len(tensors)} tensors: {_counted(rules)}. Solved: {_counted(statuses)}.")
+    some = folded(f"{len(noted)} with something to know", _tensor_table(noted)) if noted else None
+    return join(said, some, folded("All tensors", _tensor_table(tensors)))
 
 
 def _counted(counts: Counter[str]) -> str:
@@ -157,27 +140,28 @@ def _value(value: object) -> str:
 
 def measured(records: Records) -> Section:
     """Return what was measured on what: every record with its file."""
-    shown = (one for one in records if not (isinstance(one.record, Experiment) and one.record.name == "performance"))
-    rows: Rows = [[one.source, *_described(one.record)] for one in shown]
-    said = tag(
-        "p",
+    entries = sorted(records.entries, key=lambda entry: ORDER.index(type(entry[1])))
+    rows: Rows = [[source, *_described(record)] for source, record in entries]
+    said = (
         "Scores of merged models are on test data; what was chosen, like a scale, was chosen on validation data, "
-        "unless a note says otherwise.",
+        "unless a note says otherwise."
     )
     table = Table(["file", "kind", "what"], rows, "The records of this page")
-    return Section("What was measured on what", [said, table], short="Measured")
+    return Section("What was measured on what", [tag("p", said), table], short="Measured")
 
 
-def _described(record: Record | Performance) -> tuple[str, str]:
+def _described(record: Record) -> tuple[str, str]:
     """Return a record's kind, and what it is of."""
+    version = getattr(record, "version", "")
+    by = f"; epimer {version}" if version else ""
     match record:
         case Performance() as p:
-            return "performance", f"{p.suite}: {len(p.merges)} merges on {len(p.tasks)} tasks ({', '.join(p.tasks)})"
+            return p.name, f"{p.suite}: {len(p.merges)} merges on {len(p.tasks)} tasks ({', '.join(p.tasks)})"
         case Experiment() as x:
             return x.name, f"{x.title}: {len(x.data)} rows"
         case Diagnosis() as d:
-            measured_by = f"{d.curvature} curvature{'' if d.rank is None else f', rank {d.rank}'}"
-            return d.kind, f"{', '.join(d.models)} against {d.base}; {measured_by}{_version(d.version)}"
+            rank = "" if d.rank is None else f", rank {d.rank}"
+            return d.kind, f"{', '.join(d.models)} against {d.base}; {d.curvature} curvature{rank}{by}"
         case SweepRecord() as s:
             return s.kind, f"{len(s.data)} tries, scored by {s.eval}"
         case EvaluationRecord() as e:
@@ -185,13 +169,8 @@ def _described(record: Record | Performance) -> tuple[str, str]:
         case HarnessRecord() as h:
             return h.harness, f"{h.model}: {len(h.results)} numbers"
         case MergeRecord() as m:
-            return m.kind, f"{m.method} of {', '.join(name for name, _ in m.models)}{_version(m.version)}"
-        case _:
-            return record.kind, ""
-
-
-def _version(version: str) -> str:
-    return f"; epimer {version}" if version else ""
+            return m.kind, f"{m.method} of {', '.join(name for name, _ in m.models)}{by}"
+    return record.kind, ""
 
 
 def citations(names: Iterable[str]) -> Section | None:
