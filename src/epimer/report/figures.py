@@ -9,10 +9,10 @@ from typing import Any
 from epimer.records import Dots, Experiment, Lines, Maps
 from epimer.records.experiment import Point
 from epimer.report.blocks import Figure, Rows, Table, cells
-from epimer.report.charts.bars import Range, ranges
+from epimer.report.charts.bars import Row, ranges
+from epimer.report.charts.frame import sheet
 from epimer.report.charts.landscape import landscape
 from epimer.report.charts.lines import Labels, Series, lines
-from epimer.report.charts.sheet import sheet
 from epimer.report.markup import slug
 from epimer.report.numbers import Unit, finite, number, widened
 from epimer.report.palette import colour
@@ -89,10 +89,13 @@ def dot_figure(name: str, figure: Dots) -> Figure:
     unit = _unit((value for values in figure.dots.values() for value in values), figure.x, figure.metric)
     first, second = figure.names
     rows = [
-        Range.of(row, *values, f"{row}\n{first} {unit.exact(values[0])}", f"{row}\n{second} {unit.exact(values[3])}")
-        for row, values in figure.dots.items()
-        if math.isfinite(values[0])
-    ]
+        Row(
+            name, value, f"{name}\n{first} {unit.exact(value)}", low, high, other,
+            f"{name}\n{second} {unit.exact(other)}",
+        )
+        for name, (value, low, high, other) in figure.dots.items()
+        if math.isfinite(value)
+    ]  # fmt: skip
     said = f"{figure.x}: {first} and {second} of {len(rows)} rows."
     chart = ranges(rows, unit.tick, figure.names, said, axis_name(figure.x, unit), log=figure.log)
     body: Rows = [

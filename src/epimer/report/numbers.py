@@ -116,6 +116,11 @@ def finite(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
+def bounds(value: float, low: float | None, high: float | None) -> tuple[float, float]:
+    """Return the ends of a value's interval; an end that cannot be drawn is the value itself."""
+    return (finite([low]) or [value])[0], (finite([high]) or [value])[0]
+
+
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Return round values from `low` to `high`: steps of 1, 2, 2.5 or 5 times a power of ten."""
     span = high - low

@@ -9,7 +9,7 @@ import pytest
 
 from epimer.records import MapPoint
 from epimer.report import palette
-from epimer.report.charts.bars import Bar, Range, bars, ranges
+from epimer.report.charts.bars import Row, bars, ranges
 from epimer.report.charts.contour import contours, levels_of, region
 from epimer.report.charts.frame import wide
 from epimer.report.charts.heat import Scale, heat
@@ -86,17 +86,17 @@ def test_ticks_of_a_logarithmic_axis(low, high, wanted):
 
 
 def test_ranges_may_be_logarithmic_where_all_is_positive():
-    rows = [Range(f"{v}", v, v, v, v / 10, f"{v}", f"{v} second") for v in (1.0, 10.0, 100.0)]
+    rows = [Row(f"{v}", v, f"{v}", v, v, v / 10, f"{v} second") for v in (1.0, 10.0, 100.0)]
     places = [float(one.attrib["cx"]) for one in marks(ranges(rows, number, ("a", "b"), "", log=True), "circle")]
     assert places[1] - places[0] == pytest.approx(places[2] - places[1], abs=0.05)
-    rows[0] = Range("0", 0.0, 0.0, 0.0, None, "0")
+    rows[0] = Row("0", 0.0, "0", 0.0, 0.0)
     places = [float(one.attrib["cx"]) for one in marks(ranges(rows, number, ("a", "b"), "", log=True), "circle")]
     assert places[2] - places[0] == pytest.approx(10 * (places[1] - places[0]), rel=0.01)
 
 
 def test_bars_are_as_long_as_their_values():
     values = {"a": 0.8, "b": 0.2, "c": 0.0, "long <name> & co": 0.5}
-    chart = bars([Bar(n, v, f"{n} {v}") for n, v in values.items()], percent, percent, "")
+    chart = bars([Row(n, v, f"{n} {v}") for n, v in values.items()], percent, percent, "")
     found = {one.attrib["data-tip"]: one for one in marks(chart, "rect")}
     lengths = {n: float(found[f"{n} {v}"].attrib["width"]) for n, v in values.items()}
     assert lengths["a"] == pytest.approx(4 * lengths["b"], abs=0.05)
@@ -108,14 +108,14 @@ def test_bars_are_as_long_as_their_values():
 
 
 def test_bars_of_negative_values_end_where_they_begin():
-    chart = bars([Bar("a", -2.0, "a"), Bar("b", 1.0, "b")], number, number, "")
+    chart = bars([Row("a", -2.0, "a"), Row("b", 1.0, "b")], number, number, "")
     one, two = marks(chart, "rect")
     assert float(one.attrib["x"]) + float(one.attrib["width"]) == pytest.approx(float(two.attrib["x"]), abs=0.02)
     assert float(one.attrib["width"]) == pytest.approx(2 * float(two.attrib["width"]), abs=0.05)
 
 
 def test_ranges_lie_on_one_axis():
-    rows = [Range("a", 0.8, 0.7, 0.9, 0.5, "a", "worst a"), Range("b", 0.6, 0.6, 0.6, None, "b")]
+    rows = [Row("a", 0.8, "a", 0.7, 0.9, 0.5, "worst a"), Row("b", 0.6, "b", 0.6, 0.6)]
     chart = ranges(rows, percent, ("x", "y"), "")
     (a, b) = (float(one.attrib["cx"]) for one in marks(chart, "circle"))
     unit = (a - b) / 0.2

@@ -9,8 +9,7 @@ import pytest
 
 import found
 from epimer.records import Experiment, Lines
-from epimer.report.charts.frame import Chart, label
-from epimer.report.charts.sheet import sheet
+from epimer.report.charts.frame import Chart, label, sheet
 from epimer.report.figures import figure_file, figures_of
 
 SPACE = "{http://www.w3.org/2000/svg}"

@@ -2,55 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epimer.report.charts.frame import SMALL, WIDTH, Chart, across, cut, label, margin_for, mark, wide
 from epimer.report.markup import Markup, join, tag
-from epimer.report.numbers import Axis, decades, finite, ticks, widened
+from epimer.report.numbers import Axis, bounds, decades, finite, ticks, widened
 
-ROW = 22.0
+ROW = 22.0  # height
+Names = tuple[str, str]
+"""of the value and of the second value"""
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One bar: its name, its length, and what it tells when it is hovered."""
+class Row:
+    """A value, with its interval and a second value where it has them, and what its marks tell when hovered."""
 
     name: str
     value: float
     tip: str
-    strong: bool = False
-    reference: bool = False
-
-
-@dataclass(frozen=True)
-class Range:
-    """One row of points: a value with its interval, and a second value."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    second: float | None
-    tip: str
+    low: float | None = None
+    high: float | None = None
+    second: float | None = None
     second_tip: str = ""
     strong: bool = False
     reference: bool = False
 
-    @classmethod
-    def of(
-        cls, name: str, value: float, low: float | None, high: float | None, second: float | None, tip: str,
-        second_tip: str, *, strong: bool = False, reference: bool = False,
-    ) -> Range:  # fmt: skip
-        """Return a row in which an end of the interval that is not finite is the value, and such a second is None."""
-        low, high = (end if end is not None and math.isfinite(end) else value for end in (low, high))
-        second = next(iter(finite([second])), None)
-        return cls(name, value, low, high, second, tip, second_tip, strong, reference)
-
 
 def bars(
-    rows: Sequence[Bar], show: Callable[[float], str], tick: Callable[[float], str], describes: str, unit: str = ""
+    rows: Sequence[Row], show: Callable[[float], str], tick: Callable[[float], str], describes: str, unit: str = ""
 ) -> Chart:
     """Draw bars from zero to each value, with the value at their end."""
     left, top, right = margin_for([row.name for row in rows]), 6.0, WIDTH - 44.0
@@ -72,9 +52,9 @@ def bars(
 
 
 def ranges(
-    rows: Sequence[Range],
+    rows: Sequence[Row],
     show: Callable[[float], str],
-    names: tuple[str, str],
+    names: Names,
     describes: str,
     unit: str = "",
     *,
@@ -91,20 +71,21 @@ def ranges(
     for i, row in enumerate(rows):
         x, y, ink = axis(row.value), top + ROW * (i + 0.5), _ink(row)
         parts.append(_name(row, left, y))
-        if row.second is not None:
-            parts.append(tag("line", x1=axis(row.second), x2=x, y1=y, y2=y, stroke="var(--rule)"))
-            parts.append(mark("path", row.second_tip, d=_diamond(axis(row.second), y), fill="var(--c1)"))
+        for second in finite([row.second]):
+            parts.append(tag("line", x1=axis(second), x2=x, y1=y, y2=y, stroke="var(--rule)"))
+            parts.append(mark("path", row.second_tip, d=_diamond(axis(second), y), fill="var(--c1)"))
+        start, end = map(axis, bounds(row.value, row.low, row.high))
         band = {"stroke": ink, "stroke_width": 5, "stroke_opacity": 0.35}
-        parts.append(tag("line", x1=axis(row.low), x2=axis(row.high), y1=y, y2=y, **band))
+        parts.append(tag("line", x1=start, x2=end, y1=y, y2=y, **band))
         parts.append(mark("circle", row.tip, cx=x, cy=y, r=5.0 if row.strong else 4.0, fill=ink))
     return _finished(parts, left, right, bottom, unit, describes)
 
 
-def _ink(row: Bar | Range) -> str:
+def _ink(row: Row) -> str:
     return "var(--c6)" if row.reference else "var(--c0)"
 
 
-def _name(row: Bar | Range, left: float, y: float) -> Markup:
+def _name(row: Row, left: float, y: float) -> Markup:
     return label(left - 8, y, cut(row.name, left - 10), anchor="end", strong=row.strong)
 
 
@@ -115,7 +96,7 @@ def _finished(parts: list[Markup], left: float, right: float, bottom: float, uni
     return Chart(WIDTH, bottom + (40 if unit else 24), join(parts), describes)
 
 
-def _keys(names: tuple[str, str], left: float) -> Markup:
+def _keys(names: Names, left: float) -> Markup:
     """Return what dot and diamond mean."""
     x = left + 32 + wide(names[0], SMALL)
     dot = join(tag("circle", cx=left + 6, cy=8.0, r=4.0, fill="var(--c0)"), label(left + 16, 8, names[0], size=SMALL))

@@ -13,6 +13,8 @@ FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-seri
 SIZE = 12.5  # of text, in the units of the drawing
 SMALL = 11.5
 WIDTH = 448.0
+TITLE, SUBTITLE = 15.0, 13.0  # of text on a sheet of several charts
+MARGIN, GAP = 14.0, 26.0
 
 
 @dataclass(frozen=True)
@@ -136,3 +138,21 @@ def upward(axis: Axis, values: Sequence[float], show: Callable[[float], str], le
         parts.append(tag("line", x1=left, x2=right, y1=y, y2=y, stroke="var(--faint)"))
         parts.append(label(left - 7, y, show(value), anchor="end", soft=True, size=SMALL))
     return join(parts)
+
+
+def sheet(title: str, panels: Sequence[tuple[str, Chart]], columns: int) -> Chart:
+    """Draw charts in rows of so many columns, each under its own title where there are several."""
+    named = len(panels) > 1
+    rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
+    widths = [max(row[j][1].width for row in rows if j < len(row)) for j in range(min(columns, len(panels)))]
+    parts: list[Markup] = [label(MARGIN, MARGIN + 6, title, size=TITLE, strong=True)]
+    y = MARGIN + 30
+    for row in rows:
+        for j, (name, chart) in enumerate(row):
+            x = MARGIN + sum(widths[:j]) + GAP * j
+            if named:
+                parts.append(label(x, y + 4, name, size=SUBTITLE, strong=True))
+            parts.append(tag("g", chart.content, transform=f"translate({x:.0f} {y + (18 if named else 0):.0f})"))
+        y += max(chart.height for _, chart in row) + (18 if named else 0) + GAP
+    width = max(sum(widths) + GAP * (len(widths) - 1), wide(title, TITLE)) + 2 * MARGIN
+    return Chart(width, y - GAP + MARGIN, join(parts), " ".join(chart.describes for _, chart in panels))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epimer.records.experiment import Point
 from epimer.report.charts.frame import SMALL, WIDTH, Chart, across, label, legend, mark, upward, wide
 from epimer.report.markup import Markup, join, place, tag
-from epimer.report.numbers import Axis, number, ticks, widened
+from epimer.report.numbers import Axis, bounds, number, ticks, widened
 
 HEIGHT = 230.0  # of the drawing, without legend and labels
 LOG = 8.0  # times the smallest x the largest must be for a logarithmic axis
@@ -49,16 +49,10 @@ def lines(
 ) -> Chart:
     """Draw lines.
 
-    Args:
-        series: the lines.
-        labels: of the axes.
-        describes: the chart in a sentence.
-        zero: whether the vertical axis must hold zero, which is then drawn.
-        at: values of x to mark, with what they are.
-        span: lowest and highest y, where several charts share them.
-        log: whether x is by its logarithm even where the values do not ask for it.
+    `zero` puts zero on the vertical axis, `at` marks values of x with a name, `span` is the lowest and highest y where
+    several charts share them, and `log` makes x logarithmic even where its values do not ask for it.
     """
-    kept = [Series(s.name, _drawable(s.points), s.colour, s.dash) for s in series]
+    kept = [replace(one, points=_drawable(one.points)) for one in series]
     points = [point for one in kept for point in one.points]
     if not points:
         return Chart(WIDTH, 40, label(0, 16, "No finite values.", soft=True), describes)
@@ -94,11 +88,7 @@ def _whole(value: float) -> str:
 
 
 def _drawable(points: Sequence[Point]) -> list[Point]:
-    return [
-        (x, y, low if math.isfinite(low) else y, high if math.isfinite(high) else y)
-        for x, y, low, high in points
-        if math.isfinite(x) and math.isfinite(y)
-    ]
+    return [(x, y, *bounds(y, low, high)) for x, y, low, high in points if math.isfinite(x) and math.isfinite(y)]
 
 
 def _horizontal(xs: Sequence[float], left: float, right: float, *, log: bool) -> tuple[Axis, list[float]]:

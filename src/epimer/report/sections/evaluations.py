@@ -6,7 +6,7 @@ import math
 
 from epimer.records import EvaluationRecord, HarnessRecord, OverallScore, TaskScore
 from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Table, cells
-from epimer.report.charts.bars import Range, ranges
+from epimer.report.charts.bars import Row, ranges
 from epimer.report.figures import axis_name
 from epimer.report.markup import tag
 from epimer.report.numbers import NOTHING, Unit, number
@@ -49,9 +49,9 @@ def _chart(evaluation: EvaluationRecord, metric: str, *, compared: bool) -> Figu
     """Return the model's scores with their intervals, and the fine-tuned models' scores."""
     unit, tasks = _unit(metric), evaluation.tasks
     rows = [
-        Range.of(
-            task.name, task.score, task.low, task.high, task.fine_tuned,
-            f"{task.name}\n{unit.exact(task.score)}", f"{task.name}\nfine-tuned {unit.exact(task.fine_tuned)}",
+        Row(
+            task.name, task.score, f"{task.name}\n{unit.exact(task.score)}", task.low, task.high, task.fine_tuned,
+            f"{task.name}\nfine-tuned {unit.exact(task.fine_tuned)}",
         )
         for task in tasks
         if math.isfinite(task.score)

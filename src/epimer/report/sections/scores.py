@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from epimer.records import MethodScore
 from epimer.report.blocks import Block, Cell, Choice, Figure, Rows, Section, Side, Table, cells, notes
-from epimer.report.charts.bars import Bar, Range, bars, ranges
+from epimer.report.charts.bars import Row, bars, ranges
 from epimer.report.charts.heat import Scale, heat
 from epimer.report.figures import axis_name
 from epimer.report.markup import Markup
-from epimer.report.numbers import NOTHING, Unit, finite, number, percent
+from epimer.report.numbers import NOTHING, Unit, bounds, finite, number, percent
 from epimer.report.performance import Performance
 from epimer.score_format import LOSSES, format_p_value
 
@@ -76,15 +75,13 @@ def averages(performance: Performance) -> Figure:
     unit = performance.unit
     scores = best_first([s for s in performance.scores if finite([s.average])])
     rows = []
-    for score in scores:
-        average = score.average or 0.0
-        row = Range.of(
-            score.method, average, score.low, score.high, score.worst, "",
-            f"{score.method}\nworst task: {score.worst_task} {unit.exact(score.worst)}",
-            strong=score is performance.winner, reference=score.reference,
-        )  # fmt: skip
-        bounds = unit.between(row.low, row.high, show=unit.exact)
-        rows.append(replace(row, tip=f"{score.method}\naverage {unit.exact(average)} [{bounds}]"))
+    for s in scores:
+        average = s.average or 0.0
+        between = unit.between(*bounds(average, s.low, s.high), show=unit.exact)
+        tip = f"{s.method}\naverage {unit.exact(average)} [{between}]"
+        worst = f"{s.method}\nworst task: {s.worst_task} {unit.exact(s.worst)}"
+        strong = s is performance.winner
+        rows.append(Row(s.method, average, tip, s.low, s.high, s.worst, worst, strong, s.reference))
     said = ", ".join(f"{score.method} {unit.show(score.average)}" for score in scores[:6])
     names = ("average, 95% interval", "worst task")
     chart = ranges(rows, unit.tick, names, f"Averages, best first: {said}.", _axis(performance))
@@ -103,7 +100,7 @@ def task_bars(performance: Performance, task: str) -> Figure:
     scored = [(s, s.tasks[task]) for s in performance.scores if math.isfinite(s.tasks.get(task, math.nan))]
     scored.sort(key=lambda pair: -pair[1])
     rows = [
-        Bar(
+        Row(
             s.method, value, f"{s.method} on {task}\n{unit.exact(value)}",
             strong=s is performance.winner, reference=s.reference,
         )
