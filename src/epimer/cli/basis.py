@@ -29,15 +29,9 @@ def basis(
 
     with stoppable("nothing was written"):
         result = make_basis(
-            recipe,
-            out,
-            kind=kind,
-            rank=rank,
-            overwrite=overwrite,
-            progress=not quiet,
-            workers=workers,
-            max_memory=max_memory,
-        )
+            recipe, out, kind=kind, rank=rank, overwrite=overwrite, progress=not quiet,
+            workers=workers, max_memory=max_memory,
+        )  # fmt: skip
     if not quiet:
         total = render.size(sum(result.size(name) for name in result))
         render.print_text(f"{out}: {result.kind} basis of {len(result)} tensors, {total}")

@@ -83,7 +83,7 @@ def _print_result(result: Curvature, out: Path, notes: Sequence[str], *, as_json
     about, clipped = result.provenance, result.clipped
     if as_json:
         totals = {"tensors": len(result), "bytes": result.nbytes, "clipped": clipped}
-        return render.print_json({**asdict(about), **totals})
+        return render.print_json(asdict(about) | totals)
     source = about.source
     if about.samples is not None:
         source = f"{about.samples} samples, {about.tokens} tokens, {about.labels} labels"

@@ -14,7 +14,6 @@ from epimer.cli.options import option, split_commas
 from epimer.records import Diagnosis
 
 LABELS = {"take": "[bold green]take[/]", "warning": "[bold yellow]warning[/]", "note": "[dim]note[/]"}
-"""what is printed before advice of each kind"""
 SHOWN = 5  # pairs of tasks, and layers, with the most conflict
 
 
@@ -43,14 +42,9 @@ def diagnose(
     check_file(html)
     with stoppable("nothing was written"):
         result = run(
-            recipe,
-            rank=rank,
-            methods=split_commas(methods, str, "--methods"),
-            any_curvature=any_curvature,
-            progress=not quiet,
-            max_memory=max_memory,
-            workers=workers,
-        )
+            recipe, rank=rank, methods=split_commas(methods, str, "--methods"), any_curvature=any_curvature,
+            progress=not quiet, max_memory=max_memory, workers=workers,
+        )  # fmt: skip
     if html is not None:
         from epimer.report.write import write_page
 
@@ -101,10 +95,10 @@ def _print_conflict(result: Diagnosis) -> None:
 
 def _print_layers(result: Diagnosis) -> None:
     headings = ["tensor", "F(x̄)", "η / F(x̄)", "kept by atoms", "rank", "condition"]
-    theory = {name: layer.theory for name, layer in result.layers.items()}
+    theory = [(name, layer.theory) for name, layer in result.layers.items()]
+    theory.sort(key=lambda item: -item[1].flat_objective)
     rows = []
-    for name in sorted(theory, key=lambda name: -theory[name].flat_objective)[:SHOWN]:
-        layer = theory[name]
+    for name, layer in theory[:SHOWN]:
         shares = [f"{layer.eta_fraction:.1%}", f"{layer.energy_kept:.0%}"]
         rows.append([name, f"{layer.flat_objective:.3g}", *shares, str(layer.rank), f"{layer.condition:.2g}"])
     render.print_table(headings, rows, title="\nlayers with the most conflict", text_columns=1)

@@ -43,19 +43,9 @@ def evaluate(
 
     with stoppable("nothing was written"):
         result = run_evaluation(
-            suite=suite,
-            model=model,
-            split=split,
-            limit=limit,
-            references=references,
-            harness=harness,
-            tasks=tasks,
-            include=include_path,
-            batch_size=batch_size,
-            device=device,
-            out=out,
-            progress=not (quiet or as_json),
-        )
+            suite=suite, model=model, split=split, limit=limit, references=references, harness=harness, tasks=tasks,
+            include=include_path, batch_size=batch_size, device=device, out=out, progress=not (quiet or as_json),
+        )  # fmt: skip
     render.output(result.to_dict(), lambda: _print_result(result), file=out, as_json=as_json, quiet=quiet)
 
 
@@ -70,7 +60,6 @@ def _print_result(result: Evaluation | HarnessRecord) -> None:
         title, headings = f"{result.harness}: {result.model}", ["task", "metric", "score", "± s.e."]
         rows = []
         for row in result.results:
-            metric = row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
             error = "" if row.stderr is None else f"{row.stderr:.4f}"
-            rows.append([row.task, metric, f"{row.score:.4f}", error])
+            rows.append([row.task, row.filtered_metric, f"{row.score:.4f}", error])
     render.print_table(headings, rows, title=title, text_columns=2)

@@ -20,15 +20,11 @@ def inspect(
     model = open_checkpoint(path, progress=not as_json)
     tensors: list[dict[str, Any]] = [
         {
-            "name": name,
-            "shape": list(W.shape),
-            "dtype": render.dtype(W),
-            "bytes": model.size(name),
-            "fingerprint": model.fingerprints[name],
-            "tied_to": model.ties.get(name),
+            "name": name, "shape": list(W.shape), "dtype": render.dtype(W), "bytes": model.size(name),
+            "fingerprint": model.fingerprints[name], "tied_to": model.ties.get(name),
         }
         for name, W in model.headers.items()
-    ]
+    ]  # fmt: skip
     untied = [name for name in model.headers if name not in model.ties]
     total = sum(model.size(name) for name in untied)
     entries = sum(model.headers[name].numel() for name in untied)
@@ -40,5 +36,5 @@ def inspect(
         sizes = [render.shape(tensor["shape"]), tensor["dtype"], render.size(tensor["bytes"])]
         rows.append([tensor["name"], *sizes, tensor["fingerprint"], tensor["tied_to"] or ""])
     render.print_table(["tensor", "shape", "dtype", "size", "fingerprint", "tied to"], rows)
-    summary = f"{len(rows)} tensors, {entries:,} entries, {render.size(total)}"
-    render.print_text(f"{summary}, fingerprint {model.fingerprint}")
+    counts = f"{len(rows)} tensors, {entries:,} entries, {render.size(total)}"
+    render.print_text(f"{counts}, fingerprint {model.fingerprint}")

@@ -90,16 +90,12 @@ def _print_plan(plan: Plan, *, as_json: bool, quiet: bool) -> None:
     problems = [str(problem) for problem in plan.problems]
     tensors: list[dict[str, Any]] = [
         {
-            "name": job.name,
-            "rule": "tied" if job.name in plan.ties else job.rule,
-            "shape": list(job.template.shape),
-            "dtype": render.dtype(job.template),
-            "reads": job.reads,
-            "writes": 0 if job.name in plan.ties else job.writes,
-            "memory": max(part.memory for part in job.parts()),
+            "name": job.name, "rule": "tied" if job.name in plan.ties else job.rule,
+            "shape": list(job.template.shape), "dtype": render.dtype(job.template), "reads": job.reads,
+            "writes": 0 if job.name in plan.ties else job.writes, "memory": max(part.memory for part in job.parts()),
         }
         for job in plan.jobs
-    ]
+    ]  # fmt: skip
     costs = ("reads", "writes", "memory")
     if as_json:
         totals = {cost: getattr(plan, cost) for cost in costs}

@@ -47,14 +47,10 @@ def print_notes(notes: Iterable[str]) -> None:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, text_columns: int | None = None
 ) -> None:
-    """Print a table without borders. Headings, cells and title are plain text.
+    """Print a table without borders, of plain text.
 
-    Args:
-        headings: one per column.
-        rows: cells.
-        title: printed above the table.
-        text_columns: how many columns, from the left, hold text; the others hold numbers, which are aligned to the
-            right and not cut on a narrow terminal. None: all hold text, which wraps.
+    The first `text_columns` hold text, the others numbers, which are aligned to the right; neither is cut or wrapped on
+    a narrow terminal. Where it is None all hold text, which wraps.
     """
     numeric = text_columns is not None
     table = Table(title=title and escape(title), title_justify="left", box=None, pad_edge=numeric)

@@ -44,18 +44,11 @@ def sweep(
     with stoppable("nothing was written"), warnings.catch_warnings():
         warnings.simplefilter("ignore", EpimerWarning)
         result = run(
-            recipe,
-            evaluation,
-            methods=split_commas(methods, str, "--methods"),
-            scales=split_commas(scale, float, "--scale"),
-            ranks=split_commas(rank, int, "--rank"),
-            keep_best=keep_best,
-            overwrite=overwrite,
-            any_curvature=any_curvature,
-            progress=not (quiet or as_json),
-            max_memory=max_memory,
-            workers=workers,
-        )
+            recipe, evaluation, methods=split_commas(methods, str, "--methods"),
+            scales=split_commas(scale, float, "--scale"), ranks=split_commas(rank, int, "--rank"),
+            keep_best=keep_best, overwrite=overwrite, any_curvature=any_curvature,
+            progress=not (quiet or as_json), max_memory=max_memory, workers=workers,
+        )  # fmt: skip
     render.output(result.to_dict(), lambda: _print_sweep(result, keep_best), file=out, as_json=as_json, quiet=quiet)
 
 
@@ -69,18 +62,10 @@ def _print_sweep(result: Sweep, kept: Path | None) -> None:
         record, unit = asdict(trial.record()), trial.validation.unit
         scales = sum((other.method, other.rank) == (trial.method, trial.rank) for other in result.tried)
         interval = "" if record["low"] is None else f" {format_interval(unit, record['low'], record['high'])}"
-        rows.append(
-            [
-                trial.method,
-                "" if trial.rank is None else str(trial.rank),
-                f"{trial.scale:g}",
-                format_score(unit, record["validation"]),
-                *([f"{record['kl']:.3f}"] if with_kl else []),
-                format_score(unit, record["average"]) + interval,
-                format_score(unit, record["worst"]),
-                f"{scales} scales",
-            ]
-        )
+        row = [trial.method, "" if trial.rank is None else str(trial.rank), f"{trial.scale:g}"]
+        row += [format_score(unit, record["validation"]), *([f"{record['kl']:.3f}"] if with_kl else [])]
+        row += [format_score(unit, record["average"]) + interval, format_score(unit, record["worst"])]
+        rows.append([*row, f"{scales} scales"])
     kl = ["its KL"] if with_kl else []
     headings = ["method", "rank", "scale", "validation", *kl, "test [95%]", "worst", "tried"]
     title = f"{result.evaluation}: the best scale on validation data, reported on test data"

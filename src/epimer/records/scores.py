@@ -127,6 +127,10 @@ class HarnessScore:
     stderr: float | None = None
     samples: int | None = None
 
+    @property
+    def filtered_metric(self) -> str:
+        return self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
+
 
 @dataclass(frozen=True)
 class HarnessRecord(Record):

@@ -70,10 +70,10 @@ def _chart(evaluation: EvaluationRecord, metric: str, *, compared: bool) -> Figu
 
 def harness(record: HarnessRecord) -> Section:
     """Return a harness's table as it is."""
-    rows: Rows = []
-    for row in record.results:
-        named = row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
-        rows.append([row.task, named, *cells((row.score, row.stderr), lambda value: number(value, 4))])
+    rows: Rows = [
+        [row.task, row.filtered_metric, *cells((row.score, row.stderr), lambda value: number(value, 4))]
+        for row in record.results
+    ]
     some = "" if record.limit is None else f", the first {record.limit} samples of each task"
     intro = tag("p", tag("b", record.model), f" by {record.harness}{some}.")
     table = Table(["task", "metric", "score", "± s.e."], rows, f"{record.model} by {record.harness}")
