@@ -40,7 +40,6 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    """Print a message, if there is one, on one line and exit."""
     line = " ".join(message.split())
     if line and "--json" in sys.argv and sys.argv[1:2] != ["diagnose"]:  # whose --json takes a file
         print(json.dumps({"error": line}))  # noqa: T201

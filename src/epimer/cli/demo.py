@@ -39,7 +39,6 @@ def demo(
 
 
 def _print_demo(demo: Demo, page: Path) -> None:
-    """Print the table, where the files are and what to try next."""
     print_experiment(demo.result.only(COLUMNS), demo.files)
     best = demo.best.candidate
     render.print_text(

@@ -53,7 +53,6 @@ def diagnose(
 
 
 def _print_diagnosis(result: Diagnosis) -> None:
-    """Print the advice, then the numbers behind it."""
     render.print_text(
         f"[bold]{len(result.models)} models of {escape(result.base)}[/], {len(result.layers)} matrices, "
         f"{escape(result.curvature)} curvature, rank {result.rank or 'floor(d/T)'}",

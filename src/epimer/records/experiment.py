@@ -82,7 +82,6 @@ class Maps:
     kind: Literal["maps"] = "maps"
 
     def __post_init__(self) -> None:
-        """Refuse maps that do not fit the axes."""
         for name, losses in {"joint": self.joint, **self.maps}.items():
             if len(losses) != len(self.b) or any(len(row) != len(self.a) for row in losses):
                 raise ValueError(f"map {name!r} is not of {len(self.b)} x {len(self.a)} values")
@@ -116,18 +115,15 @@ class Experiment(Record):
     """provenance: versions, date, seed and samples"""
 
     def __post_init__(self) -> None:
-        """Refuse a table with holes."""
         if any(len(row) != len(self.headings) for row in self.rows):
             raise ValueError("a row has not as many cells as there are headings")
 
     def only(self, headings: Collection[str]) -> Experiment:
-        """Return it with only some of the table's columns."""
         kept = [i for i, heading in enumerate(self.headings) if heading in headings]
         rows = [[row[i] for i in kept] for row in self.rows]
         return replace(self, headings=[self.headings[i] for i in kept], rows=rows)
 
     def markdown(self) -> str:
-        """Return the table and the notes as Markdown."""
         lines = [f"## {self.title}", "", "| " + " | ".join(self.headings) + " |", "|" + "---|" * len(self.headings)]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join([*lines, "", *(f"- {note}" for note in self.notes), ""])

@@ -24,7 +24,6 @@ class Record:
     """fields, of the record or of its parts, that are not written where they are None"""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain JSON-ready values."""
 
         def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             return {name: value for name, value in pairs if value is not None or name not in self.omitted}

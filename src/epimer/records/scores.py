@@ -26,7 +26,6 @@ class Score:
 
     @property
     def worst_task(self) -> str:
-        """The task with the lowest score."""
         return min(self.tasks, key=lambda task: self.tasks[task]) if self.tasks else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 
 from epimer.report.charts.frame import Chart
 from epimer.report.markup import Child, Markup, prose, slug, tag
@@ -20,14 +21,13 @@ class Cell:
 
 
 Rows = list[list[Cell | str]]
+Show = Callable[[float | None], str]
 LONG, NAME = 60, 28  # characters, above which a cell or a row's name may take several lines
 TALL = 24  # rows, above which a table scrolls in its own frame
 
 
 def cells(
-    values: Iterable[float | None],
-    show: Callable[[float | None], str],
-    sort: Callable[[float | None], float | None] = lambda value: value,
+    values: Iterable[float | None], show: Show, sort: Callable[[float | None], float | None] = lambda value: value
 ) -> list[Cell]:
     """Return a cell per number: how it is shown, and sorted by itself unless told otherwise."""
     return [Cell(show(value), sort(value)) for value in values]
@@ -47,14 +47,9 @@ class Table:
 
     @classmethod
     def matrix(
-        cls,
-        corner: str,
-        names: Sequence[str],
-        columns: Sequence[str],
-        values: Sequence[Sequence[float | None]],
-        caption: str,
-        show: Callable[[float | None], str] = lambda value: number(value, 4),
-    ) -> Table:
+        cls, corner: str, names: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]],
+        caption: str, show: Show = lambda value: number(value, 4),
+    ) -> Table:  # fmt: skip
         """Return a table of numbers, a row per name."""
         rows: Rows = [[name, *cells(row, show)] for name, row in zip(names, values, strict=True)]
         return cls([corner, *columns], rows, caption)
@@ -71,8 +66,7 @@ class Table:
         for i, row in enumerate(rows):
             look = "best" if i in self.marked else "quiet" if i in self.quiet else None
             body.append(tag("tr", [_cell(cell, j, n=numeric[j]) for j, cell in enumerate(row)], class_=look))
-        caption = tag("caption", self.caption, class_="heard")
-        inner = [caption, tag("thead", tag("tr", head)), tag("tbody", body)]
+        inner = [tag("caption", self.caption, class_="heard"), tag("thead", tag("tr", head)), tag("tbody", body)]
         frame = {"class_": "scroll tall" if len(rows) > TALL else "scroll", "tabindex": "0", "role": "group"}
         return tag("div", tag("table", inner, class_="sort" if sortable else None), **frame, aria_label=self.caption)
 
@@ -96,23 +90,19 @@ class Figure:
     caption: Child = None
 
     def render(self, key: str) -> Markup:
-        """Return the element."""
         buttons = [
             tag("button", kind, type="button", data_save=kind.lower(), aria_label=f"Save as {kind}: {self.title}")
             for kind in ("SVG", "PNG")
         ]
-        return tag(
-            "figure",
+        parts = [
             tag("div", tag("span", self.title, class_="title"), tag("span", buttons, class_="save"), class_="top"),
             tag("div", self.chart.svg(key, self.title), class_="drawing"),
             tag("figcaption", self.caption) if self.caption else None,
             tag("details", tag("summary", "Numbers"), self.table.render(sortable=len(self.table.rows) > 2)),
-            id=key,
-            aria_label=self.title,
-        )
+        ]
+        return tag("figure", parts, id=key, aria_label=self.title)
 
     def file(self, key: str) -> str:
-        """Return the chart as the text of an SVG file."""
         svg = standalone(self.chart.svg(key, self.title, alone=True))
         return f'<?xml version="1.0" encoding="utf-8"?>\n{svg}\n'
 
@@ -146,7 +136,6 @@ class Section:
 
     @property
     def name(self) -> str:
-        """Its name in the list of contents."""
         return self.short or self.title
 
 
@@ -157,23 +146,17 @@ class Renderer:
     keys: set[str] = field(default_factory=set)
 
     def key(self, name: str) -> str:
-        """Return an id that is still free."""
-        wanted, count = slug(name), 1
-        key = wanted
-        while key in self.keys:
-            count += 1
-            key = f"{wanted}-{count}"
+        wanted = slug(name)
+        key = next(key for key in chain([wanted], (f"{wanted}-{i}" for i in count(2))) if key not in self.keys)
         self.keys.add(key)
         return key
 
     def section(self, section: Section, key: str) -> Markup:
-        """Return a section."""
         named = f"{key}-heading"
         blocks = [self.block(one) for one in section.blocks]
         return tag("section", tag("h2", section.title, id=named), blocks, id=key, aria_labelledby=named)
 
     def block(self, block: Block) -> Markup:
-        """Return any block's element."""
         match block:
             case Table():
                 return block.render()
@@ -188,15 +171,12 @@ class Renderer:
 
     def _choice(self, choice: Choice) -> Markup:
         key = self.key(f"choose {choice.label}")
-        options = [tag("option", name, value=str(i)) for i, name in enumerate(choice.options)]
-        select = tag("select", options, id=key, data_choice=key)
-        shown = [
-            tag("div", self.block(one), data_of=key, data_option=str(i))
-            for i, one in enumerate(choice.options.values())
-        ]
-        return tag(
-            "div", tag("div", tag("label", choice.label, for_=key), select, class_="choose"), shown, class_="choice"
-        )
+        names, shown = [], []
+        for i, (name, block) in enumerate(choice.options.items()):
+            names.append(tag("option", name, value=str(i)))
+            shown.append(tag("div", self.block(block), data_of=key, data_option=str(i)))
+        label, select = tag("label", choice.label, for_=key), tag("select", names, id=key, data_choice=key)
+        return tag("div", tag("div", label, select, class_="choose"), shown, class_="choice")
 
 
 def figures(blocks: Iterable[Block]) -> Iterator[Figure]:
@@ -227,6 +207,5 @@ def facts(pairs: Sequence[tuple[str, Child]]) -> Markup:
 
 def card(name: str, value: str, more: str, *, named: bool = False) -> Markup:
     """Return a value of the first screen in large type; `named` where it is a name."""
-    return tag(
-        "div", tag("dt", name), tag("dd", value, class_="name" if named else None), tag("dd", more, class_="more")
-    )
+    shown = tag("dd", value, class_="name" if named else None)
+    return tag("div", tag("dt", name), shown, tag("dd", more, class_="more"))

@@ -30,14 +30,10 @@ def join(*children: Child) -> Markup:
     """Return children one after the other: markup as it is, text escaped, lists flattened, None left out."""
     parts: list[str] = []
     for child in children:
-        if child is None:
-            continue
-        if isinstance(child, Markup):
-            parts.append(child)
-        elif isinstance(child, str):
-            parts.append(text(child))
-        else:
-            parts.extend(join(one) for one in child)
+        if isinstance(child, str):
+            parts.append(child if isinstance(child, Markup) else text(child))
+        elif child is not None:
+            parts.append(join(*child))
     return Markup("".join(parts))
 
 
@@ -52,16 +48,13 @@ def tag(name: str, /, *children: Child, **attributes: Any) -> Markup:
         if value is None or value is False:
             continue
         key = key.rstrip("_").replace("_", "-")
-        shown = text(place(value) if isinstance(value, float) else value).replace(
-            "\n", "&#10;"
-        )  # XML would make it a space
+        shown = text(place(value) if isinstance(value, float) else value).replace("\n", "&#10;")  # XML drops newlines
         opening.append(key if value is True else f'{key}="{shown}"')
     inner = join(*children)
     if name in SHAPES and not inner:
         return Markup(f"<{' '.join(opening)}/>")
-    if name in EMPTY:
-        return Markup(f"<{' '.join(opening)}>")
-    return Markup(f"<{' '.join(opening)}>{inner}</{name}>")
+    closing = "" if name in EMPTY else f"{inner}</{name}>"
+    return Markup(f"<{' '.join(opening)}>{closing}")
 
 
 def prose(content: str) -> Markup:

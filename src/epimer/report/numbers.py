@@ -76,7 +76,6 @@ class Unit:
         return value if value is None or math.isnan(value) else metric_value(self.metric, value)
 
     def show(self, value: float | None) -> str:
-        """Return a score as tables have it."""
         return percent(value) if self.share else number(self.plain(value))
 
     def ends(self, low: T, high: T) -> tuple[T, T]:
@@ -107,7 +106,6 @@ class Unit:
 
     @property
     def suffix(self) -> str:
-        """What follows a score in running text."""
         return "%" if self.share else ""
 
 
@@ -158,7 +156,6 @@ class Axis:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return where a value lies."""
         low, high, x = self.low, self.high, value
         if self.log:
             low, high, x = math.log(low), math.log(high), math.log(value)

@@ -120,5 +120,4 @@ def _meta(title: str, script: str) -> Markup:
 
 @cache
 def _asset(name: str) -> Markup:
-    """Return a style sheet or a script of this package."""
     return Markup(files("epimer.report").joinpath(name).read_text(encoding="utf-8"))

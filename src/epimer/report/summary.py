@@ -104,7 +104,6 @@ def _best_trial(sweep: SweepRecord, best: Trial) -> Markup:
 
 
 def _score_cards(score: Score, unit: Unit) -> list[Markup]:
-    """Return the average with its interval, and the worst task."""
     known = score.low is not None and score.high is not None
     between = f"95% interval {unit.between(score.low, score.high, ' to ')}" if known else ""
     return [

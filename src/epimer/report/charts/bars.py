@@ -97,7 +97,6 @@ def _finished(parts: list[Markup], left: float, right: float, bottom: float, uni
 
 
 def _keys(names: Names, left: float) -> Markup:
-    """Return what dot and diamond mean."""
     x = left + 32 + wide(names[0], SMALL)
     dot = join(tag("circle", cx=left + 6, cy=8.0, r=4.0, fill="var(--c0)"), label(left + 16, 8, names[0], size=SMALL))
     diamond = join(tag("path", d=_diamond(x, 8.0), fill="var(--c1)"), label(x + 10, 8, names[1], size=SMALL))

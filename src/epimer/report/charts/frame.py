@@ -27,40 +27,23 @@ class Chart:
     describes: str
 
     def svg(self, key: str, title: str, *, alone: bool = False) -> Markup:
-        """Return the drawing as an element of a page, or as one that is a file of its own.
-
-        In a page it can be focused, so that the arrow keys go from mark to mark (see page.js).
-        """
+        """Return the drawing as an element of a page, where arrow keys go from mark to mark, or as a file."""
         least = 0.75 * self.width if self.width > 1.2 * WIDTH else 0.0  # a wide drawing scrolls on a phone
         in_page = {"tabindex": "0", "style": f"max-width:{self.width:.0f}px;min-width:{least:.0f}px"}
         as_file = {"xmlns": "http://www.w3.org/2000/svg", "width": self.width, "height": self.height}
+        described = tag("title", title, id=f"{key}-title"), tag("desc", self.describes, id=f"{key}-desc")
+        paper = tag("rect", width=self.width, height=self.height, fill="var(--paper)") if alone else None
         return tag(
-            "svg",
-            tag("title", title, id=f"{key}-title"),
-            tag("desc", self.describes, id=f"{key}-desc"),
-            tag("rect", width=self.width, height=self.height, fill="var(--paper)") if alone else None,
-            self.content,
-            **(as_file if alone else in_page),
-            viewBox=f"0 0 {self.width:.0f} {self.height:.0f}",
-            role="img",
-            aria_labelledby=f"{key}-title {key}-desc",
-            font_family=FONT,
-            font_size=SIZE,
-            fill="var(--ink)",
-        )
+            "svg", described, paper, self.content, **(as_file if alone else in_page),
+            viewBox=f"0 0 {self.width:.0f} {self.height:.0f}", role="img",
+            aria_labelledby=f"{key}-title {key}-desc", font_family=FONT, font_size=SIZE, fill="var(--ink)",
+        )  # fmt: skip
 
 
 def label(
-    x: float,
-    y: float,
-    content: Child,
-    *,
-    anchor: str = "start",
-    size: float | None = None,
-    soft: bool = False,
-    strong: bool = False,
-    **more: Any,
-) -> Markup:
+    x: float, y: float, content: Child, *, anchor: str = "start", size: float | None = None, soft: bool = False,
+    strong: bool = False, **more: Any,
+) -> Markup:  # fmt: skip
     """Return a line of text; `y` is the middle of its small letters."""
     return tag(
         "text", content, x=x, y=y + 4, text_anchor=None if anchor == "start" else anchor, font_size=size,
@@ -104,10 +87,8 @@ def legend(entries: Sequence[tuple[str, str, str]], left: float, top: float, wid
         room = 22 + wide(name, SMALL) + 14
         if x > left and x + room > left + width:
             x, y = left, y + 17
-        parts.append(
-            tag("line", x1=x, x2=x + 17, y1=y, y2=y, stroke=colour, stroke_width=2.5, stroke_dasharray=dash or None)
-        )
-        parts.append(label(x + 22, y, name, size=SMALL))
+        look = {"stroke": colour, "stroke_width": 2.5, "stroke_dasharray": dash or None}
+        parts += [tag("line", x1=x, x2=x + 17, y1=y, y2=y, **look), label(x + 22, y, name, size=SMALL)]
         x += room
     return join(parts), y - top + 12
 

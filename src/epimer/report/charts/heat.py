@@ -27,7 +27,6 @@ class Scale:
 
     @property
     def middle(self) -> float:
-        """Half-way between the ends."""
         return (self.low + self.high) / 2
 
     @classmethod
@@ -38,22 +37,16 @@ class Scale:
         return cls(low, max(known) if max(known) > low else low + 1.0)
 
     def fill(self, value: float) -> tuple[str, str]:
-        """Return a value's colour and the ink to write on it."""
         if self.diverging:
             return side((value - self.middle) / (self.high - self.middle))
         return shade((value - self.low) / (self.high - self.low))
 
 
 def heat(
-    values: Sequence[Sequence[float | None]],
-    rows: Sequence[str],
-    columns: Sequence[str],
-    show: Callable[[float], str],
-    describes: str,
-    *,
-    scale: Scale | None = None,
-    tip: Callable[[str, str, float], str] | None = None,
-) -> Chart:
+    values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str],
+    show: Callable[[float], str], describes: str, *,
+    scale: Scale | None = None, tip: Callable[[str, str, float], str] | None = None,
+) -> Chart:  # fmt: skip
     """Draw a matrix; a value of None leaves its cell empty."""
     flat = [value for row in values for value in row]
     scale = scale or Scale.of(flat)
@@ -105,13 +98,10 @@ def _headings(names: Sequence[str], left: float, cell: float) -> tuple[Markup, f
 
 def _key(scale: Scale, show: Callable[[float], str], left: float, top: float) -> Markup:
     """Return the ramp with its two ends, and the middle where it has two sides."""
-    half = SIDES // 2
-    fills = (
-        [side((i - half) / half) for i in range(SIDES)]
-        if scale.diverging
-        else [shade((i + 0.5) / STEPS) for i in range(STEPS)]
-    )
+    fills = [shade((i + 0.5) / STEPS) for i in range(STEPS)]
     ends = [(0.0, scale.low, "start"), (KEY, scale.high, "end")]
-    ends += [(KEY / 2, scale.middle, "middle")] if scale.diverging else []
+    if scale.diverging:
+        fills = [side(2 * i / (SIDES - 1) - 1) for i in range(SIDES)]
+        ends.append((KEY / 2, scale.middle, "middle"))
     names = [label(left + at, top + 18, show(v), anchor=anchor, soft=True, size=SMALL) for at, v, anchor in ends]
     return join(ramp([fill for fill, _ in fills], left, top, KEY), names)

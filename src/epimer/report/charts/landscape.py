@@ -35,15 +35,12 @@ class Plane:
 
     @property
     def box(self) -> Box:
-        """Its edges."""
         return self.x.start, self.y.end, self.x.end, self.y.start
 
     def path(self, spots: Sequence[tuple[float, float]]) -> str:
-        """Return a line through points of the plane."""
         return "M" + "L".join(f"{place(self.x(a))} {place(self.y(b))}" for a, b in spots)
 
     def sheet(self, fill: str, **more: Any) -> Markup:
-        """Return a rectangle that covers it."""
         left, top, right, bottom = self.box
         return tag("rect", x=left, y=top, width=right - left, height=bottom - top, fill=fill, **more)
 
@@ -165,7 +162,6 @@ def _key(levels: Sequence[float], left: float, top: float) -> Markup:
 
 
 def _shapes(left: float, y: float) -> Markup:
-    """Return what the shapes mean."""
     parts, x = [], left
     for kind, name in (("base", "base"), ("task", "fine-tuned"), ("merged", "merged")):
         parts += [_shape(kind, x + 6, y, None), label(x + 16, y, name, soft=True, size=SMALL)]

@@ -38,15 +38,9 @@ class Labels:
 
 
 def lines(
-    series: Sequence[Series],
-    labels: Labels,
-    describes: str,
-    *,
-    zero: bool = False,
-    at: Sequence[tuple[float, str]] = (),
-    span: tuple[float, float] | None = None,
-    log: bool = False,
-) -> Chart:
+    series: Sequence[Series], labels: Labels, describes: str, *, zero: bool = False,
+    at: Sequence[tuple[float, str]] = (), span: tuple[float, float] | None = None, log: bool = False,
+) -> Chart:  # fmt: skip
     """Draw lines.
 
     `zero` puts zero on the vertical axis, `at` marks values of x with a name, `span` is the lowest and highest y where

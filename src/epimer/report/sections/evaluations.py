@@ -46,7 +46,6 @@ def _row(name: str, metric: str, samples: str, score: TaskScore | OverallScore, 
 
 
 def _chart(evaluation: EvaluationRecord, metric: str, *, compared: bool) -> Figure:
-    """Return the model's scores with their intervals, and the fine-tuned models' scores."""
     unit, tasks = _unit(metric), evaluation.tasks
     rows = [
         Row(

@@ -10,7 +10,7 @@ from epimer.records.experiment import Point
 from epimer.report.blocks import Block, Cell, Choice, Figure, Rows, Section, Side, Table, cells, folded, notes
 from epimer.report.charts.lines import Labels, lines
 from epimer.report.figures import capital, eta_figures, exact, figures_of, has_numbers, series
-from epimer.report.markup import Markup, tag
+from epimer.report.markup import tag
 from epimer.report.numbers import Unit, number, percent, signed
 from epimer.score_format import LOSSES, SHARES
 
@@ -28,10 +28,11 @@ def has_own_section(experiment: Experiment) -> bool:
 def own_section(experiment: Experiment) -> Section:
     """Return the section of α, η or a landscape."""
     said, table = notes(experiment.notes), _table(experiment)
+    hidden = folded("The experiment's own table", table)
     if isinstance(experiment.figure, Maps):
-        return Section("Loss landscape", [*_landscapes(experiment), said, _folded(table)], short="Landscape")
+        return Section("Loss landscape", [*_landscapes(experiment), said, hidden], short="Landscape")
     if experiment.name == "alpha":
-        return Section("Sensitivity to α", [Side(figures_of(experiment)), said, _folded(table)], short="α")
+        return Section("Sensitivity to α", [Side(figures_of(experiment)), said, hidden], short="α")
     figures = Side([Choice("η", eta_figures("eta", experiment.data)), _margin(experiment)])
     return Section("η against rank", [figures, said, table], short="η")
 
@@ -60,14 +61,13 @@ def _margin(experiment: Experiment) -> Figure:
 def _landscapes(experiment: Experiment) -> list[Block]:
     """Return the loss on the plane of the models: summed, and of a task to choose."""
     assert isinstance(experiment.figure, Maps)
-    intro = tag(
-        "p",
+    intro = (
         "The plane goes through the mean of the fine-tuned models along their first two principal components, and "
-        f"holds {percent(experiment.figure.explained, 0)}% of their variance. Models are marked where they fall on it.",
+        f"holds {percent(experiment.figure.explained, 0)}% of their variance. Models are marked where they fall on it."
     )
     summed, *tasks = figures_of(experiment)
     options = dict(zip(experiment.figure.maps, tasks, strict=True))
-    return [intro, Side([summed, Choice("Task", options)] if options else [summed])]
+    return [tag("p", intro), Side([summed, Choice("Task", options)] if options else [summed])]
 
 
 def others(experiments: Sequence[Experiment]) -> Section:
@@ -77,10 +77,6 @@ def others(experiments: Sequence[Experiment]) -> Section:
         charts = figures_of(one)
         blocks += [tag("h3", one.title), Side([*charts, _table(one)]) if charts else _table(one), notes(one.notes)]
     return Section("More experiments", blocks, short="More")
-
-
-def _folded(table: Table) -> Markup:
-    return folded("The experiment's own table", table)
 
 
 def _table(experiment: Experiment) -> Table:

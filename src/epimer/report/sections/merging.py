@@ -151,7 +151,6 @@ def measured(records: Records) -> Section:
 
 
 def _described(record: Record) -> tuple[str, str]:
-    """Return a record's kind, and what it is of."""
     version = getattr(record, "version", "")
     by = f"; epimer {version}" if version else ""
     match record:
