@@ -9,7 +9,7 @@ import typer
 
 from epimer.cli import options
 from epimer.cli.app import app
-from epimer.cli.options import argument, flag, option
+from epimer.cli.options import argument, option
 
 
 @app.command()
@@ -17,7 +17,7 @@ def convert(
     source: Annotated[Path, argument("A torch file: .bin, .pt or .pth.")],
     target: Annotated[Path, argument("The .safetensors file to make.")],
     key: Annotated[str | None, option("Where in the file the state dict is.")] = None,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace the file if it exists.")] = False,
+    overwrite: Annotated[bool, option("Replace the file if it exists.", "--overwrite")] = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Convert a torch file to safetensors; nothing in it is executed."""

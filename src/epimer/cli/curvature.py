@@ -18,23 +18,20 @@ from epimer.errors import EpimerWarning, listed
 if TYPE_CHECKING:
     from epimer.curvature.curvature import Curvature
 
+DATA = "A .jsonl, .json, .csv, .tsv, .parquet or .txt file, an image folder, or a hub dataset id."
+KINDS = (
+    "kronecker (epimer_kron, mats, regmean), ekfac (epimer_kron, mats), diagonal (epimer, fisher), "
+    "samples (epimer_exact), hessian or ggn (with --basis: epimer_exact)."
+)
+
 
 @app.command()
 def curvature(
     model: Annotated[str, argument("A model folder, a hub id, or base+adapter.")],
     out: Annotated[Path, option("The curvature folder to make.", "--out", "-o")],
     task: Annotated[str, option("causal-lm, text-classification or image-classification.")],
-    data: Annotated[
-        str | None, option("A .jsonl, .json, .csv, .tsv, .parquet or .txt file, an image folder, or a hub dataset id.")
-    ] = None,
-    kind: Annotated[
-        str | None,
-        option(
-            "kronecker (epimer_kron, mats, regmean), ekfac (epimer_kron, mats), diagonal (epimer, fisher), "
-            "samples (epimer_exact), hessian or ggn (with --basis: epimer_exact).",
-            default="kronecker",
-        ),
-    ] = None,
+    data: Annotated[str | None, option(DATA)] = None,
+    kind: Annotated[str | None, option(KINDS, default="kronecker")] = None,
     samples: Annotated[int | None, option("How many samples to measure on.", default="256")] = None,
     fraction: Annotated[float | None, option("Share of the data instead, as 0.005; one batch at least.")] = None,
     labels: Annotated[str, typer.Option(help="model (sampled from its prediction), true or expected.")] = "model",

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from epimer.cli import options, render
 from epimer.cli.app import app, stoppable
-from epimer.cli.options import argument, flag, option
+from epimer.cli.options import argument, option
 from epimer.errors import EpimerError
 from epimer.records import MergeRecord
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def merge(
     recipe: options.Recipe,
     out: Annotated[Path | None, argument("The model folder to make.")] = None,
-    dry_run: Annotated[bool, flag("--dry-run", "Print the plan and its problems, do nothing.")] = False,
+    dry_run: Annotated[bool, option("Print the plan and its problems, do nothing.", "--dry-run")] = False,
     device: options.Device = "auto",
     max_memory: options.MaxMemory = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",

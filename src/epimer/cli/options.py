@@ -19,24 +19,19 @@ def argument(help: str) -> Any:
 
 
 def option(help: str, *names: str, default: str | None = None) -> Any:
-    """Declare an option that is required or None; `default` tells in words what None means."""
+    """Declare an option that is required, None or off; `default` tells in words what None means."""
     return typer.Option(*names, help=help, show_default=default or False)
-
-
-def flag(name: str, help: str, *short: str) -> Any:
-    """Declare a flag, which is off by default."""
-    return typer.Option(name, *short, help=help)
 
 
 Recipe = Annotated[Path, argument("The recipe, a YAML file.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto.")]
 MaxMemory = Annotated[str | None, option("Most memory to use, as 3GB.", default="most of what is free")]
 Workers = Annotated[int | None, option("Tensors processed at a time.", default="one per core")]
-AnyCurvature = Annotated[bool, flag("--any-curvature", "Use curvature even where it was measured on another model.")]
-Overwrite = Annotated[bool, flag("--overwrite", "Replace a folder that epimer made.")]
+AnyCurvature = Annotated[bool, option("Use curvature even where it was measured on another model.", "--any-curvature")]
+Overwrite = Annotated[bool, option("Replace a folder that epimer made.", "--overwrite")]
 OutJson = Annotated[Path | None, option("Also write the result to this JSON file.", "--out", "-o")]
-Json = Annotated[bool, flag("--json", "Print JSON for machines.")]
-Quiet = Annotated[bool, flag("--quiet", "Print nothing but errors.", "-q")]
+Json = Annotated[bool, option("Print JSON for machines.", "--json")]
+Quiet = Annotated[bool, option("Print nothing but errors.", "--quiet", "-q")]
 
 
 def split_commas(text: str | None, kind: Callable[[str], T], name: str) -> list[T] | None:

@@ -69,23 +69,19 @@ class SweepRecord(Record):
 
 @dataclass(frozen=True)
 class OverallScore:
-    """The average score over all tasks, or the worst of them; a loss is a loss."""
+    """The average score over all tasks, or that of the worst `task`, as its metric is known: a loss is a loss."""
 
     score: float
     low: float | None = None
     high: float | None = None
-    """95% interval"""
     base: float | None = None
-    """the base's score"""
     fine_tuned: float | None = None
-    """that of the model fine-tuned for the task"""
     task: str | None = field(default=None, kw_only=True)
-    """the worst task"""
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A model's score on one task as its metric is known, beside the base's and the fine-tuned model's."""
+    """A model's score on one task with its 95% interval, and the scores of the base and the fine-tuned model."""
 
     name: str
     metric: str

@@ -84,23 +84,17 @@ def _best_merge(performance: Performance) -> Markup:
     if best is None:
         return Markup()
     chosen = "chosen on validation data" if performance.validated else "by its average"
-    cards = [
-        card("Best merge", best.method, f"of {len(performance.merges)} methods; {chosen}", named=True),
-        *_score_cards(best, unit),
-        _gain_kept(best, performance),
-    ]
-    return tag("div", tag("dl", cards, class_="cards"), tag("p", _compared(performance, best), class_="compared"))
+    name = card("Best merge", best.method, f"of {len(performance.merges)} methods; {chosen}", named=True)
+    cards = tag("dl", name, _score_cards(best, unit), _gain_kept(best, performance), class_="cards")
+    return tag("div", cards, tag("p", _compared(performance, best), class_="compared"))
 
 
 def _best_trial(sweep: SweepRecord, best: Trial) -> Markup:
     unit = unit_of(sweep.data)
     where = setting(best).removeprefix(", ") if best.rank is not None else f"every direction{setting(best)}"
-    cards = [
-        card("Best of the sweep", best.method, where, named=True),
-        card("Score", unit.show(best.validation) + unit.suffix, f"by {sweep.eval}"),
-        *(_score_cards(best, unit) if best.average is not None else []),
-    ]
-    return tag("dl", cards, class_="cards")
+    name = card("Best of the sweep", best.method, where, named=True)
+    score = card("Score", unit.show(best.validation) + unit.suffix, f"by {sweep.eval}")
+    return tag("dl", name, score, _score_cards(best, unit) if best.average is not None else None, class_="cards")
 
 
 def _score_cards(score: Score, unit: Unit) -> list[Markup]:

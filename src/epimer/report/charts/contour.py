@@ -31,51 +31,37 @@ def levels_of(values: Grid, count: int) -> list[float]:
 def contours(values: Grid, xs: Sequence[float], ys: Sequence[float], level: float) -> list[list[Spot]]:
     """Return the lines on which the function, straight along every edge of the grid, has a level; loops are closed."""
     beside: dict[Edge, list[Edge]] = {}
-    for i, j in _cells(values):
-        for one, two in _pairs(values, i, j, level):
+    for i, j, corners in _cells(values):
+        for one, two in _pairs(corners, _edges(i, j), level):
             beside.setdefault(one, []).append(two)
             beside.setdefault(two, []).append(one)
-    lines, ends = [], [edge for edge, near in beside.items() if len(near) == 1]
-    for start in [*ends, *beside]:
-        if beside[start]:
-            lines.append([_crossing(values, xs, ys, edge, level) for edge in _followed(start, beside)])
-    return lines
+    ends = [edge for edge, near in beside.items() if len(near) == 1]
+    lines = [_followed(start, beside) for start in [*ends, *beside] if beside[start]]
+    return [[_crossing(values, xs, ys, edge, level) for edge in line] for line in lines]
 
 
 def region(values: Grid, xs: Sequence[float], ys: Sequence[float], level: float) -> list[list[Spot]]:
     """Return polygons that together cover where the function is at least `level`; whole cells are joined along x."""
-    found: list[list[Spot]] = []
-    run: tuple[int, int, int] | None = None  # row, first cell, end
-
-    def close() -> None:
-        if run is not None:
-            i, a, b = run
-            found.append([(xs[a], ys[i]), (xs[b], ys[i]), (xs[b], ys[i + 1]), (xs[a], ys[i + 1])])
-
-    for i, j in _cells(values):
-        corners = _corners(values, i, j)
+    polygons: list[list[Spot]] = []
+    following = None  # the cell that would lengthen the last polygon
+    for i, j, corners in _cells(values):
         if min(corners) >= level:
-            if run is not None and run[0] == i and run[2] == j:
-                run = (i, run[1], j + 1)
-            else:
-                close()
-                run = (i, j, j + 1)
+            if following != (i, j):
+                polygons.append([(xs[j], ys[i]), (xs[j], ys[i]), (xs[j], ys[i + 1]), (xs[j], ys[i + 1])])
+            polygons[-1][1:3] = [(xs[j + 1], ys[i]), (xs[j + 1], ys[i + 1])]
+            following = (i, j + 1)
         elif max(corners) >= level:
-            found += _pieces(values, xs, ys, i, j, level)
-    close()
-    return found
+            polygons += _pieces(values, xs, ys, i, j, level)
+    return polygons
 
 
-def _cells(values: Grid) -> Iterator[tuple[int, int]]:
-    """Yield row and column of the cells whose corners all have a value."""
+def _cells(values: Grid) -> Iterator[tuple[int, int, list[float]]]:
+    """Yield row, column and corners of the cells whose corners all have a value."""
     for i in range(len(values) - 1):
         for j in range(len(values[i]) - 1):
-            if all(math.isfinite(value) for value in _corners(values, i, j)):
-                yield i, j
-
-
-def _corners(values: Grid, i: int, j: int) -> list[float]:
-    return [values[i + di][j + dj] for dj, di in CORNERS]
+            corners = [values[i + di][j + dj] for dj, di in CORNERS]
+            if all(map(math.isfinite, corners)):
+                yield i, j, corners
 
 
 def _edges(i: int, j: int) -> tuple[Edge, Edge, Edge, Edge]:
@@ -83,10 +69,8 @@ def _edges(i: int, j: int) -> tuple[Edge, Edge, Edge, Edge]:
     return (i, j, False), (i, j + 1, True), (i + 1, j, False), (i, j, True)
 
 
-def _pairs(values: Grid, i: int, j: int, level: float) -> list[tuple[Edge, Edge]]:
+def _pairs(corners: Sequence[float], edges: Sequence[Edge], level: float) -> list[tuple[Edge, Edge]]:
     """Return which edges of a cell a line joins; in a saddle, the value in the middle decides."""
-    corners = _corners(values, i, j)
-    edges = _edges(i, j)
     above = [value >= level for value in corners]
     crossed = [k for k in range(4) if above[k] != above[(k + 1) % 4]]
     if len(crossed) == 2:
@@ -99,8 +83,7 @@ def _pairs(values: Grid, i: int, j: int, level: float) -> list[tuple[Edge, Edge]
 
 def _pieces(values: Grid, xs: Sequence[float], ys: Sequence[float], i: int, j: int, level: float) -> list[list[Spot]]:
     """Return the part of a cell that lies above a level: one polygon, or two at a saddle."""
-    corners = _corners(values, i, j)
-    edges = _edges(i, j)
+    corners, edges = [values[i + di][j + dj] for dj, di in CORNERS], _edges(i, j)
     above = [value >= level for value in corners]
     spots: list[tuple[int, Spot]] = []
     for k, (dj, di) in enumerate(CORNERS):
