@@ -8,7 +8,7 @@ from itertools import chain, count
 
 from epimer.report.charts.frame import Chart
 from epimer.report.markup import Child, Markup, prose, slug, tag
-from epimer.report.numbers import number
+from epimer.report.numbers import Show, number
 from epimer.report.palette import standalone
 
 
@@ -21,7 +21,6 @@ class Cell:
 
 
 Rows = list[list[Cell | str]]
-Show = Callable[[float | None], str]
 LONG, NAME = 60, 28  # characters, above which a cell or a row's name may take several lines
 TALL = 24  # rows, above which a table scrolls in its own frame
 

@@ -13,6 +13,7 @@ T = TypeVar("T")
 SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 MINUS = "−"
 NOTHING = "–"
+Show = Callable[[float | None], str]
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -82,9 +83,7 @@ class Unit:
         """Return the ends of an interval in the order in which they read."""
         return order_bounds(self.metric, low, high)
 
-    def between(
-        self, low: float | None, high: float | None, to: str = ", ", show: Callable[[float | None], str] | None = None
-    ) -> str:
+    def between(self, low: float | None, high: float | None, to: str = ", ", show: Show | None = None) -> str:
         """Return the ends of an interval as tables have them."""
         return to.join(map(show or self.show, self.ends(low, high)))
 

@@ -93,13 +93,9 @@ def methods_in(records: Records) -> list[str]:
 
 
 def _contents(keyed: list[tuple[str, Section]]) -> Markup:
-    links = [tag("li", tag("a", section.name, href=f"#{key}")) for key, section in keyed]
-    return tag(
-        "nav",
-        tag("ul", tag("li", tag("a", "Summary", href="#summary")), links),
-        tag("button", "Dark or light", type="button", id="theme"),
-        aria_label="Contents",
-    )
+    names = {"summary": "Summary", **{key: section.name for key, section in keyed}}
+    links = tag("ul", [tag("li", tag("a", name, href=f"#{key}")) for key, name in names.items()])
+    return tag("nav", links, tag("button", "Dark or light", type="button", id="theme"), aria_label="Contents")
 
 
 def _meta(title: str, script: str) -> Markup:

@@ -53,11 +53,10 @@ def label(
 
 def wide(content: str, size: float = SIZE) -> float:
     """Return about how wide a line of text is."""
-    units = 0.0
-    for character in content:
-        narrow, broad = character in "iljtf.,:;'|! ", character in "mwMW%@×"
-        units += 0.36 if narrow else 0.92 if broad else 0.7 if character.isupper() else 0.61
-    return units * size
+    widths = (
+        0.36 if c in "iljtf.,:;'|! " else 0.92 if c in "mwMW%@×" else 0.7 if c.isupper() else 0.61 for c in content
+    )
+    return size * sum(widths)
 
 
 def cut(content: str, room: float, size: float = SIZE) -> str:

@@ -103,10 +103,8 @@ def _models(points: Sequence[MapPoint], plane: Plane, task: str) -> Markup:
         who = f"{point.name} ({'fine-tuned' if point.kind == 'task' else point.kind})"
         tip = f"{who}\nits own loss {number(loss, 4)}; off the plane by {percent(point.off)}%"
         shapes.append(_shape(point.kind, x, y, tip, own=own))
-        width = wide(point.name, SMALL) + 2
-        box = _free(x, y, width, taken, plane.box)
-        taken.append(box)
-        names.append(_name(point.name, x, y, box, strong=own or point.kind == "merged"))
+        taken.append(_free(x, y, wide(point.name, SMALL) + 2, taken, plane.box))
+        names.append(_name(point.name, x, y, taken[-1], strong=own or point.kind == "merged"))
     return join(names, shapes[::-1])
 
 
@@ -154,10 +152,8 @@ def _shape(kind: str, x: float, y: float, tip: str | None, *, own: bool = False)
 def _key(levels: Sequence[float], left: float, top: float) -> Markup:
     """Return the bands' colours with some of the levels between them."""
     count, each = len(levels), KEY / (len(levels) + 1)
-    names = [
-        label(left + each * (i + 1), top + 18, number(levels[i]), anchor="middle", soft=True, size=SMALL)
-        for i in range(1, count, 4)
-    ]
+    shown = [(left + each * (i + 1), number(levels[i])) for i in range(1, count, 4)]
+    names = [label(x, top + 18, name, anchor="middle", soft=True, size=SMALL) for x, name in shown]
     return join(ramp([_band(i, count) for i in range(count + 1)], left, top, KEY), names)
 
 

@@ -16,7 +16,7 @@ from epimer.report.markup import Markup, prose, tag
 from epimer.report.numbers import NOTHING, finite, fixed, number, percent
 
 MANY = 40  # layers, above which a map shows blocks against kinds of layer
-BLOCK = re.compile(r"(?<=\.)(\d+)(?=\.)|^(\d+)(?=\.)")
+BLOCK = re.compile(r"(?<![^.])\d+(?=\.)")  # a number of its own between dots, as in layers.3.weight
 CONFLICTS = {
     "cosine": ("Cosine of the task vectors", "1: the same direction, −1: opposite."),
     "sign": ("Agreement of signs", "Share of the entries that both moved, and in the same direction; 0.5 is chance."),
@@ -30,27 +30,27 @@ CONFLICTS = {
 ADVICE = {"take": "Take", "warning": "Warning", "mind": "Warning", "note": "Note"}
 
 
-def section(found: Diagnosis, *, named: bool) -> Section:
+def section(record: Diagnosis, *, named: bool) -> Section:
     """Return a diagnosis' section."""
-    forecast = [_forecast(found)] if found.forecast else []
-    by_rank: list[Figure | Choice] = [_energy(found)] if found.energy else []
-    by_rank += [Choice("η", eta_figures("diagnosis", found.eta_by_rank))] if found.eta_by_rank else []
-    blocks: list[Block] = [_theory(found), Side([_tasks(found), *forecast])]
+    forecast = [_forecast(record)] if record.forecast else []
+    by_rank: list[Figure | Choice] = [_energy(record)] if record.energy else []
+    by_rank += [Choice("η", eta_figures("diagnosis", record.eta_by_rank))] if record.eta_by_rank else []
+    blocks: list[Block] = [_theory(record), Side([_tasks(record), *forecast])]
     blocks += [tag("h3", "By rank"), Side(by_rank)] if by_rank else []
-    blocks += [tag("h3", "Conflict between tasks"), Side([_conflict(found, name) for name in CONFLICTS])]
-    if found.layers:
-        maps = {quantity.name: _layers(found, quantity) for quantity in _quantities(found)}
+    blocks += [tag("h3", "Conflict between tasks"), Side([_conflict(record, name) for name in CONFLICTS])]
+    if record.layers:
+        maps = {quantity.name: _layers(record, quantity) for quantity in _quantities(record)}
         blocks += [tag("h3", "Layer by layer"), Choice("Show", maps)]
-    of = f" of {', '.join(found.models)}" if named else ""
+    of = f" of {', '.join(record.models)}" if named else ""
     return Section(f"Diagnosis{of}", blocks, short="Diagnosis")
 
 
-def _theory(found: Diagnosis) -> Block:
-    total = found.total
-    rank = "all directions" if found.rank is None else f"rank {found.rank}"
+def _theory(record: Diagnosis) -> Block:
+    total = record.total
+    rank = "all directions" if record.rank is None else f"rank {record.rank}"
     return facts(
         [
-            ("Curvature", f"{found.curvature}, {rank}, damping {number(found.damping)}"),
+            ("Curvature", f"{record.curvature}, {rank}, damping {number(record.damping)}"),
             ("η / F(x̄): what curvature can gain", f"{percent(total.eta_fraction)}%"),
             ("η (mean diagonal 1; trace 1)", f"{number(total.eta)}; {number(total.eta_unit_trace)}"),
             ("Task vectors' energy on the atoms u_i v_iᵀ", f"{percent(total.energy_kept)}%"),
@@ -62,42 +62,42 @@ def _theory(found: Diagnosis) -> Block:
     )
 
 
-def _tasks(found: Diagnosis) -> Table:
+def _tasks(record: Diagnosis) -> Table:
     rows: Rows = []
-    for name, norm, kept in zip(found.models, found.norms, found.total.energy_kept_by_task, strict=True):
-        share = norm / found.base_norm if found.base_norm else math.nan
+    for name, norm, kept in zip(record.models, record.norms, record.total.energy_kept_by_task, strict=True):
+        share = norm / record.base_norm if record.base_norm else math.nan
         rows.append([name, *cells([norm], number), *cells([share], lambda v: percent(v, 2)), *cells([kept], percent)])
     headings = ["model", "‖D‖", "‖D‖ / ‖base‖, %", "on atoms, %"]
     return Table(headings, rows, "How far each model moved from the base, and how much of it lies on the atoms")
 
 
-def _forecast(found: Diagnosis) -> Figure:
-    order = sorted(found.forecast, key=lambda name: found.forecast[name].mean_at_scale)
-    values = [[*(one := found.forecast[m]).tasks, one.mean, one.worst, one.mean_at_scale] for m in order]
-    columns = [*found.models, "mean", "worst", "mean at best α"]
+def _forecast(record: Diagnosis) -> Figure:
+    order = sorted(record.forecast, key=lambda name: record.forecast[name].mean_at_scale)
+    values = [[*(one := record.forecast[m]).tasks, one.mean, one.worst, one.mean_at_scale] for m in order]
+    columns = [*record.models, "mean", "worst", "mean at best α"]
     said = f"Least lost at its best scale: {', '.join(order[:4])}."
     chart = heat(
         values, order, columns, fixed, said, tip=lambda m, t, v: f"{m}, {t}\nloses {percent(v, 2)}% of the gain"
     )
-    numbers = [[*row, found.forecast[m].scale] for m, row in zip(order, values, strict=True)]
+    numbers = [[*row, record.forecast[m].scale] for m, row in zip(order, values, strict=True)]
     table = Table.matrix("method", order, [*columns, "best α"], numbers, "Forecast of every method")
     caption = "0: as good as the task's own model; 1: as bad as the base. A quadratic model: trust it as a ranking."
     return Figure("forecast", "Forecast: share of each task's gain that a merge loses", chart, table, caption)
 
 
-def _energy(found: Diagnosis) -> Figure:
-    ranks = sorted(found.energy, key=int)
-    named = {m: [(int(k), e := found.energy[k][t], e, e) for k in ranks] for t, m in enumerate(found.models)}
+def _energy(record: Diagnosis) -> Figure:
+    ranks = sorted(record.energy, key=int)
+    named = {m: [(int(k), e := record.energy[k][t], e, e) for k in ranks] for t, m in enumerate(record.models)}
     labels = Labels("rank k", "energy kept, %", lambda v: percent(v, 0), lambda v: f"{percent(v, 2)}%")
     chart = lines(series(named), labels, "Share of each task vector's energy in the span of all pairs u_i v_jᵀ.")
-    table = Table.matrix("k", ranks, found.models, [found.energy[k] for k in ranks], "Energy kept by rank")
+    table = Table.matrix("k", ranks, record.models, [record.energy[k] for k in ranks], "Energy kept by rank")
     return Figure("energy by rank", "Energy that a basis of rank k keeps", chart, table)
 
 
-def _conflict(found: Diagnosis, name: str) -> Figure:
+def _conflict(record: Diagnosis, name: str) -> Figure:
     """Return a matrix; its diagonal, which says nothing, is left out of the drawing, so that colours tell the rest."""
     title, caption = CONFLICTS[name]
-    values: list[list[float]] = [list(row) for row in getattr(found.conflict, name)]
+    values: list[list[float]] = [list(row) for row in getattr(record.conflict, name)]
     drawn = [[None if s == t else v for t, v in enumerate(row)] for s, row in enumerate(values)]
     away = finite(v for row in drawn for v in row)
     chance = {"cosine": 0.0, "sign": 0.5}.get(name)
@@ -107,12 +107,11 @@ def _conflict(found: Diagnosis, name: str) -> Figure:
         scale = Scale(chance - reach, chance + reach, True)
     said = f"Between different tasks from {number(min(away))} to {number(max(away))}." if away else "One task only."
     chart = heat(
-        drawn, found.models, found.models, fixed, said,
+        drawn, record.models, record.models, fixed, said,
         scale=scale, tip=lambda row, column, value: f"{row} and {column}\n{number(value, 4)}",
     )  # fmt: skip
-    return Figure(
-        f"conflict {name}", title, chart, Table.matrix("task", found.models, found.models, values, title), caption
-    )
+    table = Table.matrix("task", record.models, record.models, values, title)
+    return Figure(f"conflict {name}", title, chart, table, caption)
 
 
 @dataclass(frozen=True)
@@ -127,15 +126,9 @@ class Quantity:
     zero: bool = True
 
 
-def _quantities(found: Diagnosis) -> list[Quantity]:
-    models, methods = found.models, list(found.forecast)
-    forecast = [
-        Quantity(
-            "forecast of each method", methods, lambda one: [_mean(one.forecast.get(m, ())) for m in methods], fixed,
-            "Predicted share of the fine-tuning gain that is lost, mean over tasks.",
-        ),
-    ]  # fmt: skip
-    return [
+def _quantities(record: Diagnosis) -> list[Quantity]:
+    models, methods = record.models, list(record.forecast)
+    quantities = [
         Quantity(
             "how far fine-tuning moved", models,
             lambda one: [norm / one.base_norm if one.base_norm else None for norm in one.norms],
@@ -145,21 +138,22 @@ def _quantities(found: Diagnosis) -> list[Quantity]:
             "energy kept", models, lambda one: one.theory.energy_kept_by_task, lambda v: percent(v, 0),
             "Share of each task vector's energy on the atoms u_i v_iᵀ, in percent.",
         ),
-        *(forecast if methods else []),
+        Quantity(
+            "forecast of each method", methods, lambda one: [_mean(one.forecast.get(m, ())) for m in methods], fixed,
+            "Predicted share of the fine-tuning gain that is lost, mean over tasks.",
+        ),
         Quantity(
             "what curvature can gain", ["η / F(x̄)"], lambda one: [one.theory.eta_fraction], lambda v: percent(v, 0),
             "η as a share of the flat merge's objective, in percent.",
         ),
         Quantity(
-            "condition", ["condition"], lambda one: [_log(one.theory.condition)],
+            "condition", ["condition"],
+            lambda one: [math.log10(one.theory.condition) if one.theory.condition > 0 else None],
             lambda v: number(10**v if v < 300 else math.inf, 2),
             "Condition number of the system that is solved; colours by its logarithm.", zero=False,
         ),
     ]  # fmt: skip
-
-
-def _log(value: float) -> float | None:
-    return math.log10(value) if value > 0 else None
+    return [quantity for quantity in quantities if quantity.columns]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -167,10 +161,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _layers(found: Diagnosis, quantity: Quantity) -> Figure:
+def _layers(record: Diagnosis, quantity: Quantity) -> Figure:
     """Return a map: layers against columns where they are few, else kinds of layer against blocks."""
-    names = list(found.layers)
-    values = [list(quantity.of(layer)) for layer in found.layers.values()]
+    names = list(record.layers)
+    values = [list(quantity.of(layer)) for layer in record.layers.values()]
     table = Table.matrix(
         "tensor", names, quantity.columns, values, f"{quantity.name}, by layer",
         show=lambda v: NOTHING if v is None else quantity.show(v),
@@ -191,12 +185,7 @@ def _layers(found: Diagnosis, quantity: Quantity) -> Figure:
 
 def _folded(names: Sequence[str]) -> tuple[list[str], list[str], list[tuple[int, int]]] | None:
     """Return kinds of layer, blocks, and each name's place among them; None where names have no block numbers."""
-    split = []
-    for name in names:
-        match = BLOCK.search(name)
-        block = "" if match is None else match[0]
-        kind = name if match is None else f"{name[: match.start()]}*{name[match.end() :]}"
-        split.append((kind, block))
+    split = [(BLOCK.sub("*", name, count=1), "".join(BLOCK.findall(name)[:1])) for name in names]
     kinds = list(dict.fromkeys(kind for kind, _ in split))
     blocks = sorted({block for _, block in split}, key=lambda b: -1 if b == "" else int(b))
     if len(set(split)) < len(split) or len(kinds) > len(names) / 2:
@@ -204,11 +193,10 @@ def _folded(names: Sequence[str]) -> tuple[list[str], list[str], list[tuple[int,
     return kinds, [b or "·" for b in blocks], [(kinds.index(k), blocks.index(b)) for k, b in split]
 
 
-def advice(found: Diagnosis) -> Markup:
+def advice(record: Diagnosis) -> Markup:
     """Return the recommendation in sentences."""
     items = []
-    for one in found.advice:
-        known = ADVICE.get(one.kind)
-        name = tag("b", known or one.kind)
-        items.append(tag("li", name, " ", prose(one.text), class_=known.lower() if known else None))
+    for one in record.advice:
+        name = ADVICE.get(one.kind)
+        items.append(tag("li", tag("b", name or one.kind), " ", prose(one.text), class_=name and name.lower()))
     return tag("ul", items, class_="advice")
