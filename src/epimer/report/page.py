@@ -11,9 +11,9 @@ from importlib.resources import files
 
 import epimer
 from epimer.errors import DataError
-from epimer.records import Diagnosis, EvaluationRecord, Experiment, HarnessRecord, MergeRecord, SweepRecord
+from epimer.records import Diagnosis, EvaluationRecord, Experiment, HarnessRecord, MergeRecord, Record, SweepRecord
 from epimer.report import palette
-from epimer.report.blocks import Renderer, Section, figures
+from epimer.report.blocks import Renderer, Rows, Section, Table, figures
 from epimer.report.markup import Markup, join, tag
 from epimer.report.performance import Performance
 from epimer.report.read import Records
@@ -22,6 +22,8 @@ from epimer.report.summary import summary, title_of
 
 ORDER = ("alpha", "eta", "landscape")
 """experiments with sections of their own"""
+KINDS = (Performance, Experiment, Diagnosis, SweepRecord, EvaluationRecord, HarnessRecord, MergeRecord)
+"""of records, in the order in which they are listed"""
 HELP = "Focus a chart and use the arrow keys to go through its values."
 
 
@@ -77,7 +79,7 @@ def sections(records: Records) -> list[Section]:
     recipes = dict.fromkeys(record.recipe for record in diagnoses if record.recipe)
     if recipes and not any(record.recipe for record in merges):
         parts.append(Section("Recipe", [tag("h3", "As it was diagnosed"), *map(merging.recipe, recipes)]))
-    parts.append(merging.measured(records))
+    parts.append(sources(records))
     cited = merging.citations(methods_in(records))
     return [*parts, cited] if cited else parts
 
@@ -90,6 +92,39 @@ def methods_in(records: Records) -> list[str]:
     names += [trial.method for record in records.of(SweepRecord) for trial in record.data]
     names += [record.method for record in records.of(MergeRecord)]
     return list(dict.fromkeys(names))
+
+
+def sources(records: Records) -> Section:
+    """Return what was measured on what: every record with its file."""
+    entries = sorted(records.entries, key=lambda entry: KINDS.index(type(entry[1])))
+    rows: Rows = [[source, *_described(record)] for source, record in entries]
+    said = (
+        "Scores of merged models are on test data; what was chosen, like a scale, was chosen on validation data, "
+        "unless a note says otherwise."
+    )
+    table = Table(["file", "kind", "what"], rows, "The records of this page")
+    return Section("What was measured on what", [tag("p", said), table], short="Measured")
+
+
+def _described(record: Record) -> tuple[str, str]:
+    by = f"; epimer {record.version}" if isinstance(record, Diagnosis | MergeRecord) and record.version else ""
+    match record:
+        case Performance() as p:
+            return p.name, f"{p.suite}: {len(p.merges)} merges on {len(p.tasks)} tasks ({', '.join(p.tasks)})"
+        case Experiment() as x:
+            return x.name, f"{x.title}: {len(x.data)} rows"
+        case Diagnosis() as d:
+            rank = "" if d.rank is None else f", rank {d.rank}"
+            return d.kind, f"{', '.join(d.models)} against {d.base}; {d.curvature} curvature{rank}{by}"
+        case SweepRecord() as s:
+            return s.kind, f"{len(s.data)} tries, scored by {s.eval}"
+        case EvaluationRecord() as e:
+            return e.kind, f"{e.model} on {e.split} data of {e.suite}: {len(e.tasks)} tasks"
+        case HarnessRecord() as h:
+            return h.harness, f"{h.model}: {len(h.results)} numbers"
+        case MergeRecord() as m:
+            return m.kind, f"{m.method} of {', '.join(name for name, _ in m.models)}{by}"
+    return record.kind, ""
 
 
 def _contents(keyed: list[tuple[str, Section]]) -> Markup:

@@ -8,24 +8,13 @@ STEPS = 12  # of the sequential ramp
 SIDES = 11  # of the diverging one
 
 COLOURS = {
-    "paper": ("#ffffff", "#14181d"),
-    "ground": ("#f6f7f9", "#0e1115"),
-    "ink": ("#1a2027", "#e8ecf0"),
-    "soft": ("#5a6672", "#9da8b4"),
-    "rule": ("#d8dee4", "#333c46"),
-    "faint": ("#eaeef1", "#222930"),
-    "accent": ("#0b63a5", "#63b3f0"),
-    "good": ("#00795a", "#45c79c"),
-    "warn": ("#b04a00", "#f2a15f"),
-    "c0": ("#0b63a5", "#63b3f0"),
-    "c1": ("#d1600a", "#f59a52"),
-    "c2": ("#008f6b", "#45c79c"),
-    "c3": ("#a6468f", "#da8fc9"),
-    "c4": ("#8a6d00", "#d9bd4f"),
-    "c5": ("#3f9fd8", "#2f7fc0"),
-    "c6": ("#6b7480", "#a2acb7"),
-    "c7": ("#c2364b", "#f07f8e"),
-}
+    "paper": ("#ffffff", "#14181d"), "ground": ("#f6f7f9", "#0e1115"), "ink": ("#1a2027", "#e8ecf0"),
+    "soft": ("#5a6672", "#9da8b4"), "rule": ("#d8dee4", "#333c46"), "faint": ("#eaeef1", "#222930"),
+    "accent": ("#0b63a5", "#63b3f0"), "good": ("#00795a", "#45c79c"), "warn": ("#b04a00", "#f2a15f"),
+    "c0": ("#0b63a5", "#63b3f0"), "c1": ("#d1600a", "#f59a52"), "c2": ("#008f6b", "#45c79c"),
+    "c3": ("#a6468f", "#da8fc9"), "c4": ("#8a6d00", "#d9bd4f"), "c5": ("#3f9fd8", "#2f7fc0"),
+    "c6": ("#6b7480", "#a2acb7"), "c7": ("#c2364b", "#f07f8e"),
+}  # fmt: skip
 """name -> the colour in light and in dark"""
 RAMP = {
     "light": ("#f3f7fa", "#d3e4f0", "#a3c9e2", "#6aa7d1", "#3681b8", "#14598f", "#083663"),

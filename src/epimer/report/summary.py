@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from epimer.records import (
-    Diagnosis,
-    EvaluationRecord,
-    HarnessRecord,
-    MergeRecord,
-    MethodScore,
-    Score,
-    SweepRecord,
-    Trial,
-)
+from epimer.records import Diagnosis, EvaluationRecord, HarnessRecord, MergeRecord, MethodScore, Score, SweepRecord
 from epimer.report.blocks import card
 from epimer.report.markup import Child, Markup, tag
 from epimer.report.numbers import Unit, percent
@@ -48,8 +39,8 @@ def summary(records: Records, title: str) -> Markup:
     performances, sweeps, diagnoses = records.of(Performance), records.of(SweepRecord), records.of(Diagnosis)
     if performances:
         parts.append(_best_merge(performances[0]))
-    elif sweeps and (best := sweeps[0].best):
-        parts.append(_best_trial(sweeps[0], best))
+    elif sweeps:
+        parts.append(_best_trial(sweeps[0]))
     for diagnosis in diagnoses:
         if diagnosis.advice:
             of = f" for {', '.join(diagnosis.models)}" if len(diagnoses) > 1 else ""
@@ -89,8 +80,10 @@ def _best_merge(performance: Performance) -> Markup:
     return tag("div", cards, tag("p", _compared(performance, best), class_="compared"))
 
 
-def _best_trial(sweep: SweepRecord, best: Trial) -> Markup:
-    unit = unit_of(sweep.data)
+def _best_trial(sweep: SweepRecord) -> Markup:
+    best, unit = sweep.best, unit_of(sweep.data)
+    if best is None:
+        return Markup()
     where = setting(best).removeprefix(", ") if best.rank is not None else f"every direction{setting(best)}"
     name = card("Best of the sweep", best.method, where, named=True)
     score = card("Score", unit.show(best.validation) + unit.suffix, f"by {sweep.eval}")

@@ -1,4 +1,4 @@
-"""Sweeps, merged models and their recipes; the records of the page, and whom to cite."""
+"""Sweeps, merged models and their recipes, and whom to cite."""
 
 from __future__ import annotations
 
@@ -6,18 +6,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from epimer.records import (
-    Diagnosis,
-    EvaluationRecord,
-    Experiment,
-    HarnessRecord,
-    MergeRecord,
-    Record,
-    Status,
-    SweepRecord,
-    TensorRecord,
-    Trial,
-)
+from epimer.records import MergeRecord, Status, SweepRecord, TensorRecord, Trial
 from epimer.records.experiment import Point
 from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Side, Table, cells, facts, folded, notes
 from epimer.report.charts.lines import Labels, lines
@@ -25,11 +14,8 @@ from epimer.report.citations import CITATIONS
 from epimer.report.figures import axis_name, series
 from epimer.report.markup import Markup, join, tag
 from epimer.report.numbers import NOTHING, finite, number, widened
-from epimer.report.performance import Performance, unit_of
-from epimer.report.read import Records
+from epimer.report.performance import unit_of
 
-ORDER = (Performance, Experiment, Diagnosis, SweepRecord, EvaluationRecord, HarnessRecord, MergeRecord)
-"""of the records in the list of all of them"""
 SOLVED = (Status.EXACT, Status.CONVERGED, Status.TIED)
 """statuses that need no remark"""
 
@@ -136,40 +122,6 @@ def _value(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_value, value)) or "none"
     return str(value)
-
-
-def measured(records: Records) -> Section:
-    """Return what was measured on what: every record with its file."""
-    entries = sorted(records.entries, key=lambda entry: ORDER.index(type(entry[1])))
-    rows: Rows = [[source, *_described(record)] for source, record in entries]
-    said = (
-        "Scores of merged models are on test data; what was chosen, like a scale, was chosen on validation data, "
-        "unless a note says otherwise."
-    )
-    table = Table(["file", "kind", "what"], rows, "The records of this page")
-    return Section("What was measured on what", [tag("p", said), table], short="Measured")
-
-
-def _described(record: Record) -> tuple[str, str]:
-    version = getattr(record, "version", "")
-    by = f"; epimer {version}" if version else ""
-    match record:
-        case Performance() as p:
-            return p.name, f"{p.suite}: {len(p.merges)} merges on {len(p.tasks)} tasks ({', '.join(p.tasks)})"
-        case Experiment() as x:
-            return x.name, f"{x.title}: {len(x.data)} rows"
-        case Diagnosis() as d:
-            rank = "" if d.rank is None else f", rank {d.rank}"
-            return d.kind, f"{', '.join(d.models)} against {d.base}; {d.curvature} curvature{rank}{by}"
-        case SweepRecord() as s:
-            return s.kind, f"{len(s.data)} tries, scored by {s.eval}"
-        case EvaluationRecord() as e:
-            return e.kind, f"{e.model} on {e.split} data of {e.suite}: {len(e.tasks)} tasks"
-        case HarnessRecord() as h:
-            return h.harness, f"{h.model}: {len(h.results)} numbers"
-        case MergeRecord() as m:
-            return m.kind, f"{m.method} of {', '.join(name for name, _ in m.models)}{by}"
-    return record.kind, ""
 
 
 def citations(names: Iterable[str]) -> Section | None:
