@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from epimer.records import Dots, Experiment, Lines, Maps
@@ -19,6 +20,7 @@ from epimer.report.palette import colour
 
 ETAS = {"eta_fraction": "η / F(x̄)", "eta": "η, mean diagonal 1", "eta_unit_trace": "η, trace 1"}
 """the normalisations of η"""
+exact = partial(number, digits=5)
 DASHES = ("", "6 4", "2 3", "9 3 2 3")
 
 
@@ -52,7 +54,7 @@ def by_method(experiment: Experiment) -> list[Figure]:
     """Return scores over α: a chart per method, colours for ranks, dashes for aggregators."""
     figure = experiment.figure
     assert isinstance(figure, Lines)
-    unit = _unit(_heights(figure), figure.y, figure.metric)
+    unit, labels = _axes(figure)
     span = widened([v for points in figure.lines.values() for _, *ys in points for v in finite(ys)] or [0.0, 1.0])
     count = max((len(row.get("tasks") or ()) for row in experiment.data), default=0)
     methods: dict[str, dict[str, list[Point]]] = {}
@@ -64,7 +66,7 @@ def by_method(experiment: Experiment) -> list[Figure]:
             f"alpha {method}",
             f"{method} over α",
             lines(
-                series(some), _labels(figure, unit), f"{figure.y} of {method} over {figure.x}.",
+                series(some), labels, f"{figure.y} of {method} over {figure.x}.",
                 span=span, at=[(count**-0.5, "1/√T")] if count else (),
             ),
             point_table(some, figure.x, figure.y, unit),
@@ -75,9 +77,9 @@ def by_method(experiment: Experiment) -> list[Figure]:
 
 def line_figure(name: str, figure: Lines) -> Figure:
     """Return lines as the record has them."""
-    unit = _unit(_heights(figure), figure.y, figure.metric)
+    unit, labels = _axes(figure)
     said = f"{figure.y} against {figure.x}: {', '.join(figure.lines)}."
-    chart = lines(series(figure.lines), _labels(figure, unit), said, log=figure.log)
+    chart = lines(series(figure.lines), labels, said, log=figure.log)
     title = capital(f"{figure.y} by {figure.x}")
     if len(figure.lines) == 1 and figure.y not in figure.lines:  # a legend is drawn for several lines only
         title += f": {next(iter(figure.lines))}"
@@ -174,11 +176,6 @@ def axis_name(name: str, unit: Unit) -> str:
     return name + (", %" if unit.share else "")
 
 
-def exact(value: float | None) -> str:
-    """Return a number to five digits."""
-    return number(value, 5)
-
-
 def capital(text: str) -> str:
     """Return a sentence with a capital at its beginning; a symbol as η stays as it is."""
     return text[:1].upper() + text[1:] if text[:1].isascii() else text
@@ -191,9 +188,6 @@ def _unit(values: Iterable[float], axis: str, metric: str | None) -> Unit:
     return Unit.of(values, metric)
 
 
-def _heights(figure: Lines) -> Iterable[float]:
-    return (y for points in figure.lines.values() for _, y, _, _ in points)
-
-
-def _labels(figure: Lines, unit: Unit) -> Labels:
-    return Labels(figure.x, axis_name(figure.y, unit), unit.tick, unit.exact, unit.ends)
+def _axes(figure: Lines) -> tuple[Unit, Labels]:
+    unit = _unit((y for points in figure.lines.values() for _, y, _, _ in points), figure.y, figure.metric)
+    return unit, Labels(figure.x, axis_name(figure.y, unit), unit.tick, unit.exact, unit.ends)

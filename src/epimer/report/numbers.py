@@ -87,6 +87,10 @@ class Unit:
         """Return the ends of an interval as tables have them."""
         return to.join(map(show or self.show, self.ends(low, high)))
 
+    def interval(self, low: float | None, high: float | None) -> str:
+        """Return an interval as tables have it, or a dash where there is none."""
+        return NOTHING if low is None or high is None else f"[{self.between(low, high)}]"
+
     def tick(self, value: float) -> str:
         """Return a score as axes have it."""
         return number(100 * value) if self.share else number(self.plain(value))

@@ -23,8 +23,8 @@ def title_of(records: Records) -> str:
         return f"Before merging {_count(len(diagnoses[0].models))}"
     if sweeps := records.of(SweepRecord):
         return f"Sweep on {sweeps[0].eval}"
-    evaluations = [*records.of(EvaluationRecord), *records.of(HarnessRecord)]
-    return f"How {evaluations[0].model} does" if evaluations else "Merging experiments"
+    models = [r.model for r in records.of(EvaluationRecord)] + [r.model for r in records.of(HarnessRecord)]
+    return f"How {models[0]} does" if models else "Merging experiments"
 
 
 def _count(models: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from epimer.records.experiment import Point
 from epimer.report.charts.frame import SMALL, WIDTH, Chart, across, label, legend, mark, upward, wide
@@ -12,6 +13,7 @@ from epimer.report.markup import Markup, join, place, tag
 from epimer.report.numbers import Axis, bounds, number, ticks, widened
 
 HEIGHT = 230.0  # of the drawing, without legend and labels
+x_text = partial(number, digits=4)  # values of x; a count as 1024 to its last digit
 LOG = 8.0  # times the smallest x the largest must be for a logarithmic axis
 
 
@@ -63,7 +65,7 @@ def lines(
     across_x, marks_x = _horizontal(xs, left, right, log=log)
     up = Axis(low, high, bottom, top)
     parts = [label(2, 8, labels.y, soft=True, size=SMALL), keys]
-    parts += [upward(up, grid, labels.show, left, right), across(across_x, marks_x, _whole, top, bottom)]
+    parts += [upward(up, grid, labels.show, left, right), across(across_x, marks_x, x_text, top, bottom)]
     parts.append(label((left + right) / 2, bottom + 29, labels.x, anchor="middle", soft=True, size=SMALL))
     if low <= 0 <= high and (zero or low < 0):
         parts.append(tag("line", x1=left, x2=right, y1=up(0.0), y2=up(0.0), stroke="var(--soft)"))
@@ -74,11 +76,6 @@ def lines(
             parts.append(label(x + 4, top + 6, name, soft=True, size=SMALL))
     parts += [_band(one, across_x, up) for one in kept] + [_line(one, across_x, up, labels) for one in kept]
     return Chart(WIDTH, bottom + 40, join(parts), describes)
-
-
-def _whole(value: float) -> str:
-    """Return a value of x; a count as 1024 to its last digit."""
-    return number(value, 4)
 
 
 def _drawable(points: Sequence[Point]) -> list[Point]:
@@ -95,7 +92,7 @@ def _horizontal(xs: Sequence[float], left: float, right: float, *, log: bool) ->
     shown = [float(x) for x in xs] if log or (whole and len(xs) <= 12) else ticks(xs[0], xs[-1], 6)
     apart: list[float] = []
     for value in shown:
-        if not apart or axis(value) - axis(apart[-1]) > wide(_whole(value), SMALL) + 6:
+        if not apart or axis(value) - axis(apart[-1]) > wide(x_text(value), SMALL) + 6:
             apart.append(value)
     return axis, apart
 

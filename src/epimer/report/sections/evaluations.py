@@ -9,7 +9,7 @@ from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Table, cell
 from epimer.report.charts.bars import Row, ranges
 from epimer.report.figures import axis_name
 from epimer.report.markup import tag
-from epimer.report.numbers import NOTHING, Unit, number
+from epimer.report.numbers import Unit, number
 from epimer.score_format import LOSSES, SHARES
 
 
@@ -39,10 +39,9 @@ def _unit(metric: str) -> Unit:
 
 def _row(name: str, metric: str, samples: str, score: TaskScore | OverallScore, *, compared: bool) -> list[Cell | str]:
     unit = _unit(metric)
-    between = NOTHING if score.low is None else f"[{unit.between(score.low, score.high)}]"
     row: list[Cell | str] = [name, axis_name(metric, unit), samples, *cells([score.score], unit.show)]
     others = (score.base, score.fine_tuned) if compared else ()
-    return [*row, Cell(between, score.low), *cells(others, unit.show)]
+    return [*row, Cell(unit.interval(score.low, score.high), score.low), *cells(others, unit.show)]
 
 
 def _chart(evaluation: EvaluationRecord, metric: str, *, compared: bool) -> Figure:

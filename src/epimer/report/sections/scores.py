@@ -11,7 +11,7 @@ from epimer.report.charts.bars import Row, bars, ranges
 from epimer.report.charts.heat import Scale, heat
 from epimer.report.figures import axis_name
 from epimer.report.markup import Markup
-from epimer.report.numbers import NOTHING, Unit, bounds, finite, number, percent
+from epimer.report.numbers import bounds, finite, number, percent
 from epimer.report.performance import Performance
 from epimer.score_format import LOSSES, format_p_value
 
@@ -41,7 +41,7 @@ def headline(performance: Performance) -> Table:
     rows: Rows = []
     for score in scores:
         row: list[Cell | str] = [score.method, *cells([score.average], unit.show, unit.plain)]
-        row += [Cell(interval(score, unit), unit.plain(score.low)), score.worst_task]
+        row += [Cell(unit.interval(score.low, score.high), unit.plain(score.low)), score.worst_task]
         row += cells([score.worst], unit.show, unit.plain)
         if compared:
             row.append(_given(unit.apart(score.difference), unit.difference(score.difference)))
@@ -63,11 +63,6 @@ def _given(value: float | None, text: str) -> Cell:
 def best_first(scores: Sequence[MethodScore]) -> list[MethodScore]:
     """Return scores by their average."""
     return sorted(scores, key=lambda score: -math.inf if score.average is None else score.average, reverse=True)
-
-
-def interval(score: MethodScore, unit: Unit) -> str:
-    """Return an average's interval, or a dash where it has none."""
-    return NOTHING if score.low is None or score.high is None else f"[{unit.between(score.low, score.high)}]"
 
 
 def averages(performance: Performance) -> Figure:
