@@ -199,7 +199,7 @@ def notes(lines: Sequence[str]) -> Markup:
     return tag("ul", [tag("li", prose(line)) for line in lines], class_="notes") if lines else Markup()
 
 
-def facts(pairs: Sequence[tuple[str, Child]]) -> Markup:
+def facts(*pairs: tuple[str, Child]) -> Markup:
     """Return names and values."""
     return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs], class_="facts")
 

@@ -61,18 +61,12 @@ def by_method(experiment: Experiment) -> list[Figure]:
     for name, points in figure.lines.items():
         method, _, rest = name.partition(", ")
         methods.setdefault(method, {})[rest or method] = points
-    return [
-        Figure(
-            f"alpha {method}",
-            f"{method} over α",
-            lines(
-                series(some), labels, f"{figure.y} of {method} over {figure.x}.",
-                span=span, at=[(count**-0.5, "1/√T")] if count else (),
-            ),
-            point_table(some, figure.x, figure.y, unit),
-        )
-        for method, some in methods.items()
-    ]  # fmt: skip
+    figures, at = [], [(count**-0.5, "1/√T")] if count else []
+    for method, some in methods.items():
+        chart = lines(series(some), labels, f"{figure.y} of {method} over {figure.x}.", span=span, at=at)
+        table = point_table(some, figure.x, figure.y, unit)
+        figures.append(Figure(f"alpha {method}", f"{method} over α", chart, table))
+    return figures
 
 
 def line_figure(name: str, figure: Lines) -> Figure:
@@ -90,14 +84,11 @@ def dot_figure(name: str, figure: Dots) -> Figure:
     """Return dots as the record has them; values that are not finite are left out."""
     unit = _unit((value for values in figure.dots.values() for value in values), figure.x, figure.metric)
     first, second = figure.names
-    rows = [
-        Row(
-            name, value, f"{name}\n{first} {unit.exact(value)}", low, high, other,
-            f"{name}\n{second} {unit.exact(other)}",
-        )
-        for name, (value, low, high, other) in figure.dots.items()
-        if math.isfinite(value)
-    ]  # fmt: skip
+    rows = []
+    for row, (value, low, high, other) in figure.dots.items():
+        tips = f"{row}\n{first} {unit.exact(value)}", f"{row}\n{second} {unit.exact(other)}"
+        if math.isfinite(value):
+            rows.append(Row(row, value, tips[0], low, high, other, tips[1]))
     said = f"{figure.x}: {first} and {second} of {len(rows)} rows."
     chart = ranges(rows, unit.tick, figure.names, said, axis_name(figure.x, unit), log=figure.log)
     body: Rows = [
@@ -131,10 +122,8 @@ def eta_figures(key: str, data: Sequence[Mapping[str, Any]]) -> dict[str, Figure
     figures = {}
     for quantity, name in ETAS.items():
         values = [(row["k"], row[quantity]) for row in data if has_numbers(row, "k", quantity)]
-        chart = lines(
-            series({name: [(k, y, y, y) for k, y in values]}), Labels("rank k", name, number, exact),
-            f"{name} against rank.", zero=True,
-        )  # fmt: skip
+        line, labels = series({name: [(k, y, y, y) for k, y in values]}), Labels("rank k", name, number, exact)
+        chart = lines(line, labels, f"{name} against rank.", zero=True)
         rows: Rows = [[*cells([k], number), *cells([y], exact)] for k, y in values]
         table = Table(["k", name], rows, f"{name} by rank")
         figures[name] = Figure(f"{key} {quantity}", "η against rank", chart, table)

@@ -49,16 +49,14 @@ def _theory(record: Diagnosis) -> Block:
     total = record.total
     rank = "all directions" if record.rank is None else f"rank {record.rank}"
     return facts(
-        [
-            ("Curvature", f"{record.curvature}, {rank}, damping {number(record.damping)}"),
-            ("η / F(x̄): what curvature can gain", f"{percent(total.eta_fraction)}%"),
-            ("η (mean diagonal 1; trace 1)", f"{number(total.eta)}; {number(total.eta_unit_trace)}"),
-            ("Task vectors' energy on the atoms u_i v_iᵀ", f"{percent(total.energy_kept)}%"),
-            ("V_S: variance in the subspace", number(total.v_s)),
-            ("R_S: energy outside it", number(total.r_s)),
-            ("Bound on the loss increase", number(total.bound)),
-            ("Worst condition; damped directions", f"{number(total.condition)}; {total.damped}"),
-        ]
+        ("Curvature", f"{record.curvature}, {rank}, damping {number(record.damping)}"),
+        ("η / F(x̄): what curvature can gain", f"{percent(total.eta_fraction)}%"),
+        ("η (mean diagonal 1; trace 1)", f"{number(total.eta)}; {number(total.eta_unit_trace)}"),
+        ("Task vectors' energy on the atoms u_i v_iᵀ", f"{percent(total.energy_kept)}%"),
+        ("V_S: variance in the subspace", number(total.v_s)),
+        ("R_S: energy outside it", number(total.r_s)),
+        ("Bound on the loss increase", number(total.bound)),
+        ("Worst condition; damped directions", f"{number(total.condition)}; {total.damped}"),
     )
 
 

@@ -46,14 +46,11 @@ def _row(name: str, metric: str, samples: str, score: TaskScore | OverallScore, 
 
 def _chart(evaluation: EvaluationRecord, metric: str, *, compared: bool) -> Figure:
     unit, tasks = _unit(metric), evaluation.tasks
-    rows = [
-        Row(
-            task.name, task.score, f"{task.name}\n{unit.exact(task.score)}", task.low, task.high, task.fine_tuned,
-            f"{task.name}\nfine-tuned {unit.exact(task.fine_tuned)}",
-        )
-        for task in tasks
-        if math.isfinite(task.score)
-    ]  # fmt: skip
+    rows = []
+    for t in tasks:
+        tip, second_tip = f"{t.name}\n{unit.exact(t.score)}", f"{t.name}\nfine-tuned {unit.exact(t.fine_tuned)}"
+        if math.isfinite(t.score):
+            rows.append(Row(t.name, t.score, tip, t.low, t.high, t.fine_tuned, second_tip))
     names = ("model, 95% interval", "fine-tuned" if compared else "")
     axis = axis_name(metric, unit) + (", less is better" if metric in LOSSES else "")
     said = ", ".join(f"{task.name} {unit.show(task.score)}" for task in tasks)

@@ -79,7 +79,7 @@ def merge(record: MergeRecord) -> Section:
     parts: list[Table | Markup] = [Table(["model", "fingerprint"], models, "What was merged")]
     if record.recipe:
         parts.append(tag("div", tag("p", "Recipe", class_="title"), recipe(record.recipe)))
-    blocks: list[Block] = [facts(pairs), Side(parts), tag("h3", "Tensors"), _tensors(record.tensors)]
+    blocks: list[Block] = [facts(*pairs), Side(parts), tag("h3", "Tensors"), _tensors(record.tensors)]
     return Section(f"The merge: {record.method}", blocks, short="Merge")
 
 
@@ -103,13 +103,10 @@ def _counted(counts: Counter[str]) -> str:
 
 
 def _tensor_table(tensors: dict[str, TensorRecord]) -> Table:
-    rows: Rows = [
-        [
-            name, one.rule, " × ".join(map(str, one.shape)) or "scalar", str(one.status),
-            *cells((one.rank, one.residual, one.eta), number), one.note,
-        ]
-        for name, one in tensors.items()
-    ]  # fmt: skip
+    rows: Rows = []
+    for name, one in tensors.items():
+        shape, numbers = " × ".join(map(str, one.shape)), cells((one.rank, one.residual, one.eta), number)
+        rows.append([name, one.rule, shape or "scalar", str(one.status), *numbers, one.note])
     headings = ["tensor", "rule", "shape", "status", "rank", "residual", "η", "note"]
     return Table(headings, rows, "How tensors were merged")
 

@@ -94,13 +94,10 @@ def task_bars(performance: Performance, task: str) -> Figure:
     unit = performance.unit
     scored = [(s, s.tasks[task]) for s in performance.scores if math.isfinite(s.tasks.get(task, math.nan))]
     scored.sort(key=lambda pair: -pair[1])
-    rows = [
-        Row(
-            s.method, value, f"{s.method} on {task}\n{unit.exact(value)}",
-            strong=s is performance.winner, reference=s.reference,
-        )
-        for s, value in scored
-    ]  # fmt: skip
+    rows = []
+    for s, value in scored:
+        tip, strong = f"{s.method} on {task}\n{unit.exact(value)}", s is performance.winner
+        rows.append(Row(s.method, value, tip, strong=strong, reference=s.reference))
     said = ", ".join(f"{s.method} {unit.show(value)}" for s, value in scored[:6])
     chart = bars(rows, unit.show, unit.tick, f"Scores on {task}, best first: {said}.", _axis(performance))
     body: Rows = [[s.method, *cells([value], unit.exact, unit.plain)] for s, value in scored]
