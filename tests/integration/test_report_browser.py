@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 import found
+from epimer.report.performance import Performance
 from epimer.report.read import gather
 from epimer.report.write import make_report, write_page
 
@@ -272,7 +273,7 @@ def test_a_hostile_name_runs_nothing(browser, tmp_path):
     record = found.performance(suite=evil)
     record["data"][4]["method"] = evil
     path = write_page([record, found.diagnosis((evil, "b", "c"))], tmp_path / "page.html")
-    assert gather([record]).performances[0].record.winner.method == evil
+    assert gather([record]).of(Performance)[0].winner.method == evil
     watched = Watched(browser, path)
     ran = []
     watched.page.on("dialog", lambda dialog: (ran.append(dialog.message), dialog.dismiss()))
