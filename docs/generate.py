@@ -8,8 +8,8 @@ import epimer
 
 PAGE = Path(__file__).with_name("methods.md")
 OWN = (
-    "A method is a function from a layer to a merged task vector, and a row that says what it needs. Register the",
-    "row, and recipes, `epimer merge`, sweeps, forecasts and benches know it: [own_method.py](../examples/own_method.py)",
+    "A method is a function from a layer to a merged task vector, and a row that says what it needs. Once the row is",
+    "registered, recipes, commands, sweeps, forecasts and benches know it: [own_method.py](../examples/own_method.py)",
     "does so in 25 lines. A package adds methods for all who install it with an entry point:",
     "",
     '    [project.entry-points."epimer.methods"]',

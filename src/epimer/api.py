@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from epimer.diagnosis import choice
 from epimer.diagnosis.diagnose import Methods, diagnose_models
 from epimer.diagnosis.sweep import Merges, Sweep, check_methods, sweep_plans
 from epimer.engine.basis import KINDS, build_bases
-from epimer.engine.memory import memory_budget
 from epimer.engine.merge import merge_in_memory
-from epimer.engine.output import Options, check_output, merge_record, write_merge
-from epimer.engine.threads import Threads, check_device, worker_devices
-from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, listed, short
+from epimer.engine.options import RunOptions, in_memory
+from epimer.engine.output import check_output, merge_record, warn_of, write_merge
+from epimer.engine.threads import check_device
+from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, short
 from epimer.evaluation.judges import Evaluate
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, Tagged
@@ -35,7 +36,7 @@ from epimer.plan.participants import state_dict_participants
 from epimer.progress import Progress
 from epimer.recipe.load import open_recipe
 from epimer.recipe.model import AUTO, Recipe, known_parameters
-from epimer.records import Diagnosis, MergeRecord, Status
+from epimer.records import Diagnosis, MergeRecord
 
 StateDict = Mapping[str, Tensor]
 RecipeLike = str | os.PathLike[str] | Mapping[str, Any] | Recipe
@@ -86,9 +87,9 @@ def merge(
             `threads` and `device`.
         folder: where relative paths of a recipe that is no file are looked for too.
     """
-    options = Options(device, workers, threads, max_memory, max_shard_size, overwrite, progress, engine)
+    run = RunOptions(device, workers, threads, max_memory, progress, engine)
     plan = plan_merge(recipe, folder=folder, progress=progress, any_curvature=any_curvature)
-    record = write_merge(plan, Path(out), options)
+    record = write_merge(plan, Path(out), run, max_shard_size=max_shard_size, overwrite=overwrite)
     warn_of(record)
     return record
 
@@ -100,7 +101,7 @@ def plan_merge(
     loaded, folder = open_recipe(recipe, folder)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     judge = _recipe_judge(loaded, folder, progress=progress)
-    chosen, why = choice.resolve(loaded, opened, judge, progress=progress)
+    chosen, why = choice.resolve(loaded, opened, judge, RunOptions(progress=progress))
     plan = plan_recipe(chosen, opened)
     if why:
         plan.notes.append(f"auto took {why}.")
@@ -151,38 +152,13 @@ def merge_state_dicts(
     options = row.resolve(parameters)
     where = None if device is None else check_device(device)
     plan = plan_state_dicts(state_dict_participants(base, models), row, options, weights, curvature)
-    tensors, records, prepared = merge_in_memory(plan, _memory_engine(plan, where))
+    where = where or next((job.device for job in plan.jobs), torch.device("cpu"))
+    tensors, records, prepared = merge_in_memory(plan, in_memory(where, len(plan.parts)).start(plan.parts))
     record = merge_record(plan, prepared, records)
     for note in plan.notes:
         warnings.warn(note, EpimerWarning, stacklevel=3)  # torch.no_grad wraps this function
     warn_of(record, stacklevel=4)
     return MergedState(tensors, record)
-
-
-def _memory_engine(plan: Plan, device: torch.device | None) -> Threads:
-    """Return an engine that takes as many threads as torch has, spread over tensors as far as there are some."""
-    where = device or next((job.device for job in plan.jobs), torch.device("cpu"))
-    total = torch.get_num_threads()
-    workers = max(1, min(total, len(plan.parts)))
-    devices = worker_devices(where, workers if where.type == "cpu" else None, 1)
-    return Threads(devices, threads=max(1, total // workers), memory=memory_budget(None, plan.parts))
-
-
-def warn_of(record: MergeRecord, stacklevel: int = 3) -> None:
-    """Warn once per kind of what did not go exactly as asked in a merge."""
-    records = record.tensors
-    lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
-    if lowered:
-        ranks = sorted({rank for name in lowered if (rank := records[name].rank) is not None})
-        note = records[lowered[0]].note
-        note = note if len(ranks) < 2 else f"{note.rpartition(' ')[0]} {ranks[0]} to {ranks[-1]}"
-        text = f"{record.method}: {note} in {listed(lowered)}: floor(min(m, n) / T)."
-        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
-    for status in (Status.CLAMPED, Status.DAMPED, Status.STALLED):
-        names = [name for name, one in records.items() if one.status == status]
-        if names:
-            text = f"{record.method}: {status.meaning}: {listed(names)}. {status.remedy}"
-            warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
 
 
 # --- diagnose ---
@@ -218,16 +194,8 @@ def diagnose(
     if loaded.base_model is None:
         raise ParameterError("a diagnosis is of task vectors, so the recipe needs a base_model.")
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
-    return choice.diagnose_recipe(
-        loaded,
-        opened,
-        rank=rank,
-        methods=methods,
-        damping=damping,
-        workers=workers,
-        max_memory=max_memory,
-        progress=progress,
-    )
+    run = RunOptions(workers=workers, max_memory=max_memory, progress=progress)
+    return choice.diagnose_recipe(loaded, opened, rank=rank, methods=methods, damping=damping, run=run)
 
 
 def diagnose_state_dicts(
@@ -274,7 +242,6 @@ def diagnose_state_dicts(
         damping=options["damping"],
         methods=methods,
         names=names if names is not None else [f"model {t}" for t in range(tasks)],
-        workers=torch.get_num_threads(),
     )
 
 
@@ -324,6 +291,7 @@ def sweep(
     if keep_best is not None:  # before any work
         check_output(Path(keep_best).expanduser().absolute(), opened.participants, overwrite=overwrite)
     judge = evaluator(evaluation, folder, count=len(loaded.models), progress=progress)
+    run = RunOptions(workers=workers, max_memory=max_memory, progress=progress)
     result = choice.sweep_recipe(
         loaded,
         opened,
@@ -332,14 +300,12 @@ def sweep(
         scales=scales,
         ranks=ranks,
         evaluation=evaluation,
-        workers=workers,
-        max_memory=max_memory,
-        progress=progress,
+        run=run,
     )
     if keep_best is not None:
         best = choice.settled(loaded, result.best.method, result.best.scale, result.best.rank)
-        options = Options(workers=workers, max_memory=max_memory, overwrite=overwrite, progress=progress)
-        warn_of(write_merge(plan_recipe(best, opened), Path(keep_best), options))
+        run = replace(run, device="auto")
+        warn_of(write_merge(plan_recipe(best, opened), Path(keep_best), run, overwrite=overwrite))
     return result
 
 
@@ -378,7 +344,8 @@ def sweep_state_dicts(
     kind = None if curvature is None else next((m.kind for one in curvature for m in one.values()), None)
     rows = check_methods(methods, kind)
     participants = state_dict_participants(base, models)
-    merges = Merges(participants, _checked("a sweep", rules=rules)["rules"], workers=torch.get_num_threads())
+    run = in_memory(torch.device("cpu"), len(participants.template.headers))
+    merges = Merges(participants, _checked("a sweep", rules=rules)["rules"], run)
 
     def plan(row: Method, rank: int | None, scale: float) -> Plan:
         options = {"scale": scale, "rules": rules} | ({"iterations": STEPS} if "iterations" in row.defaults else {})
@@ -424,8 +391,7 @@ def build_basis(
     participants = state_dict_participants(base, models)
     if participants.base is None:
         raise TensorError("a basis needs the base model that the others were fine-tuned from; pass base.")
-    workers = torch.get_num_threads()
-    return dict(build_bases(participants, options["rules"], rank=options["rank"], kind=basis, workers=workers))
+    return dict(build_bases(participants, options["rules"], rank=options["rank"], kind=basis))
 
 
 def make_basis(
@@ -467,15 +433,8 @@ def make_basis(
     size: Any = rank or loaded.parameters.get("rank", known["rank"].default if "rank" in known else 32)
     participants = open_models(loaded, folder=folder, progress=progress, measured=False).participants
     with Progress(progress) as bar, torch.no_grad():
-        bases = build_bases(
-            participants,
-            loaded.rules,
-            rank=size,
-            kind=chosen,
-            workers=workers,
-            max_memory=max_memory,
-            progress=bar,
-        )
+        run = RunOptions(workers=workers, max_memory=max_memory)
+        bases = build_bases(participants, loaded.rules, rank=size, kind=chosen, run=run, progress=bar)
         about = {"rank": size, "models": [one.checkpoint.fingerprint for one in participants.all]}
         save_basis(bases, out, about=about, overwrite=overwrite)
     return StoredBasis(out)

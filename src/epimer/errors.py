@@ -40,7 +40,11 @@ class RecipeError(EpimerError):
 
 
 class EpimerWarning(UserWarning):
-    """The merge went on, but not exactly as asked: a rank was lowered, a system was damped."""
+    """The merge went on, but not exactly as asked: a rank was lowered, a system was damped (its `status`)."""
+
+    def __init__(self, text: str = "", status: str = "") -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -320,7 +320,7 @@ def by_hand(
     batches = list(batches_of(made, family, seed, count, size))
     found = epimer.estimate_curvature(loaded, batches, loss, seed=seed, samples=None, progress=False, **how)
     names = names_on_disk(loaded, made / family / model)
-    return {names[name]: metric for name, metric in found.items()}, found.about
+    return {names[name]: metric for name, metric in found.items()}, found.provenance
 
 
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -556,7 +556,7 @@ def test_a_bfloat16_checkpoint_is_measured_in_float32_and_known_again(here):
             model, list(batches_of(here, "llama", 0, ROWS, 16)), loss, labels="true", progress=False
         )
         assert_same(epimer.Curvature.load(f"c-{name}"), expected)
-        assert header(f"c-{name}")["model"] == expected.about.model
+        assert header(f"c-{name}")["model"] == expected.provenance.model
     done("merge", write_recipe("r.yaml", "epimer_kron", "half", ["c-one", "c-two"]), "out")
     assert load_file("out/model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
 

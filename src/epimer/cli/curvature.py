@@ -80,7 +80,7 @@ def curvature(
 
 
 def _print_result(result: Curvature, out: Path, notes: Sequence[str], *, as_json: bool) -> None:
-    about, clipped = result.about, result.clipped
+    about, clipped = result.provenance, result.clipped
     if as_json:
         totals = {"tensors": len(result), "bytes": result.nbytes, "clipped": clipped}
         return render.print_json({**asdict(about), **totals})

@@ -42,13 +42,14 @@ def merge(
 
     The folder appears when it is complete. After a kill the same command goes on where it stopped.
     """
-    from epimer.api import plan_merge, warn_of
+    from epimer.api import plan_merge
     from epimer.checkpoints.writer import check_file
     from epimer.engine.memory import memory_budget
-    from epimer.engine.output import Options, write_merge
+    from epimer.engine.options import RunOptions
+    from epimer.engine.output import warn_of, write_merge
 
     progress = not (quiet or as_json)
-    settings = Options(device, workers, threads, max_memory, max_shard_size, overwrite, progress)
+    run = RunOptions(device, workers, threads, max_memory, progress)
     if out is None and not dry_run:
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
@@ -65,7 +66,7 @@ def merge(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with stoppable("the same command goes on from here"):
-            result = write_merge(plan, out, settings)
+            result = write_merge(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
         warn_of(result)
     notes = [*plan.notes, *(str(warning.message) for warning in caught)]
     show = partial(_print_result, result, out, notes)

@@ -1,4 +1,7 @@
-"""nn.MultiheadAttention in the open: the same result, from projections that can be watched one by one."""
+"""nn.MultiheadAttention with its projections visible: the result of its own forward, computed from separate products.
+
+torch's forward reads the projection weights without calling a module, so that module hooks never see them.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from epimer.curvature.per_sample_gradients import Layout, Outer, Reader, Use, Whole
+from epimer.curvature.per_sample_gradients import (
+    GradientRule,
+    Layout,
+    OuterProducts,
+    SampleGradients,
+    TokenSums,
+    linear_rule,
+)
 
-Seen = Callable[[str, Tensor, Tensor], Tensor]
-"""(part, input, output) -> the output to go on with"""
+SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+Record = Callable[[str, Tensor, Tensor], Tensor]
+"""(projection, its input, its output) -> the output to continue with"""
 
 
-def can_open(module: nn.Module) -> bool:
-    """Whether a module is an attention that `open_forward` reproduces."""
+def is_supported(module: nn.Module) -> bool:
+    """Whether a module is an attention that `visible_forward` reproduces."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
@@ -26,37 +38,32 @@ def can_open(module: nn.Module) -> bool:
     )
 
 
-def parts(module: Any) -> dict[str, Reader]:
-    """Return the projections of queries, keys and values, together and apart; out_proj is a module of its own."""
+def projection_rules(module: Any) -> dict[str, GradientRule]:
+    """Return the gradient rule of each projection of queries, keys and values; out_proj is a module of its own."""
     if module.in_proj_weight is None:
-        return {name: _part(i, name) for i, name in enumerate(("q_proj_weight", "k_proj_weight", "v_proj_weight"))}
-    return {"in_proj": _all} | {f"in_proj.{i}": _part(i, None) for i in range(3)}
+        return {name: _third(i, name) for i, name in enumerate(SEPARATE)}
+    together = linear_rule("in_proj_weight", "in_proj_bias")
+    return {"in_proj": together} | {f"in_proj.{i}": _third(i, None) for i in range(3)}
 
 
-def _all(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
-    g_ntm = layout.tokens(g, N)
-    return {"in_proj_weight": Outer(g_ntm, layout.tokens(x, N)), "in_proj_bias": Whole(g_ntm)}
+def _third(i: int, own: str | None) -> GradientRule:
+    """Return the rule of the queries', keys' or values' projection, with a weight of its own or a third of one."""
 
-
-def _part(i: int, own: str | None) -> Reader:
-    """Return the reader of one third of the projections, in a weight of its own or in the common one."""
-
-    def read(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
-        g_nte, x_ntn = layout.tokens(g, N), layout.tokens(x, N)
+    def rule(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, SampleGradients]:
+        g_nte, x_ntk = layout.tokens(g, N), layout.tokens(x, N)
         width = g_nte.shape[-1]
         placed = functional.pad(g_nte, (i * width, (2 - i) * width))
-        found: dict[str, Use] = {"in_proj_bias": Whole(placed)}
-        found[own or "in_proj_weight"] = Outer(g_nte if own else placed, x_ntn)
-        return found
+        outer = OuterProducts(g_nte if own else placed, x_ntk)
+        return {"in_proj_bias": TokenSums(placed), own or "in_proj_weight": outer}
 
-    return read
+    return rule
 
 
-def open_forward(module: Any, seen: Seen) -> Callable[..., Any]:
-    """Return a replacement of the module's forward that shows every projection to `seen`."""
+def visible_forward(module: Any, record: Record) -> Callable[..., Any]:
+    """Return a replacement of the module's forward that passes every projection through `record`."""
 
     def projected(x: Tensor, part: str, W: Tensor, bias: Tensor | None) -> Tensor:
-        return seen(part, x, functional.linear(x, W, bias))
+        return record(part, x, functional.linear(x, W, bias))
 
     def project(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         bias = module.in_proj_bias
@@ -64,7 +71,7 @@ def open_forward(module: Any, seen: Seen) -> Callable[..., Any]:
             return list(projected(query, "in_proj", module.in_proj_weight, bias).chunk(3, dim=-1))
         biases = [None] * 3 if bias is None else bias.chunk(3)
         if module.in_proj_weight is None:
-            named = {name: getattr(module, name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")}
+            named = {name: getattr(module, name) for name in SEPARATE}
         else:
             named = {f"in_proj.{i}": W for i, W in enumerate(module.in_proj_weight.chunk(3))}
         inputs = (query, key, value)
@@ -93,12 +100,13 @@ def open_forward(module: Any, seen: Seen) -> Callable[..., Any]:
             mask = mask + _additive(attn_mask, q).expand(N * H, L, S).reshape(N, H, L, S)
         if key_padding_mask is not None:
             mask = mask + _additive(key_padding_mask, q).reshape(N, 1, 1, S)
-        given = None if attn_mask is None and key_padding_mask is None else mask
         if need_weights:
             weights = ((q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5 + mask).softmax(-1)
             mixed = weights @ v
         else:
-            weights, mixed = None, functional.scaled_dot_product_attention(q, k, v, given)
+            unmasked = attn_mask is None and key_padding_mask is None
+            weights = None
+            mixed = functional.scaled_dot_product_attention(q, k, v, None if unmasked else mask)
         mixed = mixed.permute(2, 0, 1, 3).flatten(2)  # tokens, batch, width
         if not batched:
             mixed = mixed[:, 0]
@@ -113,7 +121,7 @@ def open_forward(module: Any, seen: Seen) -> Callable[..., Any]:
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask to be added to the scores; a boolean one marks what is not to be seen."""
+    """Return a mask as numbers to add to the attention scores: -inf where a boolean mask is True."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
     return mask.to(like.dtype)

@@ -1,7 +1,7 @@
 """Bases on disk: a folder with `basis.json` and `basis.safetensors`, read one tensor at a time.
 
-A tensor's basis lies under its name and a letter: `.U`, `.V`, `.sigma` and `.owner` of the tagged atoms, `.mix` where
-there is one, and then, for a tensor basis, `.left` and `.right`, whose pairs it consists of.
+A basis is stored as `<tensor>.<part>`: `.U`, `.V`, `.sigma` and `.owner` of the tagged atoms and, where their stacked
+factors were rank-deficient, `.mix`; a tensor basis with a `.mix` also has `.left` and `.right`, its own U and V.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from epimer.checkpoints.tensor_parts import StoredParts, read_header
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
 from epimer.curvature.format import model_fingerprint
 from epimer.errors import CurvatureError, ParameterError
-from epimer.geometry.subspace import Tagged, TensorProduct
+from epimer.geometry.subspace import Basis, Tagged, TensorProduct, atoms_of
 
 FORMAT = 1
 NUMBERS, HEADER = "basis.safetensors", "basis.json"
 PARTS = ("U", "V", "sigma", "owner", "mix", "left", "right")
 
 
-class StoredBasis(StoredParts[Tagged | TensorProduct]):
-    """A basis folder: tensor name -> its basis, read when it is asked for."""
+class StoredBasis(StoredParts[Basis]):
+    """A basis folder: tensor name -> its basis, read from disk when it is accessed."""
 
     def __init__(self, folder: Path, where: str = "") -> None:
         self.where = where or str(folder)
@@ -39,35 +39,35 @@ class StoredBasis(StoredParts[Tagged | TensorProduct]):
             )
         self.rank, models = header.get("rank"), header.get("models")
         self.models = [str(model) for model in models] if isinstance(models, list) else None
-        """fingerprints of the base and the models it was built from, where that is known"""
+        """fingerprints of the base and the models it was built from, where they are known"""
         super().__init__(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}", PARTS)
 
-    def __getitem__(self, name: str) -> Tagged | TensorProduct:
-        found = self.read(name)
-        lacking = {"U", "V", "sigma", "owner"} - found.keys()
-        if lacking:
-            raise CurvatureError(f"{self.where} has no {sorted(lacking)[0]} for {name!r}; build it again.")
-        atoms = Tagged(found["U"], found["V"], found["sigma"], found["owner"], found.get("mix"))
+    def __getitem__(self, name: str) -> Basis:
+        parts = self.read(name)
+        missing = {"U", "V", "sigma", "owner"} - parts.keys()
+        if missing:
+            raise CurvatureError(f"{self.where} has no {sorted(missing)[0]} for {name!r}; build it again.")
+        atoms = Tagged(parts["U"], parts["V"], parts["sigma"], parts["owner"], parts.get("mix"))
         if self.kind == "tagged":
             return atoms
-        return TensorProduct(found.get("left", atoms.U), found.get("right", atoms.V), atoms)
+        return TensorProduct(parts.get("left", atoms.U), parts.get("right", atoms.V), atoms)
 
 
-def basis_fingerprint(basis: Mapping[str, Tagged | TensorProduct]) -> str:
-    """Return a hash by which projected curvature knows its basis again."""
+def basis_fingerprint(basis: Mapping[str, Basis]) -> str:
+    """Return a hash of a basis of many tensors; projected curvature keeps it to recognise its basis."""
     if isinstance(basis, StoredBasis):
         return basis.fingerprint
-    return combined((name, one_fingerprint(one)) for name, one in basis.items())
+    return _combined((name, tensor_fingerprint(subspace)) for name, subspace in basis.items())
 
 
-def one_fingerprint(basis: Tagged | TensorProduct) -> str:
+def tensor_fingerprint(basis: Basis) -> str:
     """Return a hash of one tensor's basis."""
     kind = "tensor" if isinstance(basis, TensorProduct) else "tagged"
     return model_fingerprint({f"{kind}.U": basis.U.T, f"{kind}.V": basis.V.T})
 
 
-def combined(fingerprints: Iterable[tuple[str, str]]) -> str:
-    """Return one hash of many tensors' bases."""
+def _combined(fingerprints: Iterable[tuple[str, str]]) -> str:
+    """Return one hash of (tensor name, fingerprint) pairs."""
     digest = hashlib.blake2b(digest_size=16)
     for name, fingerprint in sorted(fingerprints):
         digest.update(f"{name}\0{fingerprint}\0".encode())
@@ -75,27 +75,27 @@ def combined(fingerprints: Iterable[tuple[str, str]]) -> str:
 
 
 def save_basis(
-    bases: Iterable[tuple[str, Tagged | TensorProduct]],
+    bases: Iterable[tuple[str, Basis]],
     folder: Path,
     *,
     about: Mapping[str, Any],
     overwrite: bool = False,
 ) -> None:
-    """Write bases, and what there is to say about them, into a new folder; it appears whole or not at all."""
+    """Write bases into a new folder, with `about` in its header; an interrupted write leaves no folder."""
     with whole_folder(folder, HEADER, overwrite=overwrite) as draft:
         tensors: dict[str, Tensor] = {}
-        prints: list[tuple[str, str]] = []
+        fingerprints: list[tuple[str, str]] = []
         kind = "tagged"
         for name, basis in bases:
-            atoms = basis.atoms if isinstance(basis, TensorProduct) else basis
+            atoms = atoms_of(basis)
             parts = {"U": atoms.U, "V": atoms.V, "sigma": atoms.sigma, "owner": atoms.owner, "mix": atoms.mix}
             if isinstance(basis, TensorProduct):
                 kind = "tensor"
                 parts |= {} if atoms.mix is None else {"left": basis.U, "right": basis.V}
             tensors |= {f"{name}.{part}": W.cpu().contiguous() for part, W in parts.items() if W is not None}
-            prints.append((name, one_fingerprint(basis)))
+            fingerprints.append((name, tensor_fingerprint(basis)))
         if not tensors:
             raise ParameterError("no tensor of these models is a matrix with room for a basis; see docs/recipes.md.")
         save_tensors(draft / NUMBERS, tensors)
-        header = {"format": FORMAT, "kind": kind, "fingerprint": combined(prints), **about}
+        header = {"format": FORMAT, "kind": kind, "fingerprint": _combined(fingerprints), **about}
         (draft / HEADER).write_bytes(as_json(header))

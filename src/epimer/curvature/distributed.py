@@ -1,4 +1,4 @@
-"""Measurements of several processes: each rank measures its own part of the data, the sum is one measurement."""
+"""Measuring with several processes: each rank measures its own part of the data, and the results are added."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from epimer.curvature.curvature import Curvature, joined, mean, tensors_of
+from epimer.curvature.curvature import Curvature, add_metrics, combined_provenance
+from epimer.curvature.kinds import tensors_of
 from epimer.errors import CurvatureError
 from epimer.geometry.metric import Projected
 
 
 def ranks() -> tuple[int, int]:
-    """Return this process's rank and how many there are."""
+    """Return this process's rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def sum_over_ranks(curvature: Curvature) -> Curvature:
-    """Return the sum of all ranks' measurements, the same on every rank; one tensor is exchanged at a time."""
+    """Return the measurement of all ranks' data together, on every rank; one tensor is exchanged at a time."""
     _, count = ranks()
     if count == 1:
         return curvature
     gathered: list[Any] = [None] * count
-    dist.all_gather_object(gathered, (curvature.about, list(curvature)))
-    abouts = [about for about, _ in gathered]
-    about = joined(abouts)
+    dist.all_gather_object(gathered, (curvature.provenance, list(curvature)))
+    provenances = [provenance for provenance, _ in gathered]
+    combined = combined_provenance(provenances)
     if any(names != list(curvature) for _, names in gathered):
         raise CurvatureError("the ranks measured different tensors; give every rank the same model and layers.")
     total: dict[str, Any] = {}
@@ -38,17 +39,17 @@ def sum_over_ranks(curvature: Curvature) -> Curvature:
         dtype = next(iter(tensors_of(metric).values())).dtype
         own: Any = metric.to(torch.device("cpu"), dtype)
         dist.all_gather_object(gathered, replace(own, basis=None) if isinstance(own, Projected) else own)
-        total[name] = mean(name, gathered, abouts)
+        total[name] = add_metrics(name, gathered, provenances)
         if isinstance(own, Projected):
-            total[name] = replace(total[name], basis=own.basis)  # which every rank has, and need not be sent
-    return Curvature(total, about)
+            total[name] = replace(total[name], basis=own.basis)  # every rank has it, so it is not sent
+    return Curvature(total, combined)
 
 
 def leave() -> None:
-    """End a process that torchrun or accelerate started, once all is written and said.
+    """End a process that torchrun or accelerate started, without the interpreter's shutdown.
 
-    A rank was seen to abort when the interpreter shut down while gloo's threads were still ending; torchrun then calls
-    the whole run a failure. So a rank leaves without that shutdown.
+    A rank can abort when the interpreter shuts down while gloo's threads are still ending; torchrun then reports the
+    run as failed. Call it last, when all output is written.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()

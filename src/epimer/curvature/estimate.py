@@ -1,4 +1,4 @@
-"""Measure curvature: one ordinary forward and backward pass per batch, watched layer by layer."""
+"""Measure curvature from per-sample gradients, with one ordinary forward and backward pass per batch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from epimer.curvature.basis import basis_fingerprint
-from epimer.curvature.collectors import (
-    Collector,
-    CorrectedCollector,
-    DiagonalCollector,
-    KroneckerCollector,
-    SamplesCollector,
-)
-from epimer.curvature.curvature import EXACT, KINDS, SEQUENCES, About, Curvature, tensors_of
+from epimer.curvature.collectors import Collector
+from epimer.curvature.curvature import SEQUENCES, Curvature, Provenance
 from epimer.curvature.exact import projected_hessians
 from epimer.curvature.format import model_fingerprint
-from epimer.curvature.per_sample_gradients import alike
-from epimer.curvature.recorder import Tape, quietly
+from epimer.curvature.kinds import KINDS, tensors_of
+from epimer.curvature.per_sample_gradients import SampleGradients, agree
+from epimer.curvature.recorder import Recorder, attempt
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
-from epimer.geometry.diagonal import TaggedDiagonal
-from epimer.geometry.metric import Diagonal, Kronecker, Metric, Projected
-from epimer.geometry.subspace import Tagged, TensorProduct
+from epimer.geometry.metric import Metric
+from epimer.geometry.subspace import Basis
 from epimer.progress import Progress, Stage
 from epimer.tasks.batches import Batch, read_batches
 from epimer.tasks.labels import (
@@ -44,8 +38,8 @@ from epimer.tasks.labels import (
 )
 
 NOT_TWO_SIDED = "a table, a vector or a grouped convolution has no two-sided curvature"
-FEW = 4  # samples that the model is learned about on
-GAIN = 1024.0  # of the loss, where gradients are in float16 and small ones would vanish
+FEW = 4  # samples on which the layouts are checked
+LOSS_SCALE = 1024.0  # where gradients are in float16 and small ones would underflow
 
 
 def estimate_curvature(
@@ -56,7 +50,7 @@ def estimate_curvature(
     kind: str = "kronecker",
     labels: str = "model",
     samples: int | None = 256,
-    basis: Mapping[str, Tagged | TensorProduct] | None = None,
+    basis: Mapping[str, Basis] | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
     sequence: str = "expand",
@@ -68,30 +62,26 @@ def estimate_curvature(
 
     Args:
         model: any PyTorch model; it is run in eval mode and left as it was. Frozen parameters are measured too.
-        batches: pairs (inputs, targets); inputs is a tensor, a tuple or a dict, and is passed on accordingly.
-            kind "ekfac" goes through them twice. Targets may be None where labels are the model's own.
+        batches: pairs (inputs, targets); inputs is a tensor, a tuple or a dict, and is passed to the model accordingly.
+            Targets may be None where labels are the model's own. kind "ekfac" keeps all batches for a second pass.
         loss_fn: takes (outputs, targets) and returns a loss per sample, or their sum.
         kind: diagonal, kronecker, ekfac, samples; or hessian, ggn, which need a basis.
-        labels: model, sampled from the model's own prediction; true, the given targets; expected, all of them, each
-            weighed by the model's probability. Targets of -100 stay ignored.
+        labels: model, sampled from the model's own prediction; true, the targets; expected, every class, weighted by
+            the model's probability. Targets of -100 are ignored.
         samples: stop after this many; None takes all.
-        basis: from `build_basis`; only what lies in it is measured and kept.
-        dtype: of the sums; float32, or float64 where the model is.
+        basis: from `build_basis`; only the curvature in its subspace is measured and kept.
+        dtype: of the sums; by default float32, or float64 where the model is.
         seed: of the sampled labels.
         sequence: expand (tokens count one by one) or reduce (a sample is its mean input and summed gradient).
         layers: name patterns of the tensors to measure; by default all that can be.
-        progress: show a bar on a terminal.
-        total: how many samples there are, for the bar, where `samples` does not say.
+        progress: show a progress bar on a terminal.
+        total: the number of samples, for the progress bar, where `samples` is None.
 
     Returns:
-        The curvature, by tensor name; `.save(folder)` keeps it.
+        The curvature, by tensor name; `.save(folder)` writes it to disk.
     """
-    for name, value, known in (
-        ("kind", kind, KINDS),
-        ("labels", labels, POLICIES),
-        ("sequence", sequence, SEQUENCES),
-    ):
-        if value not in known:
+    for name, value, known in (("kind", kind, KINDS), ("labels", labels, POLICIES), ("sequence", sequence, SEQUENCES)):
+        if value not in tuple(known):
             raise ParameterError(f"The {name!r} parameter must be one of {', '.join(known)}. Got {value!r} instead.")
     if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise ParameterError(f"The 'samples' parameter must be an integer at least 1, or None. Got {samples!r}.")
@@ -107,30 +97,25 @@ def estimate_curvature(
     dtype = dtype or (torch.float64 if wide else torch.float32)
     chosen = _chosen(parameters, layers, basis)
     _check_basis(basis, kind, parameters)
-    measurement = _Measurement(model, chosen, Labels(labels, loss_fn, seed), dtype)
+    row, label_policy = KINDS[kind], Labels(labels, loss_fn, seed)
+    measurement = _Measurement(model, chosen, label_policy)
     read: Iterable[Batch] = read_batches(batches, samples, measurement.device)
     with Progress(progress, unit="samples") as bar:
-        if kind in EXACT:
+        if row.collector is None:
             assert basis is not None
-            metrics, count = projected_hessians(model, read, measurement.labels, kind, basis, chosen, dtype, bar)
+            metrics, count = projected_hessians(model, read, label_policy, kind, basis, chosen, dtype, bar)
             tokens, left_out = dict[str, int](), dict[str, str]()
         else:
-            read = list(read) if kind == "ekfac" else read
-            collector = _collector(kind, measurement, sequence, basis)
+            read = read if row.refine is None else list(read)
+            shapes = {name: p.shape for name, p in chosen.items()}
+            collector = row.collector(shapes, dtype, measurement.device, basis=basis, reduce=sequence == "reduce")
             metrics = measurement.run(read, collector, bar.begin("measuring", samples or total))
             count, tokens = collector.samples, collector.tokens
             left_out = {**measurement.left_out, **collector.refused}
             metrics = {name: metric for name, metric in metrics.items() if name not in left_out}
-            if kind == "diagonal" and basis is not None:
-                metrics = {name: _project(metric, basis[name]) for name, metric in metrics.items()}
-            if basis is not None:  # the caller's own, in its own precision
-                metrics = {
-                    name: replace(m, basis=basis[name]) for name, m in metrics.items() if isinstance(m, Projected)
-                }
-            if kind == "ekfac":
-                factors = {name: metric for name, metric in metrics.items() if isinstance(metric, Kronecker)}
-                second = CorrectedCollector(factors, dtype, measurement.device)
+            if row.refine is not None:
                 measurement.labels = Labels(labels, loss_fn, seed)
+                second = row.refine(metrics, dtype, measurement.device)
                 metrics = measurement.run(read, second, bar.begin("correcting", samples or total))
     if not metrics:
         why = f" ({next(iter(left_out.values()))})" if left_out else ""
@@ -139,7 +124,7 @@ def estimate_curvature(
             "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms."
         )
     counts = {name: tokens[name] for name in metrics if name in tokens}
-    about = About(
+    provenance = Provenance(
         kind=kind,
         samples=count,
         tokens=max(counts.values(), default=None),
@@ -154,47 +139,46 @@ def estimate_curvature(
         left_out=left_out,
         ties=_ties(model, metrics),
     )
-    return Curvature(metrics, about)
+    return Curvature(metrics, provenance)
 
 
 class _Measurement:
-    """A model with hooks on it, and what has been learned about its loss."""
+    """Passes over the data that show a collector every parameter's per-sample gradients."""
 
-    def __init__(self, model: nn.Module, chosen: dict[str, Tensor], labels: Labels, dtype: torch.dtype) -> None:
-        self.model, self.labels, self.dtype = model, labels, dtype
-        self.shapes = {name: p.shape for name, p in chosen.items()}
+    def __init__(self, model: nn.Module, chosen: dict[str, Tensor], labels: Labels) -> None:
+        self.model, self.labels = model, labels
         self.device = next(iter(chosen.values())).device
         self.half = any(p.dtype == torch.float16 for p in chosen.values())
         self.left_out: dict[str, str] = {}
         self.seen = 0
 
     def run(self, batches: Iterable[Batch], collector: Collector, stage: Stage) -> dict[str, Metric]:
-        """Show every batch to a collector; return what it found."""
+        """Return what a collector measures on all batches; `left_out` then has the parameters it cannot measure."""
         reached: set[str] = set()
 
-        def emit(name: str, uses: Any) -> None:
+        def emit(name: str, gradients: list[SampleGradients]) -> None:
             reached.add(name)
-            collector.add(name, uses)
+            collector.add(name, gradients)
 
-        tape = Tape(self.model, collector.shapes, emit)
-        if not tape.sources:
-            self.left_out = tape.unread
+        recorder = Recorder(self.model, collector.shapes, emit)
+        if not recorder.layers:
+            self.left_out = recorder.unsupported
             return {}
-        known = False
+        learned = False
         self.seen = self.labels.seen = 0
-        with tape.watching():
+        with recorder.attached():
             for batch in batches:
-                if not known and (batch.N > 1 or not self.seen):
-                    known = batch.N > 1
-                    self._learn(tape, batch)
-                self._measure(tape, batch, collector)
+                if not learned and (batch.N > 1 or not self.seen):
+                    learned = batch.N > 1
+                    self._learn(recorder, batch)
+                self._measure(recorder, batch, collector)
                 self.seen += batch.N
                 self.labels.seen = collector.samples = self.seen
                 stage.advance(batch.N, "")
         metrics = collector.finish()
-        self.left_out = dict(tape.unread)
+        self.left_out = dict(recorder.unsupported)
         for name in metrics:
-            if not isinstance(collector, DiagonalCollector) and name not in tape.matrices:
+            if collector.matrices_only and name not in recorder.matrices:
                 self.left_out.setdefault(name, NOT_TWO_SIDED)
         kept = {name: metric for name, metric in metrics.items() if name not in self.left_out}
         _check_finite(kept)
@@ -207,21 +191,24 @@ class _Measurement:
             )
         return kept
 
-    def _measure(self, tape: Tape, batch: Batch, collector: Collector) -> None:
-        with tape.recording(batch.N), torch.enable_grad():
+    def _measure(self, recorder: Recorder, batch: Batch, collector: Collector) -> None:
+        """Add one batch to a collector, with one backward pass for each set of labels."""
+        with recorder.recording(batch.N), torch.enable_grad():
             outputs = batch.run(self.model)
             if not self.seen:
                 check_sum(self.labels.loss_fn, outputs, batch.targets, batch.N)
             collector.repeated = False
-            passes = self.labels.passes(outputs, batch.targets, tape.mask, batch.N)
+            passes = self.labels.passes(outputs, batch.targets, recorder.masks.outermost, batch.N)
             losses = next(passes, None)
             while losses is not None:
                 self._check_losses(losses)
                 following = next(passes, None)
-                tape.backward(losses.sum(), again=following is not None, gain=GAIN if self.half else 1.0)
+                scale = LOSS_SCALE if self.half else 1.0
+                recorder.backward(losses.sum(), again=following is not None, loss_scale=scale)
                 collector.repeated, losses = True, following
 
     def _check_losses(self, losses: Tensor) -> None:
+        """Name the first sample whose loss is NaN or Inf."""
         bad = (~torch.isfinite(losses.detach().flatten())).nonzero().flatten().tolist()
         if bad:
             where = f"sample {self.seen + bad[0]}" if losses.dim() else f"a batch that starts at sample {self.seen}"
@@ -231,38 +218,57 @@ class _Measurement:
                 self.seen + bad[0],
             )
 
-    def _learn(self, tape: Tape, batch: Batch) -> None:
-        """Find out on the first few samples where layers keep their samples, and whether gradients add up."""
+    def _learn(self, recorder: Recorder, batch: Batch) -> None:
+        """Learn on the first few samples where layers keep their samples, and check that gradients add up."""
         k = 2 if batch.N > 2 else 1
-        for form in (batch, replace(batch, squares=True)):
-            few = form.part(0, k)
-            failure = quietly(lambda few=few: self._probed(tape, few))  # type: ignore[misc]
+        for variant in (batch, replace(batch, squares=True)):
+            first = variant.part(0, k)
+            failure = attempt(lambda first=first: self._probe(recorder, first))  # type: ignore[misc]
             if failure is None:
                 break
-        else:  # a model that takes batches of one size only, or inputs that do not begin with the samples
-            tape.probed.clear()
-            failure = quietly(lambda: self._probed(tape, batch))
-            tape.probed.clear()
+        else:  # a model that takes batches of one size only, or inputs whose first dimension is not the samples
+            recorder.probed.clear()
+            failure = attempt(lambda: self._probe(recorder, batch))
+            recorder.probed.clear()
             if isinstance(failure, EpimerError):
                 raise failure
-            self._check_layouts(tape, batch)
+            self._check_layouts(recorder, batch)
             return
         if batch.N > 1:
-            two = form.part(0, 2)
-            outputs = self._tried(tape, "", two)
-            before, alone = find_logits(outputs), list(tape.singles)
+            two = variant.part(0, 2)
+            outputs = self._with_expanded(recorder, "", two)
+            logits, shared = find_logits(outputs), list(recorder.shared_outputs)
             self._check_sum(two, outputs)
-            tape.expanding = {
+            recorder.expanded = {
                 label
-                for label in alone
-                if before is not None
-                and (after := find_logits(self._tried(tape, label, two))) is not None
-                and alike(before, after)
+                for label in shared
+                if logits is not None
+                and (expanded := find_logits(self._with_expanded(recorder, label, two))) is not None
+                and agree(logits, expanded)
             }
-            self._check_layouts(tape, form.part(0, FEW))
+            self._check_layouts(recorder, variant.part(0, FEW))
 
-    def _check_layouts(self, tape: Tape, batch: Batch) -> None:
-        with tape.recording(batch.N), torch.enable_grad():
+    def _probe(self, recorder: Recorder, batch: Batch) -> None:
+        """Keep every layer's output on a few samples, and check that its gradients add up."""
+        with recorder.probing(batch.N):
+            outputs = batch.run(self.model)
+            logits = find_logits(outputs)
+            if logits is not None and len(logits) != batch.N:
+                raise RuntimeError("the samples do not lie along the inputs' first dimension")
+            recorder.check_gradients(plain_loss(self.labels.loss_fn, outputs, batch.targets, batch.N).sum())
+
+    def _with_expanded(self, recorder: Recorder, label: str, batch: Batch) -> Any:
+        """Return the model's outputs with one layer's output expanded to every sample, or the exception it raised."""
+
+        def run() -> Any:
+            with recorder.expanding_output(label, batch.N):
+                return batch.run(self.model)
+
+        return attempt(run)
+
+    def _check_layouts(self, recorder: Recorder, batch: Batch) -> None:
+        """Check that the gradients of every second sample's loss are zero at the other samples."""
+        with recorder.recording(batch.N), torch.enable_grad():
             outputs = batch.run(self.model)
             try:
                 half = every_second(self.labels.loss_fn, outputs, batch.targets, batch.N)
@@ -270,16 +276,16 @@ class _Measurement:
                 self.labels.check_range(find_logits(outputs), batch.targets)
                 raise
             if half is not None:
-                tape.check_layouts(half)
+                recorder.check_layouts(half)
 
     def _check_sum(self, two: Batch, outputs: Any) -> None:
-        """Refuse a loss of two samples that is not the sum of theirs: a batch mean, or samples that see each other."""
+        """Refuse a loss of two samples that is not the sum of theirs: a batch mean, or samples that interact."""
         losses = []
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for part in (two, two.part(0, 1), two.part(1, 2)):
-                found = outputs if part is two else part.run(self.model)
-                losses.append(plain_loss(self.labels.loss_fn, found, part.targets, part.N).double())
+                part_outputs = outputs if part is two else part.run(self.model)
+                losses.append(plain_loss(self.labels.loss_fn, part_outputs, part.targets, part.N).double())
         both, first, second = (float(loss.sum()) for loss in losses)
         if not all(map(math.isfinite, (both, first, second))) or abs(both - first - second) <= 0.02 * abs(both) + 1e-6:
             return
@@ -290,30 +296,13 @@ class _Measurement:
             )
         refuse_sum(both, first, second)
 
-    def _probed(self, tape: Tape, batch: Batch) -> None:
-        with tape.probing(batch.N):
-            outputs = batch.run(self.model)
-            logits = find_logits(outputs)
-            if logits is not None and len(logits) != batch.N:
-                raise RuntimeError("the samples do not lie along the inputs' first dimension")
-            tape.verify(plain_loss(self.labels.loss_fn, outputs, batch.targets, batch.N).sum())
-
-    def _tried(self, tape: Tape, label: str, batch: Batch) -> Any:
-        """Return the outputs where a layer's output, one for all samples, is repeated for each; or what went wrong."""
-
-        def run() -> Any:
-            with tape.trying(label, batch.N):
-                return batch.run(self.model)
-
-        return quietly(run)
-
 
 def _check_finite(metrics: Mapping[str, Metric]) -> None:
-    """Refuse sums that overflowed; all are looked at before any is asked for, which a GPU prefers."""
-    found = {name: [value.sum() for value in tensors_of(metric).values()] for name, metric in metrics.items()}
-    if not found or torch.isfinite(torch.stack([total for totals in found.values() for total in totals])).all():
+    """Refuse sums that overflowed; all are checked in one tensor, to synchronise a GPU once."""
+    sums = {name: [value.sum() for value in tensors_of(metric).values()] for name, metric in metrics.items()}
+    if not sums or torch.isfinite(torch.stack([total for totals in sums.values() for total in totals])).all():
         return
-    for name, totals in found.items():
+    for name, totals in sums.items():
         if not torch.isfinite(torch.stack(totals)).all():
             raise CurvatureError(
                 f"the curvature of {name!r} came out as NaN or Inf: gradients overflowed; "
@@ -321,31 +310,8 @@ def _check_finite(metrics: Mapping[str, Metric]) -> None:
             )
 
 
-def _collector(
-    kind: str, of: _Measurement, sequence: str, basis: Mapping[str, Tagged | TensorProduct] | None
-) -> Collector:
-    if kind == "diagonal":
-        return DiagonalCollector(of.shapes, of.dtype, of.device)
-    matrices = {name: shape for name, shape in of.shapes.items() if len(shape) > 1}
-    if basis is not None:
-        basis = {name: basis[name].to(torch.empty(0, dtype=of.dtype, device=of.device)) for name in matrices}
-    if kind == "samples":
-        return SamplesCollector(matrices, of.dtype, of.device, basis=basis)  # type: ignore[arg-type]
-    return KroneckerCollector(matrices, of.dtype, of.device, reduce=sequence == "reduce", basis=basis)
-
-
-def _project(metric: Metric, basis: Any) -> Projected:
-    """Return a diagonal in the coordinates of tagged atoms."""
-    assert isinstance(metric, Diagonal)
-    assert isinstance(basis, Tagged)
-    F_mn = metric.F.reshape(len(metric.F), -1)
-    form = basis.to(F_mn).restrict(Diagonal(F_mn))
-    assert isinstance(form, TaggedDiagonal)
-    return Projected(H=form.dense().to(F_mn.dtype))
-
-
 def matching(patterns: Sequence[str], names: Collection[str], where: str) -> list[str]:
-    """Return the names that any pattern matches; refuse a pattern that matches none."""
+    """Return the names that match any of the patterns; refuse a pattern that matches none."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise CurvatureError(
@@ -358,7 +324,7 @@ def matching(patterns: Sequence[str], names: Collection[str], where: str) -> lis
 def _chosen(
     parameters: Mapping[str, Tensor], layers: Sequence[str] | None, basis: Mapping[str, object] | None
 ) -> dict[str, Tensor]:
-    """Return the parameters to measure: those that patterns name, and that a basis has."""
+    """Return the parameters to measure: those that match a pattern of `layers` and are in the basis, if any."""
     patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
     named = set(matching(patterns, parameters, "the model"))
     missing = [name for name in basis or () if name not in parameters]
@@ -376,32 +342,33 @@ def _chosen(
 
 
 def _check_basis(basis: Mapping[str, Any] | None, kind: str, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse a basis that the kind of curvature cannot be measured in, or that is not of the model's shapes."""
     if basis is None:
-        if kind in EXACT:
+        if KINDS[kind].collector is None:
             raise CurvatureError(f"kind={kind!r} needs basis=: it is measured in a basis only (epimer.build_basis).")
         return
-    if kind == "ekfac":
-        raise CurvatureError("kind='ekfac' cannot be projected while it is measured; use kronecker, or no basis.")
-    for name, one in basis.items():
-        if not isinstance(one, Tagged | TensorProduct):
-            raise CurvatureError(f"basis[{name!r}] must be made by epimer.build_basis, got {type(one).__name__}.")
-        shape = len(one.U), len(one.V)
+    if not KINDS[kind].bases:
+        raise CurvatureError(f"kind={kind!r} cannot be projected while it is measured; use kronecker, or no basis.")
+    for name, subspace in basis.items():
+        if not isinstance(subspace, Basis):
+            raise CurvatureError(f"basis[{name!r}] must be made by epimer.build_basis, got {type(subspace).__name__}.")
+        shape = len(subspace.U), len(subspace.V)
         W = parameters[name]
         if shape != (len(W), W[0].numel()):
             raise CurvatureError(
                 f"basis[{name!r}] is of {shape[0]} x {shape[1]} matrices, but the model's has shape {tuple(W.shape)}; "
                 "build it from models of this shape."
             )
-        if isinstance(one, TensorProduct) and kind != "kronecker":
+        if not isinstance(subspace, KINDS[kind].bases):
+            pairs = subspace.U.shape[1] * subspace.V.shape[1]
             raise CurvatureError(
-                f"kind={kind!r} on all pairs of a tensor basis would take {one.U.shape[1] * one.V.shape[1]} squared "
-                "numbers; build a tagged basis, or measure kronecker."
+                f"kind={kind!r} on all pairs of a tensor basis would take {pairs} squared numbers; "
+                "build a tagged basis, or measure kronecker."
             )
 
 
 def _ties(model: nn.Module, metrics: Mapping[str, object]) -> dict[str, str]:
-    """Return the other names of measured tensors."""
+    """Return the other names of measured tensors -> the name they were measured under."""
     first = {id(p): name for name, p in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
-    found = {name: first[id(p)] for name, p in every if first[id(p)] != name}
-    return {name: twin for name, twin in found.items() if twin in metrics}
+    return {name: first[id(p)] for name, p in every if first[id(p)] != name and first[id(p)] in metrics}

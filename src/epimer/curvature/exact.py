@@ -1,7 +1,7 @@
-"""The exact projected Hessian and Gauss-Newton matrix: one product per direction of a layer's basis.
+"""The exact Hessian and Gauss-Newton matrix in a basis, by one product with each of its directions.
 
-A layer's block is H̃ = SᵀHS, the second derivative of the loss along W + S x at x = 0. This is slow, and the
-reference that every approximation is ranked against.
+A layer's block is H̃ = SᵀHS, the second derivative of the loss along W + S x at x = 0. This is slow: it is the
+reference for the approximations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from epimer.curvature.recorder import still
+from epimer.curvature.recorder import eval_mode
 from epimer.errors import CurvatureError
 from epimer.geometry.metric import Metric, Projected
 from epimer.geometry.subspace import Tagged, TensorProduct
@@ -32,19 +32,19 @@ def projected_hessians(
     dtype: torch.dtype,
     progress: Progress,
 ) -> tuple[dict[str, Metric], int]:
-    """Return every layer's H̃ of the mean loss (kind hessian), or of its Gauss-Newton part (ggn), and the samples."""
+    """Return each layer's H̃ of the mean loss (kind hessian) or its Gauss-Newton part (ggn), and the sample count."""
     atoms = {name: basis[name] for name in chosen}
     sums: dict[str, Tensor] = {}
     count = 0
-    with still(model), sdpa_kernel(SDPBackend.MATH):  # whose operations have second derivatives
+    with eval_mode(model), sdpa_kernel(SDPBackend.MATH):  # the one implementation with second derivatives
         for batch in batches:
             targets = _targets(model, batch, labels, first=not count)
             stage = progress.begin(f"samples {count} to {count + batch.N}", len(atoms))
-            for name, one in atoms.items():
-                assert isinstance(one, Tagged)
+            for name, subspace in atoms.items():
+                assert isinstance(subspace, Tagged)
                 W = chosen[name].detach()
-                along = _Along(model, batch, targets, labels, name, W, one.to(W))
-                H = along.hessian() if kind == "hessian" else along.ggn()
+                loss = _LossAlongBasis(model, batch, targets, labels, name, W, subspace.to(W))
+                H = loss.hessian() if kind == "hessian" else loss.ggn()
                 sums[name] = sums[name] + H.to(dtype) if name in sums else H.to(dtype)
                 stage.advance(1, name)
             count += batch.N
@@ -55,7 +55,7 @@ def projected_hessians(
     return {name: Projected(H=0.5 * (H + H.T) / count, basis=atoms[name]) for name, H in sums.items()}, count
 
 
-class _Along:
+class _LossAlongBasis:
     """The loss of one batch along the directions of one layer's basis."""
 
     def __init__(
@@ -70,22 +70,24 @@ class _Along:
         """Run the model at W + S x."""
         coefficients = x if self.atoms.mix is None else self.atoms.mix.to(x) @ x
         step = ((self.atoms.U * coefficients) @ self.atoms.V.T).reshape(self.W.shape)
-        moved = _Moved(self.model, {self.name: self.W + step})
+        moved = _WithParameters(self.model, {self.name: self.W + step})
         return self.batch.run(moved)  # type: ignore[arg-type]
 
     def loss(self, x: Tensor) -> Tensor:
+        """Return the summed loss at W + S x."""
         return per_sample(self.loss_fn(self.outputs(x), self.targets), self.batch.N).sum()
 
     def directions(self) -> Iterator[Tensor]:
+        """Yield the unit vectors of the basis coordinates."""
         yield from torch.eye(self.p, dtype=self.zero.dtype, device=self.zero.device)
 
     def hessian(self) -> Tensor:
-        """Return the second derivatives, one Hessian-vector product per direction."""
+        """Return the second derivatives of the loss, by one Hessian-vector product per direction."""
         gradient = torch.func.grad(self.loss)
         return torch.stack([_derivative(gradient, self.zero, e) for e in self.directions()])
 
     def ggn(self) -> Tensor:
-        """Return JᵀHJ, with J the outputs' derivative and H the loss's own second derivative in them."""
+        """Return JᵀHJ, with J the Jacobian of the logits and H the Hessian of the loss in them."""
         with torch.no_grad():
             outputs = self.outputs(self.zero)
             at = logits_of(outputs)
@@ -99,7 +101,7 @@ class _Along:
         return HJ.flatten(1) @ J.flatten(1).T
 
 
-class _Moved:
+class _WithParameters:
     """A model with some of its parameters replaced, callable as the model is."""
 
     def __init__(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -110,6 +112,7 @@ class _Moved:
 
 
 def _derivative(f: Callable[[Tensor], Tensor], at: Tensor, along: Tensor) -> Tensor:
+    """Return the directional derivative of f at a point."""
     try:
         return torch.func.jvp(f, (at,), (along,))[1].detach()
     except (RuntimeError, NotImplementedError) as error:
@@ -121,26 +124,12 @@ def _derivative(f: Callable[[Tensor], Tensor], at: Tensor, along: Tensor) -> Ten
 
 def _targets(model: nn.Module, batch: Batch, labels: Labels, *, first: bool) -> Any:
     """Return the targets of a batch under the label policy; a Hessian is of one loss, so `expected` has none."""
-    with torch.no_grad():
-        outputs = batch.run(model)
-    if first:
-        check_sum(labels.loss_fn, outputs, batch.targets, batch.N)
-    if labels.policy == "true":
-        if batch.targets is None:
-            raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
-        return batch.targets
     if labels.policy == "expected":
         raise CurvatureError("kinds 'hessian' and 'ggn' take labels='true' or 'model', not 'expected'.")
-    drawn: list[Any] = []
-    recording = Labels(labels.policy, lambda outputs, targets: _kept(drawn, labels.loss_fn, outputs, targets), 0)
-    recording.generator, recording.shift, recording.seen = labels.generator, labels.shift, labels.seen
     with torch.no_grad():
-        for _ in recording.passes(outputs, batch.targets, batch.mask, batch.N):
+        outputs = batch.run(model)
+        if first:
+            check_sum(labels.loss_fn, outputs, batch.targets, batch.N)
+        for _ in labels.passes(outputs, batch.targets, batch.mask, batch.N):
             pass
-    labels.shift = recording.shift
-    return drawn[-1]
-
-
-def _kept(drawn: list[Any], loss_fn: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Tensor:
-    drawn.append(targets)
-    return loss_fn(outputs, targets)
+    return labels.targets

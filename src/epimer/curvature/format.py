@@ -1,14 +1,14 @@
-"""Curvature on disk: a folder with `curvature.json` (what was measured) and `curvature.safetensors` (the numbers).
+"""Curvature on disk: a folder with `curvature.json` (the provenance) and `curvature.safetensors` (the tensors).
 
-A tensor's curvature lies under its name and a letter: `.F` (diagonal), `.A` and `.G` (kronecker), `.S`, `.P` and `.Q`
-(ekfac), `.g` and `.x` (samples), `.H` (projected). It is read one tensor at a time. docs/curvature.md specifies it.
+The tensors of a metric are stored as `<tensor>.<field>`: `.F` (diagonal), `.A` and `.G` (kronecker), `.S`, `.P` and
+`.Q` (ekfac), `.g` and `.x` (samples), `.H` or `.A` and `.G` (in a basis). docs/curvature.md specifies the format.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,96 +19,98 @@ from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside
 from epimer.checkpoints.tensor_parts import StoredParts, read_header
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
-from epimer.curvature.curvature import KINDS, About, Curvature, tensors_of
+from epimer.curvature.curvature import Curvature, Provenance
+from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.errors import CurvatureError, short
-from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
+from epimer.geometry.metric import Metric, Projected
 
 FORMAT = 1
 NUMBERS, HEADER = "curvature.safetensors", "curvature.json"
 EDGE = 256  # entries of a tensor's first and last row that enter a fingerprint
-
-_CLASSES: dict[str, type[Any]] = {
-    "diagonal": Diagonal,
-    "kronecker": Kronecker,
-    "ekfac": EKFAC,
-    "samples": Samples,
-}
+TYPES: dict[str, type] = {"samples": int, "tokens": int, "counts": int, "left_out": str, "ties": str}
+"""key of the header -> type of its value, or of its values where it is a mapping"""
+MAPPINGS = ("counts", "left_out", "ties")
 
 
-class _Stored(StoredParts[Metric]):
-    """The metrics of a curvature folder, read when they are asked for."""
+class _StoredMetrics(StoredParts[Metric]):
+    """The metrics of a curvature folder, each read from disk when it is accessed."""
 
-    def __init__(self, folder: Path, about: About, where: str, inputs: Mapping[str, int]) -> None:
-        self.where, self.inputs = where, inputs
-        self.kind = Projected if about.basis is not None else _CLASSES[about.kind]
-        self.known = {field.name for field in fields(self.kind)}
-        super().__init__(inside(folder, NUMBERS), f"{where}/{NUMBERS}", self.known)
+    def __init__(self, folder: Path, metric: type[Any], where: str, inputs_first: set[str]) -> None:
+        self.metric, self.where, self.inputs_first = metric, where, inputs_first
+        self.fields = {field.name for field in fields(metric)}
+        self.required = {field.name for field in fields(metric) if field.default is MISSING}
+        super().__init__(inside(folder, NUMBERS), f"{where}/{NUMBERS}", self.fields)
 
     def __getitem__(self, name: str) -> Metric:
-        given: dict[str, Any] = dict(self.read(name))
-        lacking = {"F", "S", "P", "Q", "g", "x"} & self.known - given.keys()
-        if lacking:
-            raise CurvatureError(f"{self.where} has no {sorted(lacking)[0]} for {name!r}; measure it again.")
-        if "inputs" in self.known:
-            given["inputs"] = self.inputs.get(name, 1)
-        return self.kind(**given)
+        parts: dict[str, Any] = dict(self.read(name))
+        missing = sorted(self.required - parts.keys())
+        if missing:
+            raise CurvatureError(f"{self.where} has no {missing[0]} for {name!r}; measure it again.")
+        if "inputs" in self.fields:
+            parts["inputs"] = 0 if name in self.inputs_first else 1
+        metric: Metric = self.metric(**parts)
+        return metric
 
 
 def open_curvature(folder: Path, where: str = "") -> Curvature:
-    """Open a curvature folder; its numbers are read when they are asked for."""
+    """Open a curvature folder; each tensor is read from disk when it is accessed."""
     where = where or str(folder)
     header = read_header(folder, HEADER, "curvature", "measure one with `epimer curvature`", where)
     kind = header.get("kind")
-    if header.get("format") != FORMAT or kind not in KINDS:
+    if header.get("format") != FORMAT or kind not in tuple(KINDS):
         raise CurvatureError(
             f"{where} holds {kind!r} curvature in format {header.get('format')!r}; expected format {FORMAT} "
             f"and one of {', '.join(KINDS)}: measure it again, or update epimer."
         )
-    known = {field.name for field in fields(About)}
-    given: dict[str, Any] = {key: value for key, value in header.items() if key in known and value is not None}
-    plain: dict[str, Any] = {"samples": int, "tokens": int, "counts": int, "left_out": str, "ties": str}
-    for key, kind_of in ((field.name, plain.get(field.name)) for field in fields(About)):
-        value = given.get(key)
-        entries = list(value.values()) if isinstance(value, dict) else [value]
-        nested = key in ("counts", "left_out", "ties")
-        if value is not None and (
-            isinstance(value, dict) is not nested
-            or (kind_of is not None and not all(isinstance(entry, kind_of) for entry in entries))
-        ):
-            raise CurvatureError(f"{where}/{HEADER}: {key} cannot be {short(value)}; measure it again.")
-    about = About(**given)
-    first = header.get("inputs_first")
-    inputs = {name: 0 for name in first if isinstance(name, str)} if isinstance(first, list) else {}
-    if about.basis is None and kind not in _CLASSES:
+    provenance = _read_provenance(header, f"{where}/{HEADER}")
+    metric = KINDS[kind].metric if provenance.basis is None else Projected
+    if provenance.basis is None and metric is Projected:
         raise CurvatureError(f"{where} holds {kind} curvature without a basis; measure it again.")
-    stored = _Stored(folder, about, where, inputs)
-    found = Curvature(stored, about, where=where)
-    found.file = stored.file
-    return found
+    names = header.get("inputs_first")
+    inputs_first = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set[str]()
+    stored = _StoredMetrics(folder, metric, where, inputs_first)
+    curvature = Curvature(stored, provenance, where=where)
+    curvature.file = stored.file
+    return curvature
+
+
+def _read_provenance(header: Mapping[str, Any], where: str) -> Provenance:
+    """Return the provenance in a header, or name the key whose value is of a wrong type."""
+    known = [field.name for field in fields(Provenance)]
+    values = {key: header[key] for key in known if header.get(key) is not None}
+    for key, value in values.items():
+        mapping, expected = key in MAPPINGS, TYPES.get(key, object)
+        entries = list(value.values()) if isinstance(value, dict) else [value]
+        if isinstance(value, dict) is not mapping or not all(isinstance(entry, expected) for entry in entries):
+            raise CurvatureError(f"{where}: {key} cannot be {short(value)}; measure it again.")
+    return Provenance(**values)
 
 
 def save_curvature(curvature: Curvature, folder: Path, *, overwrite: bool = False) -> None:
-    """Write curvature into a new folder, which appears whole or not at all."""
+    """Write curvature into a new folder; an interrupted write leaves no folder."""
     tensors: dict[str, Tensor] = {}
-    transposed: list[str] = []
-    for name, metric in curvature.metrics.items():  # each is read once, where it lies on disk
+    inputs_first: list[str] = []
+    for name, metric in curvature.metrics.items():  # one access each, as it may read from disk
         tensors |= {f"{name}.{part}": value.detach().cpu() for part, value in tensors_of(metric).items()}
-        transposed += [name] if getattr(metric, "inputs", 1) == 0 else []
+        inputs_first += [name] if getattr(metric, "inputs", 1) == 0 else []
     if not tensors:
         raise CurvatureError("there is no curvature to save: no tensor was measured.")
-    header = {"format": FORMAT, **asdict(curvature.about), "inputs_first": transposed}
+    header = {"format": FORMAT, **asdict(curvature.provenance), "inputs_first": inputs_first}
     with whole_folder(folder, HEADER, overwrite=overwrite) as draft:
         save_tensors(draft / NUMBERS, tensors)
         (draft / HEADER).write_bytes(as_json(header))
 
 
 def model_fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of tensors' names, shapes and edges, in bfloat16: a model is known again in another precision."""
+    """Return a hash of tensors' names, shapes and first and last entries, rounded to bfloat16.
+
+    A model stored in another precision has the same fingerprint.
+    """
     return _fingerprint({name: W.shape for name, W in tensors.items()}, lambda name, a, b: tensors[name].detach()[a:b])
 
 
 def stored_fingerprint(checkpoint: Checkpoint, names: Mapping[str, str]) -> str | None:
-    """Return the same hash of a checkpoint's tensors, name -> name in the checkpoint; None where one is missing."""
+    """Return `model_fingerprint` of a checkpoint's tensors, name -> name in the checkpoint; None if one is missing."""
     if any(stored not in checkpoint.headers for stored in names.values()):
         return None
     shapes = {name: checkpoint.headers[stored].shape for name, stored in names.items()}

@@ -1,10 +1,10 @@
-"""Measure a checkpoint on a file of data: load, choose samples, measure, save."""
+"""Measure the curvature of a checkpoint on a data set: load both, choose samples, measure, save."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,35 +16,35 @@ from torch import distributed as dist
 
 from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import StoredBasis
-from epimer.curvature.curvature import EXACT, KINDS, SEQUENCES, Curvature
+from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.distributed import ranks
 from epimer.curvature.estimate import estimate_curvature, matching
 from epimer.curvature.format import HEADER, stored_fingerprint
+from epimer.curvature.kinds import KINDS
 from epimer.curvature.optimizer_state import MOMENTS
 from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, nearest
 from epimer.geometry.linalg import nonfinite
 from epimer.tasks.data import choose, open_data
 from epimer.tasks.labels import POLICIES, SampleError
-from epimer.tasks.loading import AUTO, POOLINGS, check_device_option
+from epimer.tasks.loading import AUTO, DTYPES, POOLINGS, check_device_option
 from epimer.tasks.task import Task, load_task
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-CHOICES: dict[str, tuple[str, ...]] = {
-    "task": tuple(AUTO),
+CHOICES: dict[str, Collection[str]] = {
+    "task": AUTO,
     "kind": KINDS,
     "labels": POLICIES,
     "sequence": SEQUENCES,
     "pooling": POOLINGS,
-    "moment": tuple(MOMENTS),
+    "moment": MOMENTS,
     "dtype": DTYPES,
 }
 SAMPLES = 256
-PATIENCE = timedelta(hours=12)  # for the slowest rank
+TIMEOUT = timedelta(hours=12)  # for the slowest rank
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure, on what, and how."""
+    """The options of `epimer curvature`."""
 
     model: str
     task: str
@@ -58,11 +58,11 @@ class Request:
     head: Path | None = None
     pooling: str = "auto"
     kind: str | None = None
-    """kronecker, or diagonal for an optimiser's state"""
+    """by default kronecker, or diagonal for an optimiser's state"""
     labels: str = "model"
     sequence: str = "expand"
     samples: int | None = None
-    """256 where no fraction is asked for"""
+    """by default 256, where `fraction` is None"""
     fraction: float | None = None
     seed: int = 0
     basis: Path | None = None
@@ -78,7 +78,7 @@ class Request:
 
 
 def measure(request: Request) -> Curvature | None:
-    """Measure and save; returns what was saved, or None on every rank of torch.distributed but the first."""
+    """Measure and save curvature; return it, or None on every rank of torch.distributed but the first."""
     for name, known in CHOICES.items():
         value = getattr(request, name)
         if value is not None and value not in known:
@@ -99,20 +99,21 @@ def measure(request: Request) -> Curvature | None:
     if request.optimizer is not None and request.kind not in (None, "diagonal"):
         raise ParameterError(f"an optimiser's state gives a diagonal; leave out --kind {request.kind}.")
     check_device_option(request.device)
-    if request.kind in EXACT and request.basis is None:
+    if request.kind is not None and KINDS[request.kind].collector is None and request.basis is None:
         raise ParameterError(f"--kind {request.kind} is measured in a basis only; make one with `epimer basis`.")
     check_new(request.out, HEADER, overwrite=request.overwrite)
     basis = None if request.basis is None else StoredBasis(request.basis.expanduser(), str(request.basis))
     with _processes():
         rank, _ = ranks()
-        found = _from_optimizer(request) if request.optimizer else _from_data(request, basis)
+        curvature = _from_optimizer(request) if request.optimizer else _from_data(request, basis)
         if rank:
             return None
-        found.save(request.out, overwrite=request.overwrite)
-    return found
+        curvature.save(request.out, overwrite=request.overwrite)
+    return curvature
 
 
 def _load(request: Request) -> Task:
+    """Load the model with its task; refuse a model with NaN or Inf in its parameters."""
     device = request.device
     if device == "auto":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
@@ -142,13 +143,14 @@ def _from_optimizer(request: Request) -> Curvature:
 
 def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
     assert request.data is not None
-    if request.kind == "ekfac" and ranks()[1] > 1:
-        raise ParameterError("--kind ekfac cannot be measured by several processes; start one, or take kronecker.")
+    kind, (rank, count) = request.kind or "kronecker", ranks()
+    if KINDS[kind].add is None and count > 1:
+        raise ParameterError(f"--kind {kind} cannot be measured by several processes; start one, or take kronecker.")
     table = open_data(request.data, split=request.split, subset=request.subset, progress=request.progress)
     task = _load(request)
     task.require_labels = request.labels == "true"
-    rows = _rows(request, len(table))
-    rank, count = ranks()
+    samples = request.samples or SAMPLES if request.fraction is None else None
+    rows = choose(len(table), samples=samples, fraction=request.fraction, seed=request.seed, least=request.batch_size)
     mine = rows[rank::count]
     if not mine:
         raise DataError(f"{table.name} gives {len(rows)} samples to {count} processes; start fewer of them.")
@@ -162,11 +164,11 @@ def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
         image=request.image,
     )
     try:
-        found = estimate_curvature(
+        curvature = estimate_curvature(
             task.model,
             batches,
             task.loss,
-            kind=request.kind or "kronecker",
+            kind=kind,
             labels=request.labels,
             samples=None,
             basis=None if basis is None else _for_model(basis, task),
@@ -179,22 +181,13 @@ def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
     except SampleError as error:
         raise CurvatureError(str(error).replace(f"sample {error.sample}", table.where(mine[error.sample]))) from error
     if basis is not None:
-        found = Curvature(found.metrics, replace(found.about, basis=basis.fingerprint))
-    total = _under_stored_names(found, task).summed_over_ranks()
-    return Curvature(total.metrics, replace(total.about, seed=request.seed))
-
-
-def _rows(request: Request, count: int) -> list[int]:
-    """Return which rows to measure on: by number, or a fraction of all, then one batch at least."""
-    if request.fraction is None:
-        return choose(count, samples=request.samples or SAMPLES, fraction=None, seed=request.seed)
-    rows = choose(count, samples=None, fraction=1.0, seed=request.seed)
-    some = len(choose(count, samples=None, fraction=request.fraction, seed=request.seed))
-    return rows[: max(some, request.batch_size)]
+        curvature = Curvature(curvature.metrics, replace(curvature.provenance, basis=basis.fingerprint))
+    total = _under_stored_names(curvature, task).summed_over_ranks()
+    return Curvature(total.metrics, replace(total.provenance, seed=request.seed))
 
 
 def _patterns(layers: tuple[str, ...], task: Task) -> list[str]:
-    """Return the parameters to measure, by the names the model has in memory."""
+    """Return the parameters that match patterns of names on disk, by their names in memory; without patterns all."""
     if not layers:
         return list(task.names)
     named = set(matching(layers, task.names.values(), task.checkpoint.where))
@@ -202,7 +195,7 @@ def _patterns(layers: tuple[str, ...], task: Task) -> list[str]:
 
 
 def _for_model(basis: StoredBasis, task: Task) -> dict[str, Any]:
-    """Return a basis under the names the model has in memory."""
+    """Return a basis by the names of the parameters in memory."""
     loaded = {stored: name for name, stored in task.names.items()}
     missing = [name for name in basis if name not in loaded]
     if missing:
@@ -214,27 +207,27 @@ def _for_model(basis: StoredBasis, task: Task) -> dict[str, Any]:
 
 
 def _under_stored_names(curvature: Curvature, task: Task) -> Curvature:
-    """Return curvature under the names that the checkpoint on disk has."""
-    found = curvature.renamed(task.names)
+    """Return curvature by the names of the tensors in the checkpoint on disk."""
+    stored = curvature.renamed(task.names)
     left_out = dict.fromkeys(task.unmatched, "it is not in the checkpoint under a name of its own")
-    about = replace(
-        found.about,
-        model=stored_fingerprint(task.checkpoint, {name: name for name in found.metrics}),
-        left_out={**found.about.left_out, **left_out},
-        ties={name: twin for name, twin in found.about.ties.items() if name in task.checkpoint.headers},
+    provenance = replace(
+        stored.provenance,
+        model=stored_fingerprint(task.checkpoint, {name: name for name in stored.metrics}),
+        left_out={**stored.provenance.left_out, **left_out},
+        ties={name: twin for name, twin in stored.provenance.ties.items() if name in task.checkpoint.headers},
     )
-    return Curvature(found.metrics, about)
+    return Curvature(stored.metrics, provenance)
 
 
 @contextmanager
 def _processes() -> Iterator[None]:
-    """Join the other processes of torchrun or accelerate, where there are any."""
+    """Join the process group of torchrun or accelerate, where one of them started this process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         yield
     finally:

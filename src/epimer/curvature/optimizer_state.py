@@ -1,10 +1,10 @@
-"""Curvature without data: what Adam measured while it trained, read from the state it leaves beside a checkpoint.
+"""Diagonal curvature without data: Adam's moments, read from the optimiser state that is saved with a checkpoint.
 
     second:  F = v / (1 - β₂ᵗ)       v: running mean of squared gradients
     first:   F = (m / (1 - β₁ᵗ))²    m: running mean of gradients
 
-The state knows its parameters by number, in the order of the optimiser's groups. Where it carries no names, the usual
-orders are tried, and one is taken only if every shape fits and no other order that fits says something else.
+The state numbers its parameters in the order of the optimiser's groups. Where it has no names, the usual orders are
+tried; one is accepted only if all shapes fit and no other fitting order assigns a state to another parameter.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SHARDS = re.compile(
 )
 SHARD_KEYS = ("zero_stage", "ds_version", "single_partition_of_fp32_groups", "shard_metadata")
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")  # transformers' Trainer
-SETTLE = "give names=, one name per parameter in the optimiser's order"
+GIVE_NAMES = "give names=, one name per parameter in the optimiser's order"
 GATHER = "gather it where it was trained (FSDP: state dict type FULL_STATE_DICT), or measure curvature on data"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter as the optimiser knows it; without `state` if it was never stepped."""
+    """One parameter in the optimiser's state; `state` is empty if it was never stepped."""
 
     key: int | str
     state: Mapping[str, Any]
@@ -47,6 +47,7 @@ class Slot:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
+        """The shape of the parameter; None if it was never stepped."""
         return tuple(self.state["exp_avg_sq"].shape) if self.state else None
 
 
@@ -57,7 +58,7 @@ def moments(
 
     path: a saved `optimizer.state_dict()`, a checkpoint that holds one, or the folder of `optimizer.pt`.
     model: names the parameters and gives their shapes; its values are not read, so it may be on the meta device.
-    names: the parameters' names in the optimiser's order, where they cannot be found out.
+    names: the parameters' names in the optimiser's order, where the order is ambiguous.
     """
     if moment not in MOMENTS:
         raise ParameterError(f"The 'moment' parameter must be {' or '.join(MOMENTS)}. Got {short(moment)} instead.")
@@ -75,7 +76,7 @@ def moments(
 
 
 def _diagonal(slot: Slot, shape: torch.Size, moment: str, where: str) -> Diagonal:
-    """Return one parameter's moment with the pull of its zero start taken out."""
+    """Return the bias-corrected Adam moment of one parameter, the first one squared."""
     x = _tensor(slot.state, MOMENTS[moment], where)
     x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     beta = _betas(slot, where)[list(MOMENTS).index(moment)]
@@ -87,10 +88,11 @@ def _diagonal(slot: Slot, shape: torch.Size, moment: str, where: str) -> Diagona
 
 
 def _tensor(state: Mapping[str, Any], key: str, where: str) -> Tensor:
+    """Return a dense floating-point tensor of a parameter's state."""
     x = state.get(key)
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise CurvatureError(f"{where} has {key} of type {found}, expected a floating-point tensor: Adam or AdamW.")
+        actual = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise CurvatureError(f"{where} has {key} of type {actual}, expected a floating-point tensor: Adam or AdamW.")
     if type(x) not in (Tensor, nn.Parameter):
         raise CheckpointError(f"{where} has {key} as a {type(x).__name__}, expected a plain tensor; {GATHER}.")
     if problem := not_dense(x):
@@ -124,14 +126,14 @@ def _number(value: object) -> float | None:
         return None
 
 
-# The file
+# --- the file ---
 
 
 def _read_groups(path: Path, where: str) -> list[list[Slot]]:
     """Return the parameters of each of the optimiser's groups, in order."""
     file = _find(path, where)
-    found = _unnest(load(file, where, mapped=zipfile.is_zipfile(file), save="optimizer.state_dict()"), where)
-    state, groups = found.get("state"), found["param_groups"]
+    saved = _unnest(load(file, where, mapped=zipfile.is_zipfile(file), save="optimizer.state_dict()"), where)
+    state, groups = saved.get("state"), saved["param_groups"]
     if not isinstance(state, Mapping) or not isinstance(groups, list):
         raise CheckpointError(f"{where} is not a whole optimizer.state_dict(): expected 'state' and 'param_groups'.")
     keys: list[int | str] = []
@@ -149,20 +151,20 @@ def _read_groups(path: Path, where: str) -> list[list[Slot]]:
 
 
 def _find(path: Path, where: str) -> Path:
-    """Return the file of optimiser state that a path stands for."""
+    """Return the file with the optimiser's state: the path itself, or the file in that folder."""
     if SHARDS.search(path.name):
         raise CheckpointError(f"{where} is part of a sharded optimiser's state; {GATHER}.")
     if not path.is_dir():
         if path.exists() and not path.is_file():
             raise CheckpointError(f"{where} is not a regular file; copy the optimiser's state to one.")
         return path
-    held = sorted(entry.name for entry in path.iterdir())
+    entries = sorted(entry.name for entry in path.iterdir())
     for name in FILES:
-        if name in held:
+        if name in entries:
             return inside(path, name)
-    if shards := [name for name in held if SHARDS.search(name)]:
+    if shards := [name for name in entries if SHARDS.search(name)]:
         raise CheckpointError(f"{where} holds a sharded optimiser's state ({listed(shards)}); {GATHER}.")
-    if runs := [name for name in held if re.fullmatch(r"checkpoint-\d+", name)]:
+    if runs := [name for name in entries if re.fullmatch(r"checkpoint-\d+", name)]:
         raise CheckpointError(f"{where} is a whole run, expected one checkpoint of it; give one of {listed(runs)}.")
     raise CheckpointError(
         f"{where} holds no {FILES[0]}; expected a Trainer's checkpoint folder, saved without save_only_model."
@@ -170,17 +172,17 @@ def _find(path: Path, where: str) -> Path:
 
 
 def _unnest(loaded: Any, where: str) -> Mapping[str, Any]:
-    """Return the optimiser's state dict in what a file holds."""
+    """Return the optimiser's state dict: the content of a file, or one of its entries."""
     outer = loaded if isinstance(loaded, Mapping) else {}
-    for found in (outer, *(outer[key] for key in NESTED if key in outer)):
-        if isinstance(found, list):
-            if len(found) != 1:
-                raise CheckpointError(f"{where} holds the state of {len(found)} optimisers; save one on its own.")
-            found = found[0]
-        if isinstance(found, Mapping) and any(key in found for key in SHARD_KEYS):
+    for entry in (outer, *(outer[key] for key in NESTED if key in outer)):
+        if isinstance(entry, list):
+            if len(entry) != 1:
+                raise CheckpointError(f"{where} holds the state of {len(entry)} optimisers; save one on its own.")
+            entry = entry[0]
+        if isinstance(entry, Mapping) and any(key in entry for key in SHARD_KEYS):
             raise CheckpointError(f"{where} is part of a sharded optimiser's state; {GATHER}.")
-        if isinstance(found, Mapping) and "param_groups" in found:
-            return found
+        if isinstance(entry, Mapping) and "param_groups" in entry:
+            return entry
     holds = listed(map(str, outer)) if outer else f"a {type(loaded).__name__}"
     raise CheckpointError(
         f"{where} holds no optimiser's state but {holds}; expected optimizer.state_dict(), alone or under "
@@ -198,7 +200,7 @@ def _check_adam(state: Mapping[Any, Any], groups: list[Mapping[str, Any]], where
         settings = [str(key) for group in groups[:1] for key in group if key != "params"]
         why = "it never stepped" if "betas" in settings else f"its settings are {listed(settings)}"
         raise CurvatureError(f"{where} has no state ({why}); expected Adam or AdamW after its first step.")
-    for key, entry in stepped.items():  # all, before any is taken: small parameters have whole moments in most of them
+    for key, entry in stepped.items():  # all of them first: other optimisers keep Adam's moments for small parameters
         if kind := _not_adam([str(part) for part in entry]):
             raise CurvatureError(
                 f"{where} is the state of {kind}: parameter {key!r} has {listed(map(str, entry))}, expected exp_avg "
@@ -208,18 +210,18 @@ def _check_adam(state: Mapping[Any, Any], groups: list[Mapping[str, Any]], where
         _tensor(entry, "exp_avg_sq", f"{where}: parameter {key!r}")
 
 
-def _not_adam(held: list[str]) -> str | None:
-    """Name the optimiser whose state has these entries, or None where it may be Adam."""
-    if any("absmax" in part or part in ("state2", "__bnb_optimizer_quant_state__") for part in held):
+def _not_adam(entries: list[str]) -> str | None:
+    """Return the name of the optimiser whose state has these entries, or None where it may be Adam."""
+    if any("absmax" in entry or entry in ("state2", "__bnb_optimizer_quant_state__") for entry in entries):
         return "an 8-bit optimiser (bitsandbytes)"
-    if "exp_avg_sq_row" in held or "row_var" in held:
+    if "exp_avg_sq_row" in entries or "row_var" in entries:
         return "Adafactor"
-    if "exp_avg_sq" not in held:
-        return "SGD or Muon" if "momentum_buffer" in held else "another optimiser"
+    if "exp_avg_sq" not in entries:
+        return "SGD or Muon" if "momentum_buffer" in entries else "another optimiser"
     return None
 
 
-# Names
+# --- names of the parameters ---
 
 
 def _assign(groups: list[list[Slot]], model: nn.Module, names: Sequence[str] | None, where: str) -> list[str]:
@@ -230,42 +232,42 @@ def _assign(groups: list[list[Slot]], model: nn.Module, names: Sequence[str] | N
             raise ParameterError(f"The 'names' parameter must be a list of names. Got {short(names)} instead.")
         if len(names) != len(slots):
             raise ParameterError(
-                f"names has {len(names)} entries for the {len(slots)} parameters in {where}; {SETTLE}."
+                f"names has {len(names)} entries for the {len(slots)} parameters in {where}; {GIVE_NAMES}."
             )
         return _checked(list(names), slots, model, "names", where)
-    if carried := _carried(groups, where):
-        return _checked(carried, slots, model, where, where)
+    if stored := _stored_names(groups, where):
+        return _checked(stored, slots, model, where, where)
     shapes = _shapes(model)
-    fitting = [(label, order) for label, order in _orders(groups, model) if not _misfit(order, slots, shapes)]
+    fitting = [(label, order) for label, order in _orders(groups, model) if not _mismatch(order, slots, shapes)]
     if not fitting:
-        raise CurvatureError(_no_order(slots, model, where))
+        raise CurvatureError(_why_none_fits(slots, model, where))
     label, first = fitting[0]
     for other, order in fitting[1:]:
-        for slot, one, two in zip(slots, first, order, strict=True):
-            if one != two and slot.state:
+        for slot, name, other_name in zip(slots, first, order, strict=True):
+            if name != other_name and slot.state:
                 raise CurvatureError(
-                    f"{where} fits the model in two ways: parameter {slot.key!r} is {one!r} with {label} and "
-                    f"{two!r} with {other}; {SETTLE}."
+                    f"{where} fits the model in two ways: parameter {slot.key!r} is {name!r} with {label} and "
+                    f"{other_name!r} with {other}; {GIVE_NAMES}."
                 )
     return first
 
 
-def _carried(groups: list[list[Slot]], where: str) -> list[str] | None:
+def _stored_names(groups: list[list[Slot]], where: str) -> list[str] | None:
     """Return the names in the file: those of `named_parameters`, or the keys where they are names (FSDP)."""
     names: list[str] = []
     for group in filter(None, groups):
-        given = group[0].group.get("param_names", [slot.key for slot in group])
-        if not isinstance(given, list) or len(given) != len(group):
-            raise CheckpointError(f"{where} has a group whose param_names are not one per parameter; {SETTLE}.")
-        names += [name for name in given if isinstance(name, str)]
+        stored = group[0].group.get("param_names", [slot.key for slot in group])
+        if not isinstance(stored, list) or len(stored) != len(group):
+            raise CheckpointError(f"{where} has a group whose param_names are not one per parameter; {GIVE_NAMES}.")
+        names += [name for name in stored if isinstance(name, str)]
     if any("flat_param" in name for name in names):
         raise CheckpointError(f"{where} has the state of parameters that FSDP has flattened; {GATHER}.")
     return names if len(names) == sum(map(len, groups)) else None
 
 
 def _checked(names: list[str], slots: list[Slot], model: nn.Module, source: str, where: str) -> list[str]:
-    """Return given names as the model's own (a tied parameter has several); refuse those that do not fit."""
-    error, remedy = (ParameterError, "correct it") if source == "names" else (CurvatureError, SETTLE)
+    """Return names as `named_parameters` has them (a tied parameter has several); refuse those that do not fit."""
+    error, remedy = (ParameterError, "correct it") if source == "names" else (CurvatureError, GIVE_NAMES)
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     known = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name in names:
@@ -274,13 +276,13 @@ def _checked(names: list[str], slots: list[Slot], model: nn.Module, source: str,
     own = [known[name] for name in names]
     if twice := [name for name, times in Counter(own).items() if times > 1]:
         raise error(f"{source} has {twice[0]!r} twice (tied parameters are one); {remedy}.")
-    if misfit := _misfit(own, slots, _shapes(model)):
-        raise error(f"{where} does not fit {'names' if source == 'names' else 'the model'}: {misfit}; {remedy}.")
+    if mismatch := _mismatch(own, slots, _shapes(model)):
+        raise error(f"{where} does not fit {'names' if source == 'names' else 'the model'}: {mismatch}; {remedy}.")
     return own
 
 
 def _orders(groups: list[list[Slot]], model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield the usual orders of a model's parameters in an optimiser with groups of these sizes."""
+    """Yield the usual orders of a model's parameters in an optimiser with groups of these sizes, and their labels."""
     shapes, norms = _shapes(model), _layer_norms(model)
     decays = {name for name in shapes if not name.startswith(norms) and not NO_DECAY.search(name.lower())}
     matrices = {name for name, shape in shapes.items() if len(shape) >= 2}
@@ -305,8 +307,8 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _misfit(names: list[str], slots: list[Slot], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Say where the state does not fit parameters in this order, or None."""
+def _mismatch(names: list[str], slots: list[Slot], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Return why the state does not fit parameters in this order, or None where it does."""
     if len(names) != len(slots):
         return f"it has {len(slots)} parameters, expected {len(names)}"
     for name, slot in zip(names, slots, strict=True):
@@ -315,12 +317,12 @@ def _misfit(names: list[str], slots: list[Slot], shapes: Mapping[str, tuple[int,
     return None
 
 
-def _no_order(slots: list[Slot], model: nn.Module, where: str) -> str:
-    """Say why no order fits: the counts, or the first shape that is wrong in the model's own order."""
+def _why_none_fits(slots: list[Slot], model: nn.Module, where: str) -> str:
+    """Return why no order fits: the counts, or the first shape that differs in the model's own order."""
     shapes, trained = _shapes(model), _trained(model)
     chosen = next((order for order in (trained, list(shapes)) if len(order) == len(slots)), None)
     if chosen is None:
         why = f"it has {len(slots)} parameters, the model {len(shapes)} ({len(trained)} of them require a gradient)"
     else:
-        why = f"in the model's order {_misfit(chosen, slots, shapes)}, and no usual split into two groups fits"
-    return f"{where} does not fit the model: {why}; give the model that was trained, or {SETTLE}."
+        why = f"in the model's order {_mismatch(chosen, slots, shapes)}, and no usual split into two groups fits"
+    return f"{where} does not fit the model: {why}; give the model that was trained, or {GIVE_NAMES}."

@@ -1,11 +1,15 @@
-"""How a parameter takes part in one sample's loss: its per-sample gradient, in the cheapest form that is exact.
+"""Per-sample gradients of a layer's parameters, from its input and the gradient of its output.
 
-A weight that multiplies tokens has the gradient Σ_tokens left ⊗ right, in the orientation in which it is stored:
-for nn.Linear left is the output's gradient and right the input, for GPT-2's Conv1D the other way round.
+A weight that multiplies tokens has the gradient Σ_tokens left ⊗ right, in the orientation in which it is stored: for
+nn.Linear `left` is the output's gradient and `right` the input, for GPT-2's Conv1D it is the other way round. It is
+kept as these two factors; other parameters have cheap exact forms of their own.
+
+Shapes: N samples, t tokens (or places of a picture), m outputs, k inputs.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,41 +19,89 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
+class SampleGradients(ABC):
+    """One parameter's gradient for each of N samples, through one call of its layer."""
+
+    mask: Tensor | None
+    """[N, t], False at padding; None where no token is padding"""
+
+    @property
+    @abstractmethod
+    def per_token(self) -> Tensor:
+        """A tensor that begins with the dimensions [N, t]."""
+
+    @abstractmethod
+    def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Return the gradient summed over samples, and the root of the sum of its terms' squared norms."""
+
+    @abstractmethod
+    def add_sample(self, total: Tensor, n: int) -> None:
+        """Add the gradient of sample n to a tensor of the parameter's shape."""
+
+
 @dataclass(frozen=True)
-class Outer:
-    """Sample n has the gradient Σ_t left_nt ⊗ right_nt; left is N x tokens x m, right is N x tokens x n."""
+class OuterProducts(SampleGradients):
+    """Sample n has the gradient Σ_t left_nt ⊗ right_nt: a weight matrix that multiplies tokens."""
 
     left: Tensor
+    """[N, t, rows of the stored weight]"""
     right: Tensor
+    """[N, t, columns of the stored weight]"""
     inputs: int = 1
-    """the stored weight's dimension that the inputs belong to: 1, so right; 0, so left"""
+    """the stored weight's dimension that the layer's inputs belong to: 1 (`right`), or 0 (`left`)"""
     mask: Tensor | None = None
-    """which tokens are real, N x tokens; None where all are"""
+
+    @property
+    def per_token(self) -> Tensor:
+        return self.left
+
+    def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        left, right = self.left.flatten(0, 1), self.right.flatten(0, 1).to(self.left)
+        return (left.T @ right).reshape(shape), (left.float().norm(dim=1) * right.float().norm(dim=1)).norm()
+
+    def add_sample(self, total: Tensor, n: int) -> None:
+        total.view(len(total), -1).addmm_(self.left[n].T.to(total.dtype), self.right[n].to(total.dtype))
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Sample n adds g_nt to row ids_nt of a table; ids is N x tokens, g is N x tokens x width."""
+class TableRows(SampleGradients):
+    """Sample n adds g_nt to row ids_nt of a table: an embedding."""
 
     ids: Tensor
+    """[N, t]"""
     g: Tensor
+    """[N, t, width]"""
     mask: Tensor | None = None
+
+    @property
+    def per_token(self) -> Tensor:
+        return self.ids
+
+    def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        g = self.g.flatten(0, 1)
+        return torch.zeros(shape, dtype=g.dtype, device=g.device).index_add_(0, self.ids.flatten(), g), g.norm()
+
+    def add_sample(self, total: Tensor, n: int) -> None:
+        total.index_add_(0, self.ids[n], self.g[n].to(total.dtype))
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Sample n has the gradient Σ_t parts_nt; parts is N x tokens x the parameter's shape."""
+class TokenSums(SampleGradients):
+    """Sample n has the gradient Σ_t parts_nt: a bias, a norm's weight, or a grouped convolution."""
 
     parts: Tensor
+    """[N, t, *the parameter's shape]"""
     mask: Tensor | None = None
 
+    @property
+    def per_token(self) -> Tensor:
+        return self.parts
 
-Use = Outer | Rows | Whole
+    def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        return self.parts.sum((0, 1)).reshape(shape), self.parts.norm()
 
-
-def per_token(use: Use) -> Tensor:
-    """Return a tensor of N x tokens, or more."""
-    return use.left if isinstance(use, Outer) else use.parts if isinstance(use, Whole) else use.ids
+    def add_sample(self, total: Tensor, n: int) -> None:
+        total += self.parts[n].to(total.dtype).sum(0)
 
 
 @dataclass(frozen=True)
@@ -57,38 +109,38 @@ class Layout:
     """Where a tensor of a layer keeps its samples."""
 
     dim: int = 0
-    """the dimension they lie along"""
+    """the dimension the samples lie along"""
     flat: bool = False
-    """each sample has several places there, one for every token"""
+    """that dimension holds the tokens of all samples, N·t entries instead of N"""
     inner: bool = False
-    """then the samples alternate at every token (t0n0 t0n1 …), instead of lying one after the other"""
+    """in a flat dimension samples alternate at every token (t0n0 t0n1 …) instead of following each other"""
     single: bool = False
-    """the batch has one sample, so everything belongs to it"""
+    """the batch has one sample, so every entry belongs to it"""
 
-    def fits(self, t: Tensor, N: int) -> bool:
+    def fits(self, x: Tensor, N: int) -> bool:
         """Whether a tensor can hold N samples in this layout."""
         if self.single:
             return True
-        return t.dim() > self.dim and (not t.shape[self.dim] % N if self.flat else t.shape[self.dim] == N)
+        return x.dim() > self.dim and (not x.shape[self.dim] % N if self.flat else x.shape[self.dim] == N)
 
-    def samples_first(self, t: Tensor, N: int) -> Tensor:
-        """Return the tensor as N x …, or as N x tokens x … where it is flat or single."""
+    def samples_first(self, x: Tensor, N: int) -> Tensor:
+        """Return the tensor as [N, …], or as [N, t, …] where it is flat or single."""
         if self.single:
-            return t[None]
+            return x[None]
         if not self.flat:
-            return t.movedim(self.dim, 0)
-        tokens = t.shape[self.dim] // N
-        t = torch.unflatten(t, self.dim, (tokens, N) if self.inner else (N, tokens))
-        return t.movedim((self.dim + self.inner, self.dim + (not self.inner)), (0, 1))
+            return x.movedim(self.dim, 0)
+        tokens = x.shape[self.dim] // N
+        x = torch.unflatten(x, self.dim, (tokens, N) if self.inner else (N, tokens))
+        return x.movedim((self.dim + self.inner, self.dim + (not self.inner)), (0, 1))
 
-    def tokens(self, t: Tensor, N: int) -> Tensor:
-        """Return the tensor as N x tokens x width."""
-        t = self.samples_first(t, N)
-        return t.reshape(N, -1, t.shape[-1])
+    def tokens(self, x: Tensor, N: int) -> Tensor:
+        """Return the tensor as [N, t, width]."""
+        x = self.samples_first(x, N)
+        return x.reshape(N, -1, x.shape[-1])
 
 
 def find_layout(full: Tensor, probe: Tensor, N: int, k: int) -> Layout | None:
-    """Tell from a layer's output on N samples, and on the first k of them alone, where it keeps its samples."""
+    """Infer a layer's layout from its output on N samples and on the first k of them; None where it is unclear."""
     if full.dim() != probe.dim():
         return None
     dims = [i for i, (s, r) in enumerate(zip(full.shape, probe.shape, strict=True)) if s != r]
@@ -101,63 +153,83 @@ def find_layout(full: Tensor, probe: Tensor, N: int, k: int) -> Layout | None:
     if tokens == 1:
         return Layout(dim)
     for layout in (Layout(dim, flat=True), Layout(dim, flat=True, inner=True)):
-        if alike(layout.samples_first(full, N)[:k], layout.samples_first(probe, k)):
+        if agree(layout.samples_first(full, N)[:k], layout.samples_first(probe, k)):
             return layout
     return None
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two results of the same computation agree up to what another batch size does to rounding."""
-    if one.shape != other.shape or not len(one):
+def agree(x: Tensor, y: Tensor) -> bool:
+    """Whether two results of one computation are equal up to the rounding that another batch size causes."""
+    if x.shape != y.shape or not len(x):
         return False
-    one, other = one.detach().double(), other.detach().double()
-    finite = torch.isfinite(one) & torch.isfinite(other)
-    one, other = one[finite], other[finite]
-    return not one.numel() or float((one - other).abs().max()) <= 2e-2 * float(one.abs().max())
+    x, y = x.detach().double(), y.detach().double()
+    finite = torch.isfinite(x) & torch.isfinite(y)
+    x, y = x[finite], y[finite]
+    return not x.numel() or float((x - y).abs().max()) <= 2e-2 * float(x.abs().max())
 
 
-Reader = Callable[[Any, Tensor, Tensor, Layout, int], dict[str, Use]]
-"""(module, input, gradient of the output, layout, N) -> attribute of a parameter -> its use"""
+GradientRule = Callable[[Any, Tensor, Tensor, Layout, int], dict[str, SampleGradients]]
+"""(module, its input, the gradient of its output, their layout, N) -> attribute of a parameter -> its gradients"""
 
 
-def _linear(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
-    g_ntm = layout.tokens(g, N)
-    return {"weight": Outer(g_ntm, layout.tokens(x, N)), "bias": Whole(g_ntm)}
+def gradient_rule(module: nn.Module) -> GradientRule | None:
+    """Return the rule for a module's own parameters, or None for a module of an unknown kind."""
+    own = dict(module.named_parameters(recurse=False))
+    if isinstance(module, nn.Linear):
+        return linear_rule()
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        return linear_rule(inputs=0)
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and not isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return _convolution
+    if isinstance(module, nn.Embedding):
+        return None if module.max_norm is not None or module.scale_grad_by_freq else _embedding
+    if "Norm" in type(module).__name__ and "weight" in own and set(own) <= {"weight", "bias"}:
+        return None if any(True for _ in module.children()) else _norm
+    return None
 
 
-def _transposed(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
-    g_ntm = layout.tokens(g, N)
-    return {"weight": Outer(layout.tokens(x, N), g_ntm, inputs=0), "bias": Whole(g_ntm)}
+def is_weight_matrix(module: nn.Module, attribute: str) -> bool:
+    """Whether a parameter multiplies tokens as one matrix, so that its gradients are outer products."""
+    weight = getattr(module, attribute)
+    table = isinstance(module, nn.Embedding) or getattr(module, "groups", 1) > 1
+    return weight.dim() > 1 and not table and "Norm" not in type(module).__name__
 
 
-def _embedding(module: nn.Embedding, ids: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
+def linear_rule(weight: str = "weight", bias: str = "bias", inputs: int = 1) -> GradientRule:
+    """Return the rule for y = Wx + b; `inputs` is the dimension of the stored W that x belongs to."""
+
+    def rule(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, SampleGradients]:
+        x_ntk, g_ntm = layout.tokens(x, N), layout.tokens(g, N)
+        outer = OuterProducts(g_ntm, x_ntk) if inputs else OuterProducts(x_ntk, g_ntm, inputs=0)
+        return {weight: outer, bias: TokenSums(g_ntm)}
+
+    return rule
+
+
+def _embedding(module: nn.Embedding, ids: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, SampleGradients]:
     g_ntd = layout.tokens(g, N)
     ids_nt = layout.samples_first(ids, N).reshape(N, -1)
     if module.padding_idx is not None:
         g_ntd = g_ntd * (ids_nt != module.padding_idx)[..., None]
-    return {"weight": Rows(ids_nt, g_ntd)}
+    return {"weight": TableRows(ids_nt, g_ntd)}
 
 
-def _conv(module: Any, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
+def _convolution(module: Any, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, SampleGradients]:
     x, g = layout.samples_first(x, N), layout.samples_first(g, N)
     spatial = module.weight.dim() - 2
     places, channels = g.shape[-spatial:].numel(), len(module.weight)
     g_ntm = g.reshape(N, -1, channels, places).transpose(2, 3).reshape(N, -1, channels)
     patches = _patches(module, x.reshape(-1, *x.shape[-1 - spatial :]))
     x_ntk = patches.transpose(1, 2).reshape(N, -1, patches.shape[1])
-    found: dict[str, Use] = {"bias": Whole(g_ntm)}
     if module.groups == 1:
-        found["weight"] = Outer(g_ntm, x_ntk)
-    else:
-        left, right = (torch.unflatten(t, 2, (module.groups, -1)) for t in (g_ntm, x_ntk))
-        found["weight"] = Whole(
-            torch.einsum("ntgo,ntgk->ngok", left, right.to(left)).reshape(N, 1, *module.weight.shape)
-        )
-    return found
+        return {"weight": OuterProducts(g_ntm, x_ntk), "bias": TokenSums(g_ntm)}
+    left, right = (torch.unflatten(t, 2, (module.groups, -1)) for t in (g_ntm, x_ntk))
+    weight = torch.einsum("ntgo,ntgk->ngok", left, right.to(left)).reshape(N, 1, *module.weight.shape)
+    return {"weight": TokenSums(weight), "bias": TokenSums(g_ntm)}
 
 
 def _patches(module: Any, x: Tensor) -> Tensor:
-    """Return what each output place of a convolution sees, as batch x (channels·kernel) x places."""
+    """Return the input patch of each output place of a convolution, as [batch, channels·kernel, places]."""
     if module.padding_mode != "zeros" or isinstance(module.padding, str):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         x = functional.pad(x, module._reversed_padding_repeated_twice, mode)
@@ -168,16 +240,16 @@ def _patches(module: Any, x: Tensor) -> Tensor:
     if module.weight.dim() == 3:  # one-dimensional: a picture of height 1
         x, kernel, stride, dilation, padding = x[:, :, None], (1, *kernel), (1, *stride), (1, *dilation), (0, *padding)
     if tuple(stride) == tuple(kernel) and not any(padding) and set(dilation) == {1}:
-        h, w = x.shape[2] // kernel[0], x.shape[3] // kernel[1]  # patches of a picture, without overlap
+        h, w = x.shape[2] // kernel[0], x.shape[3] // kernel[1]  # patches without overlap: a reshape
         x = x[:, :, : h * kernel[0], : w * kernel[1]].reshape(*x.shape[:2], h, kernel[0], w, kernel[1])
         return x.permute(0, 1, 3, 5, 2, 4).flatten(4).flatten(1, 3)
     return functional.unfold(x, kernel, dilation, padding, stride)
 
 
-def _norm(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, Use]:
-    """Take the normalised input as the difference a unit weight makes, which serves every kind of norm."""
+def _norm(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, SampleGradients]:
+    """Take the normalised input as norm(x; weight 1) - norm(x; weight 0), which holds for every kind of norm."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    unit = _at(module, x, torch.ones_like(weight)) - _at(module, x, torch.zeros_like(weight))
+    unit = _norm_with(module, x, torch.ones_like(weight)) - _norm_with(module, x, torch.zeros_like(weight))
     channels = isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase)
 
     def tokens(t: Tensor) -> Tensor:
@@ -186,11 +258,11 @@ def _norm(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> di
             t = t.movedim(2 if layout.flat or layout.single else 1, -1)
         return t.reshape(N, -1, *weight.shape)
 
-    return {"weight": Whole(tokens(g * unit)), "bias": Whole(tokens(g))}
+    return {"weight": TokenSums(tokens(g * unit)), "bias": TokenSums(tokens(g))}
 
 
-def _at(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-    """Return what a norm makes of its input with another weight and no bias, without its hooks."""
+def _norm_with(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    """Return a norm's output with another weight and no bias; its hooks do not run."""
     own = {name: module._parameters[name] for name in ("weight", "bias") if module._parameters.get(name) is not None}
     try:
         for name in own:
@@ -199,38 +271,3 @@ def _at(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
             return module.forward(x.to(weight.dtype))
     finally:
         module._parameters.update(own)
-
-
-def two_sided(module: nn.Module, attribute: str) -> bool:
-    """Whether a parameter multiplies tokens as one matrix, so that its uses are outer products."""
-    weight = getattr(module, attribute)
-    table = isinstance(module, nn.Embedding) or getattr(module, "groups", 1) > 1
-    return weight.dim() > 1 and not table and "Norm" not in type(module).__name__
-
-
-def total_gradient(use: Use, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return the gradient summed over all samples, and the size of its terms, whose rounding adds up in squares."""
-    if isinstance(use, Outer):
-        left, right = use.left.flatten(0, 1), use.right.flatten(0, 1).to(use.left)
-        return (left.T @ right).reshape(shape), (left.float().norm(dim=1) * right.float().norm(dim=1)).norm()
-    if isinstance(use, Whole):
-        return use.parts.sum((0, 1)).reshape(shape), use.parts.norm()
-    total = torch.zeros(shape, dtype=use.g.dtype, device=use.g.device)
-    g = use.g.flatten(0, 1)
-    return total.index_add_(0, use.ids.flatten(), g), g.norm()
-
-
-def reader_of(module: nn.Module) -> Reader | None:
-    """Return how a module's parameters are read, or None where it is not known."""
-    own = dict(module.named_parameters(recurse=False))
-    if isinstance(module, nn.Linear):
-        return _linear
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-        return _transposed
-    if isinstance(module, nn.Conv1d | nn.Conv2d) and not isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return _conv
-    if isinstance(module, nn.Embedding):
-        return None if module.max_norm is not None or module.scale_grad_by_freq else _embedding
-    if "Norm" in type(module).__name__ and "weight" in own and set(own) <= {"weight", "bias"}:
-        return None if any(True for _ in module.children()) else _norm
-    return None

@@ -1,13 +1,12 @@
-"""What one ordinary forward and backward pass does to every layer: module hooks that hand on inputs and gradients.
+"""Record the input and output gradient of every layer during an ordinary forward and backward pass, by module hooks.
 
-Nothing of the model is changed for good: parameters are frozen while it runs, so that no weight gradient is formed,
-dropout is off, and everything is put back afterwards. A few samples are run first, once, to learn where layers keep
-their samples, and to check every parameter's uses against its true gradient.
+The model is not changed for good: its parameters are frozen while it runs, so that no weight gradient is formed,
+dropout is off, and everything is restored afterwards. A few samples are run first, once, to learn where layers keep
+their samples, and to check that every parameter's per-sample gradients add up to its gradient from autograd.
 """
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -19,145 +18,146 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epimer.curvature.attention import can_open, open_forward, parts
+from epimer.curvature.attention import is_supported, projection_rules, visible_forward
+from epimer.curvature.padding_masks import PaddingMasks, takes_mask
 from epimer.curvature.per_sample_gradients import (
+    GradientRule,
     Layout,
-    Reader,
-    Use,
+    SampleGradients,
     find_layout,
-    per_token,
-    reader_of,
-    total_gradient,
-    two_sided,
+    gradient_rule,
+    is_weight_matrix,
 )
 from epimer.errors import CurvatureError
 
-MASKS = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
-"""arguments that say which tokens are real, and whether they mark the real ones or the padding"""
+UNKNOWN = "its layer is of a kind that is not known"
 ELSEWHERE = "it is also used outside its layer, or its layer does not work as its kind does"
 MIXED = "its output does not keep the batch's samples apart"
 
 
 @dataclass(frozen=True)
-class Source:
-    """A place in the model where parameters are used."""
+class RecordedLayer:
+    """A module, or one projection of an attention, whose parameters are measured."""
 
     label: str
     module: nn.Module
-    reader: Reader
+    rule: GradientRule
     names: Mapping[str, str]
-    """attribute -> name of the parameter, for those that are wanted"""
+    """attribute of the module -> name of the parameter, for those that are measured"""
 
 
-class Tape:
-    """Records one batch at a time; every parameter's uses are handed on as soon as they are complete."""
+class Recorder:
+    """Computes per-sample gradients of a model's parameters, one batch at a time."""
 
-    def __init__(self, model: nn.Module, names: Container[str], emit: Callable[[str, list[Use]], None]) -> None:
-        """Prepare to watch `model`.
+    def __init__(
+        self, model: nn.Module, names: Container[str], emit: Callable[[str, list[SampleGradients]], None]
+    ) -> None:
+        """Find the layers of the parameters in `names`.
 
-        Args:
-            model: what will be called.
-            names: the parameters that are wanted.
-            emit: called with a name and all its uses in the batch.
+        `emit` is called with a parameter's name and its per-sample gradients in the batch, one entry for each time
+        that it is used (a shared layer is called several times), as soon as all of them are known.
         """
         self.model, self.emit = model, emit
         self.N = 0
-        self.mask: Tensor | None = None
-        """which of the batch's tokens are real, N x tokens, as the outermost module was told"""
-        self._masks: dict[str, list[Tensor]] = {}
-        self._memories: dict[int, Tensor] = {}
-        """where an encoder's output lies, that a decoder reads -> which of its tokens are real"""
-        self.unread: dict[str, str] = {}
+        self.masks = PaddingMasks()
+        self.unsupported: dict[str, str] = {}
         """parameters that cannot be measured, and why"""
         self.matrices: set[str] = set()
         """parameters that multiply tokens as one matrix"""
-        self.wanted = {name: p for name, p in model.named_parameters() if name in names}
-        by_id = {id(p): name for name, p in self.wanted.items()}
-        self.sources: list[Source] = []
+        self.parameters = {name: p for name, p in model.named_parameters() if name in names}
+        by_id = {id(p): name for name, p in self.parameters.items()}
+        self.layers: list[RecordedLayer] = []
         for label, module in model.named_modules():
-            self._find(label, module, by_id)
-        known = {name for source in self.sources for name in source.names.values()}
-        for name in self.wanted:
-            if name not in known:
-                self.unread[name] = "its layer is of a kind that is not known"
+            self._find_layers(label, module, by_id)
+        supported = {name for layer in self.layers for name in layer.names.values()}
+        self.unsupported |= {name: UNKNOWN for name in self.parameters if name not in supported}
         self.mode = "off"
+        """off, probe, expand (a trial, see `expanding_output`), forward or backward"""
         self.layouts: dict[tuple[str, int], Layout | None] = {}
+        """(layer, how many times it was called before) -> where its output keeps its samples"""
         self.probed: dict[tuple[str, int], Tensor] = {}
+        """the same -> its output on the first `probe_size` samples"""
         self.probe_size = 0
-        self.singles: dict[str, None] = {}
-        """sources whose output was one for all samples in the last trial"""
-        self.expanding: set[str] = set()
-        """sources whose output is one for all samples, and may be repeated for each"""
+        self.shared_outputs: dict[str, None] = {}
+        """layers whose output was one for all samples in the last trial, in order"""
+        self.expanded: set[str] = set()
+        """layers whose output is one for all samples and is expanded to N copies (position embeddings)"""
+        self._trial = ""
         self._totals: dict[str, tuple[Any, Any]] = {}
-        """name -> the sum of its uses so far, and by how much rounding may have changed it"""
-        self._verdicts: list[tuple[str, Tensor]] = []
+        """parameter -> the sum of its per-sample gradients so far, and by how much rounding may have changed it"""
+        self._checks: list[tuple[str, Tensor]] = []
+        """(parameter, a boolean tensor that must be True)"""
         self._calls: Counter[str] = Counter()
         self._forward_calls: Counter[str] = Counter()
-        self._planned: Counter[str] = Counter()
-        self._waiting: defaultdict[str, list[Use]] = defaultdict(list)
-        self._gain, self._tried, self._checking = 1.0, "", False
-        self._blind: set[str] = set()
-        self._live: set[str] = set()
+        self._expected: Counter[str] = Counter()
+        """parameter -> how many times the forward pass used it"""
+        self._incomplete: defaultdict[str, list[SampleGradients]] = defaultdict(list)
+        self._loss_scale, self._checking_layouts = 1.0, False
+        self._without_grad: set[str] = set()
+        self._with_grad: set[str] = set()
 
-    def _find(self, label: str, module: nn.Module, by_id: Mapping[int, str]) -> None:
-        wanted = {
+    def _find_layers(self, label: str, module: nn.Module, by_id: Mapping[int, str]) -> None:
+        """Add the layers that a module's own parameters make up."""
+        names = {
             attribute: by_id[id(p)]
             for attribute, p in module.named_parameters(recurse=False, remove_duplicate=False)
             if id(p) in by_id
         }
-        if not wanted:
+        if not names:
             return
-        reader = reader_of(module)
-        if reader is not None:
-            self.sources.append(Source(label, module, reader, wanted))
-        elif can_open(module):
-            for part, reader in parts(module).items():
-                self.sources.append(Source(f"{label}.{part}", module, reader, wanted))
+        rule = gradient_rule(module)
+        if rule is not None:
+            self.layers.append(RecordedLayer(label, module, rule, names))
+        elif is_supported(module):
+            for part, rule in projection_rules(module).items():
+                self.layers.append(RecordedLayer(f"{label}.{part}", module, rule, names))
         else:
             return
-        self.matrices |= {name for attribute, name in wanted.items() if two_sided(module, attribute)}
+        self.matrices |= {name for attribute, name in names.items() if is_weight_matrix(module, attribute)}
 
     @contextmanager
-    def watching(self) -> Iterator[Tape]:
+    def attached(self) -> Iterator[Recorder]:
         """Attach the hooks, freeze the parameters and switch dropout off, until the end of the block."""
-        asked = {p: p.requires_grad for p in self.model.parameters()}
-        with still(self.model), ExitStack() as stack:
+        flags = {p: p.requires_grad for p in self.model.parameters()}
+        with eval_mode(self.model), ExitStack() as stack:
             try:
-                for p in asked:
+                for p in flags:
                     p.requires_grad_(False)
-                for source in self.sources:
-                    if not isinstance(source.module, nn.MultiheadAttention):
-                        handle = source.module.register_forward_hook(self._hook(source), with_kwargs=True)
+                for layer in self.layers:
+                    if not isinstance(layer.module, nn.MultiheadAttention):
+                        handle = layer.module.register_forward_hook(partial(self._hook, layer), with_kwargs=True)
                         stack.callback(handle.remove)
                 for label, module in self.model.named_modules():
-                    if isinstance(module, nn.Embedding):  # where gradients end, for checkpointing's sake at least here
-                        stack.callback(module.register_forward_hook(self._start).remove)
-                    if can_open(module):
+                    if isinstance(module, nn.Embedding):  # reentrant checkpointing needs inputs that require gradients
+                        stack.callback(module.register_forward_hook(self._require_grad).remove)
+                    if is_supported(module):
                         stack.callback(delattr, module, "forward")
-                        module.forward = open_forward(module, self._part_of(label))
-                    if MASKS.keys() & _parameters(module) or module is self.model:
-                        look = partial(self._look_for_mask, label)
-                        stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
+                        module.forward = visible_forward(module, self._record_projection(label))
+                    if takes_mask(module) or module is self.model:
+                        note = partial(self._note_masks, label)
+                        stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
                 yield self
             finally:
                 self.mode = "off"
-                for p, flag in asked.items():
+                for p, flag in flags.items():
                     p.requires_grad_(flag)
+
+    # --- what is learned about the model, once ---
 
     @contextmanager
     def probing(self, k: int) -> Iterator[None]:
-        """Note the outputs on a few samples; `verify` follows within the block."""
+        """Keep the outputs on k samples; `check_gradients` follows within the block."""
         self.probed.clear()
         self._begin("probe", k)
         self.probe_size = k
-        held = {name: p.grad for name, p in self.wanted.items()}
+        grads = {name: p.grad for name, p in self.parameters.items()}
         handles = []
         try:
-            for name, p in self.wanted.items():
+            for name, p in self.parameters.items():
                 p.grad = None
-                if name not in self.unread:
+                if name not in self.unsupported:
                     p.requires_grad_()
-                    handles.append(p.register_post_accumulate_grad_hook(self._compare(name)))  # type: ignore[no-untyped-call]
+                    handles.append(p.register_post_accumulate_grad_hook(partial(self._compare, name)))  # type: ignore[no-untyped-call]
             with torch.enable_grad():
                 yield
         finally:
@@ -165,67 +165,75 @@ class Tape:
             self._totals.clear()
             for handle in handles:
                 handle.remove()
-            for name, p in self.wanted.items():
+            for name, p in self.parameters.items():
                 p.requires_grad_(False)
-                p.grad = held[name]
+                p.grad = grads[name]
 
-    def verify(self, loss: Tensor) -> None:
-        """Leave out every parameter whose uses do not add up to its gradient."""
+    def check_gradients(self, loss: Tensor) -> None:
+        """Leave out every parameter whose per-sample gradients do not add up to its gradient from autograd."""
         if loss.requires_grad:
             torch.autograd.backward(loss)
-            self._judge(ELSEWHERE)
+            self._leave_out_failed(ELSEWHERE)
 
-    def _judge(self, reason: str) -> None:
-        """Leave out the parameters that any verdict was against; all are asked for at once, which a GPU prefers."""
-        good = torch.stack([verdict for _, verdict in self._verdicts]).tolist() if self._verdicts else []
-        self.unread |= {name: reason for (name, _), fine in zip(self._verdicts, good, strict=True) if not fine}
-        self._verdicts.clear()
+    def check_layouts(self, loss: Tensor) -> None:
+        """Leave out every layer that mixes samples: `loss` is of every second one, the others must have no gradient."""
+        if loss.requires_grad:
+            self._forward_calls = Counter(self._calls)
+            self.mode, self._checking_layouts = "backward", True
+            try:
+                torch.autograd.backward(loss)
+                self._leave_out_failed(MIXED)
+            finally:
+                self._checking_layouts = False
 
-    def _compare(self, name: str) -> Callable[[Tensor], None]:
-        """Return a hook that compares a parameter's gradient with its uses as soon as both are there."""
+    def _leave_out_failed(self, reason: str) -> None:
+        """Leave out the parameters that failed a check; all results are read at once, to synchronise a GPU once."""
+        passed = torch.stack([check for _, check in self._checks]).tolist() if self._checks else []
+        self.unsupported |= {name: reason for (name, _), ok in zip(self._checks, passed, strict=True) if not ok}
+        self._checks.clear()
 
-        def compare(p: Tensor) -> None:
-            gradient, p.grad = p.grad, None
-            assert gradient is not None
-            found, slack = self._totals.pop(name, (torch.zeros_like(p), p.new_zeros(())))
-            self._verdicts.append((name, (gradient - found).norm() <= slack))
-
-        return compare
+    def _compare(self, name: str, p: Tensor) -> None:
+        """Compare a parameter's gradient with the sum of its per-sample gradients."""
+        gradient, p.grad = p.grad, None
+        assert gradient is not None
+        total, slack = self._totals.pop(name, (torch.zeros_like(p), p.new_zeros(())))
+        self._checks.append((name, (gradient - total).norm() <= slack))
 
     @contextmanager
-    def trying(self, label: str, N: int) -> Iterator[None]:
-        """Repeat the output of one layer for every sample, to see whether the model takes it."""
-        self._begin("try", N)
-        self._tried, self.singles = label, {}
+    def expanding_output(self, label: str, N: int) -> Iterator[None]:
+        """Expand the output of one layer to N copies, to see whether the model's result stays the same."""
+        self._begin("expand", N)
+        self._trial, self.shared_outputs = label, {}
         try:
             with torch.no_grad():
                 yield
         finally:
             self.mode = "off"
 
+    # --- measuring ---
+
     @contextmanager
     def recording(self, N: int) -> Iterator[None]:
         """Record the forward pass of a batch of N samples; `backward` follows within the block."""
         self._begin("forward", N)
-        self.mask = None
-        self._masks.clear()
-        self._memories.clear()
-        self._planned.clear()
+        self.masks.clear()
+        self._expected.clear()
         try:
             yield
         finally:
             self.mode = "off"
-            self._waiting.clear()
+            self._incomplete.clear()
             self.probed.clear()
 
     def _begin(self, mode: str, N: int) -> None:
         self.mode, self.N = mode, N
         self._calls.clear()
 
-    def backward(self, loss: Tensor, *, again: bool, gain: float = 1.0) -> None:
-        """Send the gradient of `loss` back through the recorded pass.
+    def backward(self, loss: Tensor, *, again: bool, loss_scale: float = 1.0) -> None:
+        """Emit the per-sample gradients of `loss` in the recorded pass.
 
-        `again` keeps the graph for another pass; `gain` magnifies gradients on their way, where they might vanish.
+        `again` keeps the graph for another backward pass. `loss_scale` magnifies gradients on their way, where they
+        would underflow in float16; what is emitted is divided by it.
         """
         if not loss.requires_grad:
             raise CurvatureError(
@@ -234,195 +242,152 @@ class Tape:
             )
         if self.mode == "forward":
             self._forward_calls = Counter(self._calls)
-        self.mode, self._gain = "backward", gain
-        torch.autograd.backward(loss * gain, retain_graph=again)
+        self.mode, self._loss_scale = "backward", loss_scale
+        torch.autograd.backward(loss * loss_scale, retain_graph=again)
         with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
-            for name, uses in self._waiting.items():
-                self.emit(name, uses)
-        self._waiting.clear()
-        blind = self._blind - self._live
-        if blind:
+            for name, gradients in self._incomplete.items():
+                self.emit(name, gradients)
+        self._incomplete.clear()
+        without = self._without_grad - self._with_grad
+        if without:
             raise CurvatureError(
-                f"layer {min(blind)!r} ran without gradients (torch.no_grad, or reentrant checkpointing of frozen "
+                f"layer {min(without)!r} ran without gradients (torch.no_grad, or reentrant checkpointing of frozen "
                 "inputs); run it with gradients, or leave it out with layers=."
             )
 
-    def check_layouts(self, loss: Tensor) -> None:
-        """Leave out every layer that mixes samples up: the gradients of `loss`, of every second one, must be 0 else."""
-        if loss.requires_grad:
-            self._forward_calls = Counter(self._calls)
-            self.mode, self._checking = "backward", True
-            try:
-                torch.autograd.backward(loss)
-                self._judge(MIXED)
-            finally:
-                self._checking = False
+    # --- hooks ---
 
-    def _hook(self, source: Source) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            if self.mode == "off" or not isinstance(output, Tensor):
-                return None
-            return self._seen(source, args[0] if args else next(iter(kwargs.values())), output)
+    def _hook(
+        self, layer: RecordedLayer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        if self.mode == "off" or not isinstance(output, Tensor):
+            return None
+        return self._record(layer, args[0] if args else next(iter(kwargs.values())), output)
 
-        return hook
-
-    def _start(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _require_grad(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.mode in ("forward", "backward") and torch.is_grad_enabled() and not output.requires_grad:
             return output.detach().requires_grad_().clone()
         return output
 
-    def _part_of(self, label: str) -> Callable[[str, Tensor, Tensor], Tensor]:
-        own = {source.label: source for source in self.sources}
+    def _record_projection(self, label: str) -> Callable[[str, Tensor, Tensor], Tensor]:
+        layers = {layer.label: layer for layer in self.layers}
 
-        def seen(part: str, x: Tensor, y: Tensor) -> Tensor:
-            source = own.get(f"{label}.{part}")
-            return y if source is None else self._seen(source, x, y)
+        def record(part: str, x: Tensor, y: Tensor) -> Tensor:
+            layer = layers.get(f"{label}.{part}")
+            return y if layer is None else self._record(layer, x, y)
 
-        return seen
+        return record
 
-    def _seen(self, source: Source, x: Tensor, y: Tensor) -> Tensor:
-        """Take note of one call; the output comes back, as a tensor whose gradient will be seen."""
-        ordinal = self._calls[source.label]
-        self._calls[source.label] += 1
+    def _note_masks(self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.mode == "forward":
+            self.masks.note(label, module, args, kwargs, self.N)
+
+    def _record(self, layer: RecordedLayer, x: Tensor, y: Tensor) -> Tensor:
+        """Record one call y = layer(x); return y, as a tensor whose gradient will be seen."""
+        ordinal = self._calls[layer.label]
+        self._calls[layer.label] += 1
         match self.mode:
             case "off":
                 return y
-            case "try":
-                if y.dim() > 2 and len(y) == 1:  # positions: one x tokens x width
-                    self.singles[source.label] = None
-                return y.expand(self.N, *y.shape[1:]) if source.label == self._tried else y
+            case "expand":
+                if y.dim() > 2 and len(y) == 1:  # position embeddings: [1, tokens, width]
+                    self.shared_outputs[layer.label] = None
+                return y.expand(self.N, *y.shape[1:]) if layer.label == self._trial else y
             case "probe":
-                self.probed[source.label, ordinal] = y.detach()
-                return self._verified(source, x, y)
+                self.probed[layer.label, ordinal] = y.detach()
+                return self._add_up(layer, x, y)
             case "forward":
-                self._planned.update(source.names.values())
-            case _ if self._forward_calls[source.label]:
-                ordinal %= self._forward_calls[source.label]  # checkpointing runs it once more
+                self._expected.update(layer.names.values())
+            case _ if self._forward_calls[layer.label]:
+                ordinal %= self._forward_calls[layer.label]  # checkpointing calls it once more
         if not torch.is_grad_enabled():
-            self._blind.add(source.label)
+            self._without_grad.add(layer.label)
             return y
-        self._live.add(source.label)
-        if self.unread.keys() >= set(source.names.values()):
+        self._with_grad.add(layer.label)
+        if self.unsupported.keys() >= set(layer.names.values()):
             return y
-        if source.label in self.expanding and len(y) == 1 != self.N:
+        if layer.label in self.expanded and len(y) == 1 != self.N:
             y, x = y.expand(self.N, *y.shape[1:]), x.expand(self.N, *x.shape[1:])
-        layout = self._layout(source, ordinal, y)
+        layout = self._layout(layer, ordinal, y)
         if layout is None:
-            for name in source.names.values():
-                self.unread[name] = MIXED
+            self.unsupported |= dict.fromkeys(layer.names.values(), MIXED)
             return y
         y = y if y.requires_grad else y.detach().requires_grad_().clone()
-        N, version, masks = self.N, x._version, self._masks_of(source, x)
+        N, version, masks = self.N, x._version, self.masks.of_input(layer.label, x)
 
-        def fired(g: Tensor) -> None:
+        def on_gradient(g: Tensor) -> None:
             if x._version != version:
                 raise CurvatureError(
-                    f"the input of layer {source.label!r} was changed in place after its use, so its curvature cannot "
+                    f"the input of layer {layer.label!r} was changed in place after its use, so its curvature cannot "
                     "be measured; use an operation that is not in place there."
                 )
-            if self._checking:
+            if self._checking_layouts:
                 if not layout.single:
-                    clean = ~layout.samples_first(g, N)[1::2].any()
-                    self._verdicts += [(name, clean) for name in source.names.values()]
+                    zero = ~layout.samples_first(g, N)[1::2].any()
+                    self._checks += [(name, zero) for name in layer.names.values()]
                 return
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-                g = g if self._gain == 1 else g.float() / self._gain
-                uses = source.reader(source.module, x, g, layout, N)
-                self._fired(source, {attribute: _masked(use, masks) for attribute, use in uses.items()})
+                g = g if self._loss_scale == 1 else g.float() / self._loss_scale
+                gradients = layer.rule(layer.module, x, g, layout, N)
+                self._emit(layer, {attribute: _masked(use, masks) for attribute, use in gradients.items()})
 
-        y.register_hook(fired)  # type: ignore[no-untyped-call]
+        y.register_hook(on_gradient)  # type: ignore[no-untyped-call]
         return y
 
-    def _verified(self, source: Source, x: Tensor, y: Tensor) -> Tensor:
-        """Let the uses of a probed call be added up, all samples together."""
+    def _add_up(self, layer: RecordedLayer, x: Tensor, y: Tensor) -> Tensor:
+        """Add the gradients through one probed call to the totals that `check_gradients` compares."""
         if not torch.is_grad_enabled() or not y.requires_grad:
             return y
 
-        def fired(g: Tensor) -> None:
+        def on_gradient(g: Tensor) -> None:
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
                 try:
-                    uses = source.reader(source.module, x, g, Layout(single=True), 1)
+                    gradients = layer.rule(layer.module, x, g, Layout(single=True), 1)
                     totals = {
-                        name: total_gradient(uses[a], self.wanted[name].shape)
-                        for a, name in source.names.items()
-                        if a in uses
+                        name: gradients[attribute].total(self.parameters[name].shape)
+                        for attribute, name in layer.names.items()
+                        if attribute in gradients
                     }
-                except Exception:  # a layer that is not what its class says
-                    self.unread |= dict.fromkeys(source.names.values(), ELSEWHERE)
+                except Exception:  # a layer that does not work as its class says
+                    self.unsupported |= dict.fromkeys(layer.names.values(), ELSEWHERE)
                     return
                 rounding = 1e-3 if g.dtype in (torch.float32, torch.float64) else 5e-2
                 for name, (total, size) in totals.items():
                     before, slack = self._totals.get(name, (0.0, 0.0))
                     self._totals[name] = total + before, slack + rounding * size
 
-        y.register_hook(fired)  # type: ignore[no-untyped-call]
+        y.register_hook(on_gradient)  # type: ignore[no-untyped-call]
         return y
 
-    def _fired(self, source: Source, uses: Mapping[str, Use]) -> None:
-        for attribute, name in source.names.items():
-            if attribute not in uses or name in self.unread:
+    def _emit(self, layer: RecordedLayer, gradients: Mapping[str, SampleGradients]) -> None:
+        """Emit gradients of parameters that are used once; keep others until the backward pass is over."""
+        for attribute, name in layer.names.items():
+            if attribute not in gradients or name in self.unsupported:
                 continue
-            if self._planned[name] <= 1:
-                self.emit(name, [uses[attribute]])
-            else:  # a sample's gradient is the sum over all uses
-                self._waiting[name].append(uses[attribute])
+            if self._expected[name] <= 1:
+                self.emit(name, [gradients[attribute]])
+            else:
+                self._incomplete[name].append(gradients[attribute])
 
-    def _layout(self, source: Source, ordinal: int, y: Tensor) -> Layout | None:
-        """Return where a layer keeps its samples: as it was found, or by custom where that is not ambiguous."""
+    def _layout(self, layer: RecordedLayer, ordinal: int, y: Tensor) -> Layout | None:
+        """Return where a layer's output keeps its samples: as probed, or first where that is not ambiguous."""
         if self.N == 1:
             return Layout(single=True)
-        key = source.label, ordinal
-        if source.label in self.expanding:
+        key = layer.label, ordinal
+        if layer.label in self.expanded:
             return Layout()
         if (probe := self.probed.get(key)) is not None:
             self.layouts[key] = find_layout(y, probe, self.N, self.probe_size)
         elif key not in self.layouts:
-            custom = y.dim() > 1 and len(y) == self.N and self.N not in y.shape[1:-1]
-            return Layout() if custom else None
-        found = self.layouts[key]
-        return found if found is not None and found.fits(y, self.N) else None
-
-    def _look_for_mask(self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note which tokens are real within a module, where its arguments say so."""
-        if self.mode != "forward":
-            return
-        try:
-            bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        except (TypeError, ValueError):
-            return
-        given = {**bound, **bound.get("kwargs", {})}
-        masks = [mask for name, real in MASKS.items() if (mask := self._mask(given.get(name), real)) is not None]
-        source = self._mask(given.get("encoder_attention_mask"), True)
-        if source is not None:  # a decoder: its own tokens are all real unless it says otherwise
-            tokens = next((t for t in given.values() if isinstance(t, Tensor) and t.dim() > 1), source)
-            masks = masks or [torch.ones_like(source[:, :1]).expand(-1, tokens.shape[1])]
-            if isinstance(memory := given.get("encoder_hidden_states"), Tensor):
-                self._memories[memory.data_ptr()] = source
-        if masks:
-            self._masks[label] = masks
-            self.mask = masks[0] if self.mask is None else self.mask
-
-    def _mask(self, given: Any, real: bool) -> Tensor | None:
-        """Return which tokens are real, N x tokens, if this is such a mask."""
-        if not isinstance(given, Tensor) or given.dim() != 2 or len(given) != self.N:
-            return None
-        if given.is_floating_point() and not real:
-            return given == 0
-        return given.bool() if real else ~given.bool()
-
-    def _masks_of(self, source: Source, x: Tensor) -> list[Tensor]:
-        """Return the masks of a layer's input: an encoder's output, or as the innermost module around was told."""
-        if x.data_ptr() in self._memories:
-            return [self._memories[x.data_ptr()]]
-        label = source.label
-        while label not in self._masks and label:
-            label = label.rpartition(".")[0]
-        return self._masks.get(label, [])
+            unambiguous = y.dim() > 1 and len(y) == self.N and self.N not in y.shape[1:-1]
+            return Layout() if unambiguous else None
+        layout = self.layouts[key]
+        return layout if layout is not None and layout.fits(y, self.N) else None
 
 
 @contextmanager
-def still(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode, and layer by layer instead of by torch's fused attention; leave it as it was."""
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode and without torch's fused attention, which calls no hooks; restore both afterwards."""
     training = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
@@ -435,22 +400,15 @@ def still(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def _masked(use: Use, masks: list[Tensor]) -> Use:
-    """Return a use with the mask that fits it."""
-    shape = per_token(use).shape[:2]
-    return replace(use, mask=next((mask for mask in masks if mask.shape == shape), None))
+def _masked(gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
+    """Return per-sample gradients with the first mask of their shape [N, tokens]."""
+    shape = gradients.per_token.shape[:2]
+    mask = next((mask for mask in masks if mask.shape == shape), None)
+    return replace(gradients, mask=mask)  # type: ignore[type-var]
 
 
-def _parameters(module: nn.Module) -> set[str]:
-    """Return the names of what a module's forward takes; none where that cannot be told, as of traced ones."""
-    try:
-        return set(inspect.signature(module.forward).parameters)
-    except (TypeError, ValueError):
-        return set()
-
-
-def quietly(run: Callable[[], Any]) -> Any:
-    """Run something that may fail; return what it returned, or the exception."""
+def attempt(run: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the exception it raised; warnings are dropped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

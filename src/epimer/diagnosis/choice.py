@@ -10,10 +10,11 @@ from typing import Any
 from epimer.diagnosis.advice import choice
 from epimer.diagnosis.diagnose import diagnose_models, forecasts
 from epimer.diagnosis.sweep import Merges, Sweep, check_methods, sweep_plans
+from epimer.engine.options import RunOptions
 from epimer.errors import ParameterError, RecipeError
 from epimer.evaluation.judges import Evaluate
 from epimer.geometry.linalg import as_compute_dtype
-from epimer.geometry.subspace import Basis, Tagged
+from epimer.geometry.subspace import Basis, Tagged, atoms_of
 from epimer.methods.registry import Method, default_forecasts, describe_method
 from epimer.plan.inputs import check_models, check_weights, refuse
 from epimer.plan.jobs import Plan
@@ -28,21 +29,21 @@ Choice = tuple[Recipe, str]
 """a recipe with nothing left open, and why it is so"""
 
 
-def resolve(recipe: Recipe, opened: Opened, evaluate: Evaluate | None = None, *, progress: bool = True) -> Choice:
+def resolve(recipe: Recipe, opened: Opened, evaluate: Evaluate | None, run: RunOptions) -> Choice:
     """Choose what a recipe leaves open: on validation data where there is an evaluation, else by forecast."""
     if not recipe.auto:
         return recipe, ""
     if recipe.base_model is None:
         raise RecipeError("a recipe with 'auto' needs the base model that the others were fine-tuned from.")
     if evaluate is not None:
-        return by_sweep(recipe, opened, evaluate, progress=progress)
-    return by_forecast(recipe, opened, progress=progress)
+        return by_sweep(recipe, opened, evaluate, run)
+    return by_forecast(recipe, opened, run)
 
 
-def by_forecast(recipe: Recipe, opened: Opened, *, progress: bool) -> Choice:
+def by_forecast(recipe: Recipe, opened: Opened, run: RunOptions) -> Choice:
     """Choose by what the diagnosis forecasts."""
     methods = None if "merge_method" in recipe.auto else [recipe.merge_method]
-    diagnosis = diagnose_recipe(recipe, opened, methods=methods, progress=progress)
+    diagnosis = diagnose_recipe(recipe, opened, methods=methods, run=run)
     if not diagnosis.forecast:
         raise RecipeError("projected curvature is known inside its basis only, so nothing can be forecast; add 'eval'.")
     method, scale = choice(diagnosis, scaled="scale" in recipe.auto)
@@ -62,7 +63,7 @@ def _total_weight(recipe: Recipe) -> float:
     return sum(recipe.weights("", 0.0) or [1.0])
 
 
-def by_sweep(recipe: Recipe, opened: Opened, evaluate: Evaluate, *, progress: bool) -> Choice:
+def by_sweep(recipe: Recipe, opened: Opened, evaluate: Evaluate, run: RunOptions) -> Choice:
     """Choose on validation data."""
     free = "scale" in recipe.auto
     found = sweep_recipe(
@@ -72,7 +73,7 @@ def by_sweep(recipe: Recipe, opened: Opened, evaluate: Evaluate, *, progress: bo
         methods=None if "merge_method" in recipe.auto else [recipe.merge_method],
         scales=None if free else [1.0],
         keep_scale=not free,
-        progress=progress,
+        run=run,
         evaluation=recipe.eval or "",
     )
     best = found.best
@@ -123,9 +124,7 @@ def diagnose_recipe(
     rank: int | None = None,
     methods: Sequence[str] | None = None,
     damping: float = 1e-2,
-    workers: int | None = None,
-    max_memory: str | int | None = None,
-    progress: bool = True,
+    run: RunOptions,
 ) -> Diagnosis:
     """Diagnose opened models as a recipe has them; see `epimer.diagnose`."""
     if opened.problems:
@@ -158,9 +157,7 @@ def diagnose_recipe(
         names=_names(recipe),
         base=Path(recipe.base_model or "base").name,
         recipe=public_recipe(recipe, participants, opened.tokenizer),
-        workers=workers,
-        max_memory=max_memory,
-        progress=progress,
+        run=run,
     )
 
 
@@ -171,7 +168,7 @@ class _Atoms(Mapping[str, Tagged]):
         self.bases = bases
 
     def __getitem__(self, name: str) -> Tagged:
-        return self.bases[name].atoms
+        return atoms_of(self.bases[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.bases)
@@ -216,9 +213,7 @@ def sweep_recipe(
     ranks: Sequence[int] | None = None,
     keep_scale: bool = False,
     evaluation: str = "",
-    workers: int | None = None,
-    max_memory: str | int | None = None,
-    progress: bool = True,
+    run: RunOptions,
 ) -> Sweep:
     """Sweep opened models: every setting is merged as `settled` would have it, into memory.
 
@@ -230,7 +225,7 @@ def sweep_recipe(
         raise RecipeError("a sweep scales task vectors, so the recipe needs a base_model.")
     fates = check_models(opened.participants, recipe.rules, refuse)
     rows = check_methods(methods, opened.kind)
-    merges = Merges(opened.participants, recipe.rules, workers=workers, max_memory=max_memory)
+    merges = Merges(opened.participants, recipe.rules, run)
     opened = replace(opened, participants=merges.participants)
     base = merges.participants.base
     assert base is not None
@@ -247,7 +242,7 @@ def sweep_recipe(
 
     names = [name for name, rule in fates.rules.items() if rule != "skip"]
     tensors = {name: base.read(name) for name in names}
-    with Progress(progress, unit="settings") as bar:
+    with Progress(run.progress, unit="settings") as bar:
         stage = bar.begin("trying", None)
         return sweep_plans(
             merges,

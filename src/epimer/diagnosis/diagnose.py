@@ -13,9 +13,8 @@ import epimer
 from epimer.diagnosis.advice import advise
 from epimer.diagnosis.layer import Question, Sums, conflict_of, examine, floats, share
 from epimer.engine.basis import matrix_jobs, read_deltas
-from epimer.engine.memory import memory_budget
 from epimer.engine.merge import Tensors, read_tensors
-from epimer.engine.threads import Threads, worker_devices
+from epimer.engine.options import RunOptions, in_memory
 from epimer.errors import ParameterError, TensorError
 from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Basis, Tagged, clamp_rank
@@ -101,9 +100,7 @@ def diagnose_models(
     names: Sequence[str],
     base: str = "base",
     recipe: str = "",
-    workers: int | None = None,
-    max_memory: str | int | None = None,
-    progress: bool = False,
+    run: RunOptions | None = None,
 ) -> Diagnosis:
     """Examine every matrix of models that fit together, and add up what was found.
 
@@ -120,9 +117,7 @@ def diagnose_models(
         names: what to call the models.
         base: what to call the base.
         recipe: the recipe in YAML, if there is one.
-        workers: matrices looked at at the same time; by default one per core.
-        max_memory: most memory of the process, as "3GB"; by default four fifths of what is free.
-        progress: show a bar on a terminal.
+        run: where and within which limits; by default in memory.
     """
     if participants.base is None:
         raise TensorError("a diagnosis needs the base model that the others were fine-tuned from; pass base.")
@@ -138,11 +133,10 @@ def diagnose_models(
         replace(job, weights=weights(job.name, depth[job.name]), memory=_memory(job, curvatures, chosen, participants))
         for job in jobs
     ]
-    device = participants.template.headers[jobs[0].name].device
-    devices = worker_devices("cpu" if device.type == "meta" else device, workers, 1)
-    engine = Threads(devices, memory=memory_budget(max_memory, jobs))
+    run = run or in_memory(jobs[0].device, len(jobs))
+    engine = run.start(jobs)
     findings: dict[str, tuple[LayerFindings, Sums]] = {}
-    with Progress(progress) as bar:
+    with Progress(run.progress) as bar:
         stage = bar.begin("diagnosing", sum(job.reads for job in jobs))
         for job, result in engine.map(DiagnosisWalk(participants, jobs, curvatures, bases, question)):
             findings[job.name] = result

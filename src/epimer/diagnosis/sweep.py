@@ -17,8 +17,7 @@ from epimer.checkpoints.memory import total_bytes
 from epimer.engine.basis import build_bases
 from epimer.engine.memory import memory_budget
 from epimer.engine.merge import merge_in_memory
-from epimer.engine.protocol import Engine
-from epimer.engine.threads import Threads, worker_devices
+from epimer.engine.options import RunOptions
 from epimer.errors import EpimerWarning, ParameterError
 from epimer.evaluation.judges import Evaluate, SplitScores
 from epimer.evaluation.suite import State
@@ -93,27 +92,12 @@ class Sweep:
 class Merges:
     """Merges of the same models by many methods: tensors are read once and kept, bases are built once per rank."""
 
-    def __init__(
-        self,
-        participants: Participants,
-        rules: Sequence[tuple[str, str]],
-        *,
-        workers: int | None = None,
-        max_memory: str | int | None = None,
-    ) -> None:
-        self.max_memory = max_memory
-        size = sum(map(total_bytes, participants.checkpoints))
-        room = memory_budget(max_memory, ())
-        self.participants = participants.kept_in_memory(room // 2)
-        self.cached = size if self.participants is not participants else 0
-        self.rules, self.workers = rules, workers
+    def __init__(self, participants: Participants, rules: Sequence[tuple[str, str]], run: RunOptions) -> None:
+        self.rules, self.run = rules, run
+        self.participants = participants.kept_in_memory(memory_budget(run.max_memory, ()) // 2)
+        kept = self.participants is not participants
+        self.reserved = sum(map(total_bytes, participants.checkpoints)) if kept else 0
         self._bases: dict[int | None, dict[str, Tagged]] = {}
-
-    def engine(self, jobs: Iterable[Job]) -> Engine:
-        """Return the engine for some jobs; what is kept of the models counts in its budget."""
-        widest = max((job.memory for job in jobs), default=0)
-        room = memory_budget(self.max_memory, jobs) - self.cached
-        return Threads(worker_devices("cpu", self.workers, 1), memory=max(room, widest))
 
     def merge(self, plan: Plan) -> dict[str, Tensor]:
         """Carry out a plan of these models and return the merged tensors."""
@@ -121,7 +105,7 @@ class Merges:
             plan = replace(plan, jobs=[self._sharing(job) for job in plan.jobs])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", EpimerWarning)
-            return merge_in_memory(plan, self.engine(plan.parts))[0]
+            return merge_in_memory(plan, self.run.start(plan.parts, self.reserved))[0]
 
     def _sharing(self, job: Job) -> Job:
         """Return a job that is merged in a basis which other methods use too."""
@@ -137,14 +121,7 @@ class Merges:
     def _atoms(self, rank: int | None) -> dict[str, Tagged]:
         """Return the tagged basis of every matrix, built once per rank."""
         if rank not in self._bases:
-            built = build_bases(
-                self.participants,
-                self.rules,
-                rank=rank,
-                kind="tagged",
-                workers=self.workers,
-                max_memory=self.max_memory,
-            )
+            built = build_bases(self.participants, self.rules, rank=rank, kind="tagged", run=self.run)
             self._bases[rank] = {name: basis for name, basis in built if isinstance(basis, Tagged)}
         return self._bases[rank]
 

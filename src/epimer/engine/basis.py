@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import header, nbytes
-from epimer.engine.memory import memory_budget
 from epimer.engine.merge import Tensors, read_tensors, task_vectors
-from epimer.engine.threads import Threads, worker_devices
+from epimer.engine.options import RunOptions, in_memory
 from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
 from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method, describe_method
@@ -75,8 +74,7 @@ def build_bases(
     *,
     rank: int | None,
     kind: str,
-    workers: int | None = None,
-    max_memory: str | int | None = None,
+    run: RunOptions | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, Basis]]:
     """Yield the basis of every matrix with its name, in the order of the template.
@@ -86,14 +84,12 @@ def build_bases(
         rules: which tensors are matrices, by name pattern.
         rank: directions per task; None is floor(min(m, n) / T).
         kind: tagged or tensor.
-        workers: matrices worked on at the same time; by default one per core.
-        max_memory: most memory of the process; by default four fifths of what is free.
+        run: where and within which limits; by default in memory.
         progress: where to show how far it is.
     """
     fates = check_models(participants, rules, refuse)
     jobs = matrix_jobs(participants, fates, describe_method("tsv"), rank)
-    device = next((job.device for job in jobs), torch.device("cpu"))
-    engine = Threads(worker_devices(device, workers, 1), memory=memory_budget(max_memory, jobs))
+    engine = (run or in_memory(jobs[0].device if jobs else torch.device("cpu"), len(jobs))).start(jobs)
     stage = (progress or Progress(False)).begin("building", sum(job.reads for job in jobs))
     for job, basis in engine.map(BasisWalk(participants, jobs, rank, kind)):
         yield job.name, basis

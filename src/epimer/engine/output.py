@@ -7,8 +7,9 @@ import hashlib
 import json
 import os
 import time
+import warnings
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,56 +18,39 @@ import torch
 import epimer
 from epimer.checkpoints.sidecar_files import carried, code_files
 from epimer.checkpoints.writer import Draft, Shard, as_json, draft_of, explained, index_of, lay_out, settle
-from epimer.engine.memory import memory_budget, parse_size, peak_memory
+from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
 from epimer.engine.model_card import model_card
+from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
-from epimer.engine.threads import Threads, worker_devices
-from epimer.errors import OutputError, ParameterError, listed
+from epimer.errors import EpimerWarning, OutputError, listed
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
 from epimer.plan.participants import Participants
 from epimer.progress import Progress
-from epimer.records import MergeRecord, TensorRecord
+from epimer.records import MergeRecord, Status, TensorRecord
 
 RECORD = "epimer.json"
 INDEX = "model.safetensors.index.json"
-ENGINES = {"local": Threads}
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to run a merge; none of it changes what is computed but for the device's rounding."""
-
-    device: str = "auto"
-    workers: int | None = None
-    threads: int = 1
-    max_memory: str | int | None = None
-    max_shard_size: str | int = "5GB"
-    overwrite: bool = False
-    progress: bool = True
-    engine: str = "local"
-
-
-def write_merge(plan: Plan, out: Path, options: Options) -> MergeRecord:
+def write_merge(
+    plan: Plan, out: Path, run: RunOptions, *, max_shard_size: str | int = "5GB", overwrite: bool = False
+) -> MergeRecord:
     """Carry out a plan, or find that it has been carried out."""
     started = time.perf_counter()
     plan.check()
-    if options.engine not in ENGINES:
-        raise ParameterError(f"There is no engine {options.engine!r}; engines: {', '.join(ENGINES)}.")
-    devices = worker_devices(options.device, options.workers, options.threads)
-    memory = memory_budget(options.max_memory, plan.parts)
-    shards = lay_out(plan.outputs, plan.ties, parse_size(options.max_shard_size, "max_shard_size"))
+    engine = run.start(plan.parts)
+    shards = lay_out(plan.outputs, plan.ties, parse_size(max_shard_size, "max_shard_size"))
     sidecars = _sidecars(plan, shards)
     out = Path(os.path.abspath(out.expanduser()))
     _settle(out)
     if (record := finished(out, plan, shards, sidecars)) is not None:
         return record
-    check_output(out, plan.participants, overwrite=options.overwrite)
-    engine: Engine = ENGINES[options.engine](devices, threads=options.threads, memory=memory)
-    key = _key(plan, shards, devices[0].type, options.threads)
-    draft = Draft(out, shards, key, lambda: check_output(out, plan.participants, overwrite=options.overwrite))
-    with draft.opened(), Progress(options.progress) as progress:
+    check_output(out, plan.participants, overwrite=overwrite)
+    key = _key(plan, shards, engine.devices[0].type, run.threads)
+    draft = Draft(out, shards, key, lambda: check_output(out, plan.participants, overwrite=overwrite))
+    with draft.opened(), Progress(run.progress) as progress:
         try:
             prepared = _prepare(plan, engine, draft, progress)
             before = time.perf_counter()
@@ -121,6 +105,23 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return type(value).__name__
+
+
+def warn_of(record: MergeRecord, stacklevel: int = 3) -> None:
+    """Warn once per kind of what did not go exactly as asked in a merge."""
+    records = record.tensors
+    lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
+    if lowered:
+        ranks = sorted({rank for name in lowered if (rank := records[name].rank) is not None})
+        note = records[lowered[0]].note
+        note = note if len(ranks) < 2 else f"{note.rpartition(' ')[0]} {ranks[0]} to {ranks[-1]}"
+        text = f"{record.method}: {note} in {listed(lowered)}: floor(min(m, n) / T)."
+        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
+    for status in (Status.CLAMPED, Status.DAMPED, Status.STALLED):
+        names = [name for name, one in records.items() if one.status == status]
+        if names:
+            text = f"{record.method}: {status.meaning}: {listed(names)}. {status.remedy}".rstrip()
+            warnings.warn(EpimerWarning(text, status), stacklevel=stacklevel)
 
 
 def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, bytes]) -> MergeRecord | None:

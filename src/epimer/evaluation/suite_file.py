@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from epimer.checkpoints.hub import is_hub_id
-from epimer.curvature.measure import DTYPES
 from epimer.errors import EpimerError, RecipeError, listed, nearest
 from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES
 from epimer.recipe.yaml_lines import Location, YamlFile, spell
 from epimer.tasks.data import open_data
-from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, read_head
+from epimer.tasks.loading import AUTO, CAUSAL_LM, DTYPES, IMAGE, POOLINGS, read_head
 from epimer.tasks.tables import READERS, Table
 from epimer.tasks.task import IMAGES, LABELS, TEXTS
 

@@ -23,8 +23,8 @@ from epimer.evaluation.provenance import provenance
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Suite
 from epimer.geometry.metric import Metric
-from epimer.methods.registry import describe_method
-from epimer.records import Experiment
+from epimer.methods.registry import added_methods, describe_method
+from epimer.records import Experiment, Status
 
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
 COARSE_SCALES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.6, 2.0, 2.6, 3.4)
@@ -93,6 +93,12 @@ CANDIDATES = (
     Candidate("epimer_free", {"iterations": STEPS}),
     Candidate("epimer_kron", {"iterations": STEPS}),
 )
+
+
+def all_candidates() -> tuple[Candidate, ...]:
+    """Return the methods to compare: epimer's own, and those that others added."""
+    added = [name for name in added_methods() if not describe_method(name).needs_function]
+    return (*CANDIDATES, *map(Candidate, added))
 
 
 @dataclass(frozen=True)
@@ -258,8 +264,9 @@ class Bench:
             merged = merge_state_dicts(
                 dict(self.suite.base), states, candidate.method, curvature=curvature, **parameters
             )
-        notes = [str(warning.message) for warning in caught if issubclass(warning.category, EpimerWarning)]
-        notes = [note for note in notes if "iterations" not in parameters or "conjugate gradients" not in note]
+        said = [warning.message for warning in caught if isinstance(warning.message, EpimerWarning)]
+        expected = Status.STALLED if "iterations" in parameters else None
+        notes = [str(warning) for warning in said if warning.status != expected]
         self.notes += [note for note in notes if note not in self.notes]
         return merged
 

@@ -15,7 +15,7 @@ import torch
 from epimer.api import diagnose_state_dicts
 from epimer.diagnosis.landscape import landscape as survey
 from epimer.evaluation.statistics import Scores
-from epimer.experiments.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, references
+from epimer.experiments.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, all_candidates, references
 from epimer.experiments.results import (
     Cells,
     Row,
@@ -46,9 +46,10 @@ GRID, SEEN = 21, 100  # points along a side of a landscape; samples per task tha
 MATCHED = Candidate("tsv", {"rank": RANK}, f"tsv, k = {RANK}")
 
 
-def performance(bench: Bench, candidates: Sequence[Candidate] = CANDIDATES) -> Experiment:
+def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> Experiment:
     """Return every method's average and per-task scores, at the scale that validation data chose."""
     suite, cells = bench.suite, Cells(bench.metric)
+    candidates = all_candidates() if candidates is None else candidates
     names = [task.name for task in suite.tasks]
     data: list[Row] = []
     for name, scores in references(bench).items():

@@ -1,6 +1,6 @@
-"""How the tasks' points become one: their Fréchet mean, T times it, or a damped step from an anchor.
+"""How task vectors are aggregated: by their Fréchet mean, by T times it, or by a damped step from an anchor.
 
-The third factor of a method beside its subspace and its metric. Damping ε is counted in mean diagonals of curvature:
+The third factor of a method, after its subspace and its metric. Damping ε is counted in mean diagonals of curvature:
 
     Mean      x* = (Σ λ_t H̃_t)⁻¹ Σ λ_t H̃_t x_t with ε added to every H̃_t
     Sum       T x*

@@ -14,7 +14,9 @@ from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
 
 JOINT = 1024  # factors up to this size are worth an eigendecomposition per task
-WELL = 1.3  # bound on ‖E‖‖E⁻¹‖ of the tasks' stacked leading eigenvectors, as a multiple of an orthonormal one's
+WELL_CONDITIONED = (
+    1.3  # bound on ‖E‖‖E⁻¹‖ of the tasks' stacked leading eigenvectors, as a multiple of that of an orthonormal stack
+)
 SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
 
 
@@ -100,7 +102,7 @@ def _diagonaliser(factors: list[Tensor | None], size: int, like: Tensor, *, sing
         rest = rest @ torch.linalg.eigh(rest.T @ mean @ rest).eigenvectors
         E = torch.cat([leading, rest], dim=1)
         inverse, info = torch.linalg.inv_ex(E)
-        if not info and float(torch.linalg.norm(E) * torch.linalg.norm(inverse)) < WELL * size:
+        if not info and float(torch.linalg.norm(E) * torch.linalg.norm(inverse)) < WELL_CONDITIONED * size:
             return inverse.T
         share //= 2
     return torch.linalg.eigh(mean).eigenvectors
@@ -128,10 +130,10 @@ def _preconditioned(
     y, r, norm = torch.zeros_like(b), b, float(torch.linalg.vector_norm(b))
     size = norm
     for _ in range(8):
-        wanted = max(0.5 * SINGLE * norm / size, 3e-6)
+        target = max(0.5 * SINGLE * norm / size, 3e-6)
         scaled = (r / size).float()
         step = conjugate_gradients(
-            quick.apply, scaled, lambda r: r / diagonal, tolerance=wanted, max_steps=max_steps
+            quick.apply, scaled, lambda r: r / diagonal, tolerance=target, max_steps=max_steps
         ).value
         y = y + size * step.double()
         if max_steps is not None:

@@ -17,17 +17,17 @@ from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
 
 BLOCK = 16  # a Krylov block's columns are a multiple of this, which matrix products like
-FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no room
-FIRST_LOOK = 4  # blocks before the first look at the error
+FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no memory
+FIRST_CHECK = 4  # blocks before the error is first estimated
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
 SVD_TOLERANCE = 6e-3  # bound on the mean angle of float32 triples; their product's error is some 30x lower
-CHUNK = 1 << 19  # entries looked at together where each stands alone: they stay in the cache
+CHUNK = 1 << 19  # entries of a chunk, which stays in the cache, where entries do not depend on each other
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 MAX_STEPS = 2000  # of conjugate gradients
 
 
 def nonfinite(x: Tensor) -> int:
-    """Return how many entries of `x` are NaN or Inf; one fast pass where there are none."""
+    """Return how many entries of `x` are NaN or Inf, in a single fast pass where there are none."""
     narrow = x.element_size() < 4 and x.device.type == "cpu"  # widened for the sum, which is cheap in the cache only
     parts = chunks(x.reshape(-1)) if narrow else [x]
     if all(math.isfinite(as_compute_dtype(part).sum()) for part in parts):
@@ -92,7 +92,7 @@ class LowRank:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let torch's own tensors stand on the left: X @ D and X + D."""
+        """Support torch tensors as the left operand: X @ D and X + D."""
         if function is Tensor.__matmul__ or function is Tensor.matmul or function is torch.matmul:
             return (args[0] @ args[1].B) @ args[1].A
         if function is Tensor.__add__ or function is Tensor.add:
@@ -120,8 +120,8 @@ class Svd(NamedTuple):
 def top_svd(A_mn: Delta, k: int, *, exact: bool = False) -> Svd:
     """Return the `k` leading singular triples of `A_mn`, fewer where its rank is lower.
 
-    A product of factors takes the SVD of what lies between their orthonormal bases, r x r. Float64 and small
-    matrices take a full SVD. Large float32 ones take a block Krylov space, grown until the triples have converged,
+    A product of factors takes the SVD of the r x r matrix between their orthonormal bases. Float64 and small
+    matrices take a full SVD. Large float32 matrices take a block Krylov space, grown until the triples have converged,
     and an eigendecomposition of the Gram matrix where that would need half the space or where `exact` asks for it.
     """
     m, n = A_mn.shape
@@ -148,7 +148,10 @@ def uses_krylov(A_mn: Delta, k: int) -> bool:
     """Whether `top_svd` searches a Krylov space for `k` triples, which makes them approximate."""
     side = min(A_mn.shape)
     return (
-        isinstance(A_mn, Tensor) and A_mn.dtype != torch.float64 and side > SMALL and side >= 2 * FIRST_LOOK * _width(k)
+        isinstance(A_mn, Tensor)
+        and A_mn.dtype != torch.float64
+        and side > SMALL
+        and side >= 2 * FIRST_CHECK * _width(k)
     )
 
 
@@ -206,7 +209,7 @@ def _krylov_svd(A_mn: Tensor, k: int) -> Svd | None:
         fresh = A_mn.T @ image
         for _ in range(2):  # once leaves what rounding brings back, twice is enough
             fresh -= B_nb[:, every] @ (B_nb[:, every].T @ fresh)
-        if done < FIRST_LOOK * width:
+        if done < FIRST_CHECK * width:
             continue
         sigma, R_bk = _ritz(B_nb[:, every], W_mb[:, every], k)
         # The residual AᵀAv - σ²v of a Ritz vector v = BR lies in the next block: it is what `fresh` makes of R's end.
@@ -380,7 +383,7 @@ def kth_magnitudes(
     Non-negative floats sort like their bit patterns, so counting 16 bits at a time finds the answer digit by
     digit: `rows` is iterated twice in float32, four times in float64.
     """
-    whole, digits = (torch.int64, 4) if dtype == torch.float64 else (torch.int32, 2)
+    integer, digits = (torch.int64, 4) if dtype == torch.float64 else (torch.int32, 2)
     prefixes, remaining = [0] * len(ranks), list(ranks)
 
     def count(iterator: Iterator[Iterable[Tensor]], lock: Lock, digit: int) -> Tensor:
@@ -391,7 +394,7 @@ def kth_magnitudes(
             if row is None:
                 return counts
             for t, chunk in ((t, chunk) for t, column in enumerate(row) for chunk in chunks(column.flatten())):
-                bits = chunk.to(dtype).abs().view(whole)
+                bits = chunk.to(dtype).abs().view(integer)
                 inside = bits if digit == digits - 1 else bits[(bits >> (16 * (digit + 1))) == prefixes[t]]
                 counts[t] += torch.bincount((inside >> (16 * digit)) & 0xFFFF, minlength=1 << 16).cpu()
 
@@ -407,4 +410,4 @@ def kth_magnitudes(
             bucket = int(torch.searchsorted(column.cumsum(0), remaining[t]))
             remaining[t] -= int(column[:bucket].sum())
             prefixes[t] = (prefixes[t] << 16) | bucket
-    return [float(torch.tensor(prefix, dtype=whole).view(dtype)) for prefix in prefixes]
+    return [float(torch.tensor(prefix, dtype=integer).view(dtype)) for prefix in prefixes]

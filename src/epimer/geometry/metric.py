@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from epimer.geometry.diagonal import TaggedDiagonal, TensorProductDiagonal, project_diagonal
+from epimer.geometry.kinds import SERVES
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.linalg import nonfinite, null_share, sum_of_atoms
 from epimer.geometry.operator import Dense, Elementwise, OuterSum, SubspaceOperator
@@ -25,6 +27,12 @@ class Metric(ABC):
     """One task's curvature on one layer."""
 
     kind: str
+    serves: ClassVar[tuple[str, ...]] = ()
+    """kinds of curvature that a method must accept to accept this one too"""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        SERVES[cls.kind] = cls.serves
 
     @abstractmethod
     def apply(self, D_mn: Tensor) -> Tensor:

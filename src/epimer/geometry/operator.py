@@ -1,7 +1,7 @@
 """One task's curvature in the coordinates of a subspace: x -> H̃x, and the solve of a weighted sum of them.
 
 The sum Σ c_t H̃_t is an operator of the same kind: a diagonal metric is summed before it is projected, so that
-one projection serves all tasks.
+one projection is enough for all tasks.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Elementwise(SubspaceOperator):
         return Elementwise(self.F.double() * weight)
 
     def solve(self, b: Tensor, shift: float) -> Solution:
-        """Divide; where the curvature is zero there is nothing to move for, so y is 0."""
+        """Divide by the diagonal; y is 0 where the curvature is zero."""
         F = self.F + shift
         return Solution(torch.where(F > 0, b / torch.where(F > 0, F, 1), 0))
 

@@ -1,4 +1,4 @@
-"""What a solve gives: of one linear system, of a Fréchet mean, of a whole method. Failure is a value (`Status`)."""
+"""The solution of a linear system, of a Fréchet mean or of a method. A failed solve is a value with a status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a merge is solved: the full space, the tagged atoms u_i v_iᵀ, or all pairs u_i v_jᵀ.
+"""The subspaces a merge is solved in: the full space, the tagged atoms u_i v_iᵀ, or all pairs u_i v_jᵀ.
 
 Every subspace is orthonormal in the Frobenius inner product: SᵀS = I.
 """
@@ -25,7 +25,7 @@ from epimer.geometry.linalg import (
 from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
 
-NEAR_DUPLICATE = 0.02  # a stack's weakest direction below this calls for exact SVDs
+NEAR_DUPLICATE = 0.02  # where a stack's weakest direction is below this, SVDs are taken exactly
 
 
 def clamp_rank(shape: Sequence[int], tasks: int, rank: int | None) -> int:
@@ -52,7 +52,7 @@ class Subspace(ABC):
 
 @dataclass(frozen=True)
 class Full(Subspace):
-    """The whole space: S = I, coordinates of the layer's own shape."""
+    """The full space: S = I, coordinates of the layer's own shape."""
 
     dtype: torch.dtype = torch.float32
 
@@ -83,13 +83,8 @@ class Tagged(Subspace):
     mix: Tensor | None = None
 
     @property
-    def atoms(self) -> Tagged:
-        """The basis itself, as a tensor product has the one it was made from."""
-        return self
-
-    @property
     def rank(self) -> int:
-        """Directions of the task that has most."""
+        """Directions per task; the most, where tasks differ."""
         return int(self.owner.bincount().max()) if self.owner.numel() else 0
 
     def project(self, D: Tensor) -> Tensor:
@@ -119,11 +114,11 @@ class TensorProduct(Subspace):
     U: Tensor
     V: Tensor
     atoms: Tagged
-    """the tagged basis it was made from"""
+    """the tagged basis that U and V belong to"""
 
     @property
     def rank(self) -> int:
-        """Directions of the task that has most."""
+        """Directions per task; the most, where tasks differ."""
         return self.atoms.rank
 
     def project(self, D: Tensor) -> Tensor:
@@ -164,7 +159,7 @@ def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
 
 
 def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, list[Svd]]:
-    """Return the tagged basis and every task's leading triples, from which it was made.
+    """Return the tagged basis and every task's leading singular triples, which it is built from.
 
     Near-duplicate models make the stack near-singular, which magnifies errors; then the SVDs are taken exactly.
     """
@@ -207,4 +202,9 @@ def joint(deltas: Sequence[Tensor], rank: int) -> Span:
 
 
 Basis = Tagged | TensorProduct
-"""a basis that can be built ahead of a merge, stored, and given to it"""
+"""a basis that can be built before a merge, stored, and passed to it"""
+
+
+def atoms_of(basis: Basis) -> Tagged:
+    """Return the tagged atoms of a basis."""
+    return basis.atoms if isinstance(basis, TensorProduct) else basis

@@ -1,4 +1,4 @@
-"""What the quadratic model says of a merge ahead of it: η, V_S, R_S, the bound, the energy a basis keeps."""
+"""The paper's theory of a merge, computed before it: η, V_S, R_S, the bound, the energy a basis keeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def diagnose_layer(
     damping: float,
     rank: int | None,
 ) -> LayerDiagnosis:
-    """Compute the theory of one layer on a tagged basis, at the damped, trace-normalised Fréchet mean x*."""
+    """Return the theory of one layer on a tagged basis, at the damped, trace-normalised Fréchet mean x*."""
     problem = build_problem(subspace, metrics, deltas, weights).damped(damping)
     raw = replace(problem, scales=[1.0] * len(deltas), shifts=[0.0] * len(deltas))
     solution = problem.mean()
@@ -85,7 +85,7 @@ def bound(v_s: float, r_s: float | None) -> float | None:
 def total(
     layers: Sequence[LayerDiagnosis], energies: Sequence[Sequence[float]], weights: Sequence[float]
 ) -> LayerDiagnosis:
-    """Sum layers into the model's diagnosis: curvature is block-diagonal over layers, so its terms add up.
+    """Return the sum over layers, the model's diagnosis: curvature is block-diagonal, so its terms add up.
 
     `energies` holds ‖D_t‖² per layer and task.
     """

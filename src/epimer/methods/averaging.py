@@ -1,4 +1,4 @@
-"""Methods that treat every entry alike: averages, task arithmetic, trims and drops, gradient matching."""
+"""Methods that act entry by entry: averages, task arithmetic, trimming, dropping, gradient matching."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ METHODS: tuple[Method, ...] = (
         options=MethodOptions(),
         needs_base=False,
         elementwise=True,
-        entrywise=True,
+        separable=True,
         sums_models=True,
         sweep=True,
         forecast=True,
@@ -197,7 +197,7 @@ METHODS: tuple[Method, ...] = (
         options=MethodOptions(),
         needs_base=True,
         elementwise=True,
-        entrywise=True,
+        separable=True,
         absolute_weights=True,
         laws=LINEAR_LAWS,
     ),
@@ -210,7 +210,7 @@ METHODS: tuple[Method, ...] = (
         options=MethodOptions(),
         needs_base=False,
         elementwise=True,
-        entrywise=True,
+        separable=True,
         prepare=norms,
         whole_model=frozenset({"weight"}),
         laws=LINEAR_LAWS,
@@ -224,7 +224,7 @@ METHODS: tuple[Method, ...] = (
         options=GreedySoupOptions(),
         needs_base=False,
         elementwise=True,
-        entrywise=True,
+        separable=True,
         prepare=greedy,
         whole_model=frozenset({"weight"}),
         laws=LINEAR_LAWS,
@@ -238,7 +238,7 @@ METHODS: tuple[Method, ...] = (
         options=TiesOptions(),
         needs_base=True,
         elementwise=True,
-        entrywise=True,
+        separable=True,
         prepare=thresholds,
         passes=2,
         whole_model=frozenset({"density"}),

@@ -25,7 +25,7 @@ from epimer.geometry.frechet import frechet_mean
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import Basis, Full, Subspace, Tagged, clamp_rank, tagged, tensor_product
+from epimer.geometry.subspace import Basis, Full, Subspace, Tagged, atoms_of, clamp_rank, tagged, tensor_product
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
 from epimer.methods.spectral import clamped, rank_note
@@ -96,7 +96,7 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
     """Return the mean, the sum or the anchored step, in the subspace that the options name."""
     shape, tasks = layer.deltas[0].shape, len(layer.deltas)
     rank = clamp_rank(shape, tasks, options.rank) if len(shape) == 2 else 0
-    atoms = None if layer.basis is None else layer.basis.atoms
+    atoms = None if layer.basis is None else atoms_of(layer.basis)
     if atoms is None and options.needs_atoms:
         if rank == 0:
             return clamped(layer)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from typing_extensions import TypeVar
 
 from epimer.errors import EpimerWarning, ParameterError, nearest, short
+from epimer.geometry.kinds import SERVES
 from epimer.methods.options import MethodOptions, Parameter, parameters_of
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ class Method(Generic[OptionsT]):
     """kinds of measured curvature it can work with; by default only `curvature` itself"""
     elementwise: bool = False
     """acts on every floating-point tensor entry by entry, instead of on matrices"""
-    entrywise: bool = False
-    """merges each entry without a look at the tensor's other ones, so that a part can be merged alone"""
+    separable: bool = False
+    """merges each entry independently of the tensor's others, so that a tensor can be merged in parts"""
     absolute_weights: bool = False
     """uses the weights as given, instead of scaled to sum 1"""
     sums_models: bool = False
@@ -115,7 +116,7 @@ class Method(Generic[OptionsT]):
     forecast: bool = False
     """a diagnosis forecasts it by default"""
     minimises_forecast: bool = False
-    """minimises the form that forecasts where no curvature was measured, so that its own forecast says nothing"""
+    """minimises the form that forecasts where no curvature was measured, so that its own forecast is not comparable"""
     prepare: Callable[[Prepass, OptionsT], Prepared] | None = None
     passes: int = 1
     """how often the pre-pass reads float32 models"""
@@ -169,9 +170,15 @@ class Method(Generic[OptionsT]):
         checked = {name: known[name].check(self.name, given[name]) for name in known if name in given}
         return replace(self.options, **checked)
 
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """All kinds of measured curvature it can work with: those of its row, and those that may stand in for one."""
+        others = [kind for kind, served in SERVES.items() if set(served) & set(self.accepts)]
+        return tuple(dict.fromkeys((*self.accepts, *others)))
+
     def takes(self, kind: str | None) -> bool:
         """Whether curvature of a kind, known in the full space, is what the method needs, if it needs any."""
-        return not self.needs_curvature or (kind in self.accepts and kind != "projected")
+        return not self.needs_curvature or (kind in self.accepted and kind != "projected")
 
     def check_kind(self, kind: str | None) -> None:
         """Refuse to go on where the method needs curvature and this is not the kind."""
@@ -218,7 +225,7 @@ class _Registry:
             return self._rows
 
     def add(self, method: Method, origin: str) -> None:
-        """Add a method, or say why it cannot be."""
+        """Add a method, or raise why it cannot be added."""
         with self._lock:
             _check_row(method)
             if method.name in self.rows():
@@ -232,9 +239,13 @@ class _Registry:
     def remove(self, name: str) -> None:
         """Remove a method that is not epimer's own."""
         with self._lock:
-            if describe_method(name) and self._origins[name] == "epimer":
-                raise ParameterError(f"{name} is epimer's own method and cannot be unregistered.")
+            if name not in self.added():
+                raise ParameterError(f"{short(name)} was not added by register_method, so it cannot be removed.")
             del self._rows[name], self._origins[name]
+
+    def added(self) -> list[str]:
+        """Return the names of the methods that are not epimer's own."""
+        return [name for name in self.rows() if self._origins[name] != "epimer"]
 
     def _load(self, point: EntryPoint) -> None:
         package = point.dist.name if point.dist is not None else point.value
@@ -288,6 +299,11 @@ def unregister_method(name: str) -> None:
 def list_methods() -> list[str]:
     """Return the names of all merging methods."""
     return list(_REGISTRY.rows())
+
+
+def added_methods() -> list[str]:
+    """Return the names of the methods that other packages or the user's code added."""
+    return _REGISTRY.added()
 
 
 def describe_method(name: str) -> Method:

@@ -12,7 +12,7 @@ from torch import Tensor
 from epimer.geometry.aggregator import iso_c_delta, tsv_delta
 from epimer.geometry.linalg import Svd, polar, top_svd, weighted_sum
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import clamp_rank, tagged
+from epimer.geometry.subspace import atoms_of, clamp_rank, tagged
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
 from epimer.records import Status
@@ -48,8 +48,8 @@ def rank_note(wanted: int | None, rank: int) -> str:
 
 def tsv(layer: Layer, options: TsvOptions) -> Solution:
     """Put each task's singular values on the whitened atoms, or each atom's share of all task vectors."""
-    if layer.basis is not None:
-        atoms, rank, note = layer.basis.atoms, layer.basis.rank, ""
+    if layer.basis is not None and options.coefficients == "sigma":  # a projection is on atoms of the method's own rank
+        atoms, rank, note = atoms_of(layer.basis), layer.basis.rank, ""
     else:
         rank = clamp_rank(layer.deltas[0].shape, len(layer.deltas), options.rank)
         if rank == 0:

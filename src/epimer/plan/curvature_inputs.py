@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from epimer.curvature.basis import StoredBasis
-from epimer.curvature.curvature import Curvature, tensors_of
+from epimer.curvature.curvature import Curvature
 from epimer.curvature.format import open_curvature, stored_fingerprint
+from epimer.curvature.kinds import tensors_of
 from epimer.errors import CurvatureError, EpimerError
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import clamp_rank
@@ -68,7 +69,7 @@ def check_measured_models(
     """Refuse curvature that was measured on another model, unless it was asked for."""
     for model, curvature in zip(models, curvatures, strict=False):
         names = {name: _stored_under(name, model, curvature) for name in curvature}
-        if curvature.about.model in (None, stored_fingerprint(model.checkpoint, names)):
+        if curvature.provenance.model in (None, stored_fingerprint(model.checkpoint, names)):
             continue
         foreign = [name for name, stored in names.items() if stored not in model.checkpoint.headers]
         if foreign:
@@ -88,7 +89,7 @@ def check_measured_models(
 
 def _stored_under(name: str, model: Participant, curvature: Curvature) -> str:
     """Return the name under which a checkpoint holds a tensor that may have several."""
-    aliases = [alias for alias, twin in curvature.about.ties.items() if twin == name]
+    aliases = [alias for alias, twin in curvature.provenance.ties.items() if twin == name]
     known = (one for one in (model.stored.get(name, name), *aliases) if one in model.checkpoint.headers)
     return next(known, name)
 
@@ -107,8 +108,8 @@ def open_basis(recipe: Recipe, folder: Path | None, problems: list[EpimerError])
 def check_one_kind(curvatures: Sequence[Curvature], basis: StoredBasis | None, problems: list[EpimerError]) -> None:
     """Refuse curvature of several kinds, and projected curvature whose basis is not the merge's."""
     for curvature in curvatures:
-        first, about = curvatures[0], curvature.about
-        if (about.kind, about.basis) != (first.kind, first.about.basis):
+        first, about = curvatures[0], curvature.provenance
+        if (about.kind, about.basis) != (first.kind, first.provenance.basis):
             other = curvature.kind if about.kind != first.kind else "on another basis"
             problems.append(
                 CurvatureError(
@@ -152,7 +153,7 @@ def curvature_bytes(name: str, rule: str, W: Tensor, method: Method, curvatures:
     for one in curvatures:
         if not isinstance(one, Curvature) or one.file is None:
             continue  # metrics in memory are checked one by one, when their tensor is read
-        kind = "projected" if one.about.basis is not None and rule == "matrix" else one.kind
+        kind = "projected" if one.provenance.basis is not None and rule == "matrix" else one.kind
         if kind not in kinds:
             raise CurvatureError(
                 f"{one.where} is {one.kind} curvature, but {method.name} needs {kinds[0]} "

@@ -75,7 +75,7 @@ class Job:
     @property
     def entrywise(self) -> bool:
         """Whether each entry is merged without a look at the others."""
-        elementwise = self.rule == "elementwise" and self.method is not None and self.method.entrywise
+        elementwise = self.rule == "elementwise" and self.method is not None and self.method.separable
         return self.method is not None and (self.rule == "average" or elementwise)
 
     @property

@@ -81,7 +81,7 @@ def layer_curvature(
 
 def accepted_kinds(method: Method, rule: str) -> tuple[str, ...]:
     """Return the kinds of curvature that a tensor with this rule can be merged under."""
-    return ("diagonal",) if rule == "fisher" else method.accepts
+    return ("diagonal",) if rule == "fisher" else method.accepted
 
 
 def needs_metric(name: str, rule: str, W: Tensor) -> bool:

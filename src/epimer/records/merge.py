@@ -26,11 +26,7 @@ class Status(StrEnum):
     CONVERGED = "converged", "conjugate gradients reached the tolerance"
     DAMPED = "damped", "singular curvature, damped", "Raise damping, or measure curvature on more samples."
     STALLED = "stalled", "conjugate gradients stopped above the tolerance", "Raise iterations, or damping."
-    CLAMPED = (
-        "clamped",
-        "too small to give every task a direction, averaged",
-        "Merge fewer models at once, or give these tensors the rule 'average'.",
-    )
+    CLAMPED = "clamped", "too small to give every task a direction, averaged"
     TIED = "tied", "shares another tensor's memory, and so its result"
 
 

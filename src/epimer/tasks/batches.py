@@ -1,4 +1,4 @@
-"""Batches as users have them: (inputs, targets), inputs a tensor, a tuple or a dict."""
+"""Batches of samples: pairs (inputs, targets), where inputs is a tensor, a tuple or a dict."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from epimer.errors import CurvatureError
 
 @dataclass(frozen=True)
 class Batch:
-    """N samples and what is expected of them."""
+    """N samples and their targets."""
 
     inputs: Any
     targets: Any
     N: int
     squares: bool = False
-    """an input of N x N is the same for all samples: a mask of tokens, as many as there are samples"""
+    """whether an input of shape [N, N] belongs to all samples, as an attention mask over N tokens does"""
 
     @property
     def mask(self) -> Tensor | None:
-        """Which tokens are real, N x tokens, where the inputs say so."""
+        """The padding mask among the inputs, [N, tokens] and True at real tokens, if there is one."""
         mask = self.inputs.get("attention_mask") if isinstance(self.inputs, Mapping) else None
         return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def run(self, model: nn.Module) -> Any:
-        """Call the model on the inputs."""
+        """Return the model's outputs."""
         if isinstance(self.inputs, Mapping):
             return model(**self.inputs)
         return model(*self.inputs) if isinstance(self.inputs, tuple | list) else model(self.inputs)
 
     def part(self, start: int, stop: int) -> Batch:
-        """Return some of the samples."""
+        """Return the samples from `start` to `stop`."""
         first = _first(self.inputs)
 
         def cut(t: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""
-        inputs, targets = (_each(given, lambda t: t.detach().to(device)) for given in (self.inputs, self.targets))
+        inputs, targets = (_each(value, lambda t: t.detach().to(device)) for value in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets)
 
 
@@ -64,20 +64,21 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _first(value: Any) -> Tensor | None:
-    found: list[Tensor] = []
-    _each(value, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
-    return next((t for t in found if t.dim()), None)
+    """Return the first tensor with a dimension in a structure of dicts, tuples and lists."""
+    tensors: list[Tensor] = []
+    _each(value, lambda t: tensors.append(t) or t)  # type: ignore[func-returns-value]
+    return next((t for t in tensors if t.dim()), None)
 
 
 def read_batches(batches: Iterable[Any], samples: int | None, device: torch.device) -> Iterator[Batch]:
-    """Yield batches until `samples` samples have been seen; the last one is cut."""
+    """Yield batches on a device until `samples` samples have been read; the last batch is cut to that number."""
     seen = 0
-    for i, given in enumerate(batches):
-        if not isinstance(given, tuple | list) or len(given) != 2:
+    for i, pair in enumerate(batches):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise CurvatureError(
-                f"batch {i} is {type(given).__name__}, expected a pair (inputs, targets); targets may be None."
+                f"batch {i} is {type(pair).__name__}, expected a pair (inputs, targets); targets may be None."
             )
-        inputs, targets = given
+        inputs, targets = pair
         first = targets if isinstance(targets, Tensor) and targets.dim() else _first(inputs)
         if first is None:
             raise CurvatureError(f"batch {i} holds no tensor with a batch dimension; inputs must be torch tensors.")

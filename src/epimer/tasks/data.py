@@ -1,4 +1,4 @@
-"""Data to measure curvature on: a file, a folder of images, a folder in the hub's layout, or a dataset on the hub."""
+"""Open data sets: a file, a folder of images, a folder in the hub's layout, or a data set on the hub."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from random import Random
 from epimer.errors import DataError, listed, nearest
 from epimer.tasks.tables import READERS, Images, Joined, Table, files_under
 
-__all__ = ["Table", "choose", "open_data"]
-
 IMAGES = (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "package.json")
-ABOUT_TEXT = re.compile(r"(readme|licen[cs]e|notice|requirements|classes|labels|copying)\b.*\.txt", re.IGNORECASE)
+NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "package.json")
+NOT_DATA_TEXT = re.compile(r"(readme|licen[cs]e|notice|requirements|classes|labels|copying)\b.*\.txt", re.IGNORECASE)
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""the words for a split, and which one each means"""
+"""word in a file's or folder's name -> the split it stands for"""
 SHARD = re.compile(r"-(\d+)-of-(\d+)(?:-[0-9a-f]{16})?$")
 
 
 def open_data(text: str, *, split: str | None = None, subset: str | None = None, progress: bool = False) -> Table:
-    """Open data by path or by hub id (`org/name[@revision]`)."""
+    """Open a data set by path or by hub id (`org/name[@revision]`)."""
     if not text.strip():
         raise DataError("the name of the data is empty; give a path or a hub dataset (org/name@revision).")
     path = Path(os.path.expanduser(text))
@@ -42,8 +40,8 @@ def open_data(text: str, *, split: str | None = None, subset: str | None = None,
     return table
 
 
-def choose(count: int, *, samples: int | None, fraction: float | None, seed: int) -> list[int]:
-    """Return which of `count` rows to use: shuffled by the seed, then the first `samples` or that fraction of all."""
+def choose(count: int, *, samples: int | None, fraction: float | None, seed: int, least: int = 1) -> list[int]:
+    """Return the rows to use: of `count` shuffled rows the first `samples`, or a fraction of all, `least` at least."""
     if samples is not None and fraction is not None:
         raise DataError("'samples' and 'fraction' both say how many rows to use; give one of them.")
     if samples is not None and samples < 1:
@@ -52,8 +50,8 @@ def choose(count: int, *, samples: int | None, fraction: float | None, seed: int
         raise DataError(f"'fraction' must be above 0 and at most 1. Got {fraction} instead.")
     rows = list(range(count))
     Random(seed).shuffle(rows)
-    if fraction is not None:  # as the decimal that was written: 0.07 of 100 rows is 7 of them, in floats it is more
-        samples = max(1, math.ceil(Fraction(str(fraction)) * count))
+    if fraction is not None:  # exact in decimals: 0.07 of 100 rows are 7, while 0.07 * 100 > 7 in floats
+        samples = max(least, math.ceil(Fraction(str(fraction)) * count))
     return rows[:samples]
 
 
@@ -87,7 +85,7 @@ def _open_folder(folder: Path, split: str | None, subset: str | None) -> Table:
 
 
 def _open_images(folder: Path, name: str, split: str | None) -> Images | None:
-    """Open the images in the class folders of a folder, or of the one for the split; None if there are none."""
+    """Open the images in a folder's class folders, or in those of its split's folder; None if there are none."""
     below = sorted(child.name for child in os.scandir(folder) if child.is_dir() and not child.name.startswith("."))
     splits = [child for child in below if child == split or (child.lower() in SPLITS and _classes(folder / child))]
     if split is not None and not splits:
@@ -95,23 +93,24 @@ def _open_images(folder: Path, name: str, split: str | None) -> Images | None:
             raise DataError(f"{name} holds folders of images for no splits, so there is no {split!r}; leave it out.")
         return None
     if splits:
-        chosen = _only(splits, split, name)
-        folder, name = folder / chosen[0], f"{name}/{chosen[0]}"
+        chosen = _choose_split(splits, split, name)
+        folder, name = folder / chosen, f"{name}/{chosen}"
     classes = _classes(folder)
     return Images(folder, name, classes) if classes else None
 
 
 def _classes(folder: Path) -> dict[str, list[str]]:
-    """Return the images below each folder in a folder, without the folders that hold none."""
-    found: dict[str, list[str]] = {}
+    """Return class folder -> its images, for every folder in a folder that holds any."""
+    classes: dict[str, list[str]] = {}
     for file in files_under(folder):
         label, _, rest = file.partition("/")
         if rest and file.lower().endswith(IMAGES):
-            found.setdefault(label, []).append(file)
-    return found
+            classes.setdefault(label, []).append(file)
+    return classes
 
 
 def _join(folder: Path, files: Sequence[str], name: str) -> Table:
+    """Open files as one table."""
     parts = [READERS[PurePosixPath(file).suffix.lower()](folder / file) for file in files]
     table = parts[0] if len(parts) == 1 else Joined(name, parts)
     table.name = name
@@ -122,7 +121,7 @@ def _join(folder: Path, files: Sequence[str], name: str) -> Table:
 
 
 def pick(files: Iterable[str], name: str, split: str | None, subset: str | None) -> list[str]:
-    """Return the files of one split of one subset, from the names of a dataset's data files."""
+    """Return the files of one split of one subset, from the names of a data set's files."""
     kinds = list(READERS)
     suffixes = {PurePosixPath(file).suffix.lower() for file in files}
     kind = min(suffixes, key=kinds.index)
@@ -135,36 +134,37 @@ def pick(files: Iterable[str], name: str, split: str | None, subset: str | None)
     if subset is not None and subset not in subsets:
         raise DataError(f"{name} has no subset {subset!r}; it has {listed(subsets, 24)}.{nearest(subset, subsets)}")
     splits = subsets[subset] if subset is not None else next(iter(subsets.values()))
-    chosen = [file for one in _only(list(splits), split, name) for file in splits[one]]
+    chosen = splits[_choose_split(list(splits), split, name)]
     _check_complete(chosen, name)
     return chosen
 
 
-def _only(splits: Sequence[str], asked: str | None, name: str) -> list[str]:
-    """Return the split that was asked for, or the one to train on, or the only one; a list of that one."""
-    if asked is None and len(splits) == 1:
-        return list(splits)
-    wanted = asked or "train"
+def _choose_split(splits: Sequence[str], requested: str | None, name: str) -> str:
+    """Return the split that fits the requested name best; without one the training split, or the only split."""
+    if requested is None and len(splits) == 1:
+        return splits[0]
+    wanted = requested or "train"
     meaning = SPLITS.get(wanted.lower(), wanted)
     tests: tuple[Callable[[str], bool], ...] = (
-        lambda one: one == wanted,
-        lambda one: SPLITS.get(one.lower(), one) == meaning,
-        lambda one: any(_has_word(one, word) for word in (wanted, *(w for w in SPLITS if SPLITS[w] == meaning))),
+        lambda split: split == wanted,
+        lambda split: SPLITS.get(split.lower(), split) == meaning,
+        lambda split: any(_has_word(split, word) for word in (wanted, *(w for w in SPLITS if SPLITS[w] == meaning))),
     )
     for test in tests:
-        found = [one for one in splits if test(one)]
-        if len(found) == 1:
-            return found
-        if found:
-            raise DataError(f"{name} has several splits for {wanted!r}: {listed(found, 12)}; choose with --split.")
-    if asked is None:
+        fitting = [split for split in splits if test(split)]
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            raise DataError(f"{name} has several splits for {wanted!r}: {listed(fitting, 12)}; choose with --split.")
+    if requested is None:
         raise DataError(f"{name} has splits {listed(splits, 12)} and none to train on; choose one with --split.")
-    raise DataError(f"{name} has no split {asked!r}; it has {listed(splits, 12)}.{nearest(asked, splits)}")
+    raise DataError(f"{name} has no split {requested!r}; it has {listed(splits, 12)}.{nearest(requested, splits)}")
 
 
 def _is_data(file: str) -> bool:
+    """Whether a file may hold rows: it has a known suffix and is not a description of the data set."""
     name = PurePosixPath(file).name.lower()
-    return name.endswith(tuple(READERS)) and name not in ABOUT and not ABOUT_TEXT.fullmatch(name)
+    return name.endswith(tuple(READERS)) and name not in NOT_DATA and not NOT_DATA_TEXT.fullmatch(name)
 
 
 def _folders(file: str) -> list[str]:
@@ -172,12 +172,12 @@ def _folders(file: str) -> list[str]:
 
 
 def _subset(file: str) -> str:
-    """Return the folder a file is in that names no split, or `default`."""
+    """Return the subset of a file: the first of its folders that is no split, or `default`."""
     return next((part for part in _folders(file) if part.lower() not in SPLITS), "default")
 
 
 def _split(file: str) -> str:
-    """Return what a file's folder or name says about its split: a word for one, or the name without its number."""
+    """Return the split of a file: its folder, where that is the word for one, or its name without a number."""
     named = [part for part in _folders(file) if part.lower() in SPLITS]
     if named:
         return named[-1]
@@ -186,12 +186,12 @@ def _split(file: str) -> str:
 
 
 def _has_word(name: str, word: str) -> bool:
-    """Whether a name contains a word between other characters than letters and digits."""
+    """Whether a name contains a word that no letter or digit adjoins."""
     return re.search(rf"(?<![^\W_]){re.escape(word)}(?![^\W_])", name, re.IGNORECASE) is not None
 
 
 def _check_complete(files: Sequence[str], name: str) -> None:
-    """Refuse a split of which shards are missing; `train-00000-of-00002` says how many there are."""
+    """Refuse a split with missing shards; `train-00000-of-00002` says how many there are."""
     counts = {int(found[2]) for file in files if (found := SHARD.search(PurePosixPath(file).stem))}
     if counts and counts != {len(files)}:
         raise DataError(
@@ -203,7 +203,7 @@ def _check_complete(files: Sequence[str], name: str) -> None:
 
 
 def _open_hub(text: str, split: str | None, subset: str | None, *, progress: bool) -> Table:
-    from epimer.checkpoints.hub import fetch_repo, is_hub_id  # which needs torch
+    from epimer.checkpoints.hub import fetch_repo, is_hub_id  # imports torch, which local files do not need
 
     if text.lower().endswith(tuple(READERS)) or not is_hub_id(text):
         raise DataError(
@@ -215,7 +215,7 @@ def _open_hub(text: str, split: str | None, subset: str | None, *, progress: boo
 
 
 def _needed(files: Iterable[str], text: str, split: str | None, subset: str | None) -> list[str]:
-    """Return which files of a hub dataset hold the split."""
+    """Return the files of a hub data set that hold the split."""
     data = [file for file in files if _is_data(file)]
     if not data:
         raise DataError(f"{text} holds no data files that can be read: expected {', '.join(READERS)}.")

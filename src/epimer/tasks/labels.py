@@ -1,7 +1,7 @@
-"""Whose labels the loss is taken with: the given ones, the model's own, or all of them weighed by the model.
+"""The labels that the loss is computed with: the data's (true), sampled from the model (model), or all (expected).
 
-The second moment of gradients under the model's own labels is the Fisher information, which for cross-entropy and
-squared error is the generalised Gauss-Newton matrix. Under the given labels it is the empirical Fisher.
+The second moment of gradients under labels sampled from the model is the Fisher information, which for cross-entropy
+and squared error is the generalised Gauss-Newton matrix. Under the data's labels it is the empirical Fisher.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 from epimer.errors import CurvatureError
 
 POLICIES = ("true", "model", "expected")
-IGNORED = -100  # the target that no loss is taken of
-ROOM = 1 << 24  # probabilities formed at a time
+IGNORED = -100  # the target that adds nothing to a loss, as in torch
+CHUNK = 1 << 24  # probabilities formed at a time
 PASSES = 1024  # most backward passes per batch that `expected` may take
 
 Loss = Callable[[Any, Any], Tensor]
 
 
 def find_logits(outputs: Any) -> Tensor | None:
-    """Return the logits of a model's output, a tensor or its `.logits`, if it has any."""
+    """Return the logits of a model's output, a tensor or its `.logits`, or None."""
     logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     return logits if isinstance(logits, Tensor) and logits.dim() else None
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Return the logits of a model's output, or say that they are needed."""
+    """Return the logits of a model's output; refuse an output without any."""
     logits = find_logits(outputs)
     if logits is None:
         raise CurvatureError(
@@ -42,7 +42,7 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 def per_sample(losses: Any, N: int) -> Tensor:
-    """Return the losses whose sum is differentiated: N of them, or a sum that cannot be told apart."""
+    """Return what loss_fn returned as N losses, or as their sum where it is a single number."""
     if not isinstance(losses, Tensor):
         raise CurvatureError(f"loss_fn must return a tensor with a loss per sample, got {type(losses).__name__}.")
     if losses.dim() and len(losses) != N:
@@ -54,31 +54,31 @@ def per_sample(losses: Any, N: int) -> Tensor:
 
 
 def plain_loss(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor:
-    """Return the losses with the given targets, or with the likeliest labels where there are none."""
+    """Return the losses with the targets, or with the most likely labels where there are none."""
     return per_sample(loss_fn(outputs, logits_of(outputs).argmax(-1) if targets is None else targets), N)
 
 
 def check_sum(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> None:
     """Refuse a single loss that is not the sum over the batch's samples, by comparing it with those of its halves."""
     with torch.no_grad():
-        whole = _loss_of(loss_fn, outputs, targets, N, slice(0, N))
-        if whole is None or whole.dim():
+        full = _loss_of(loss_fn, outputs, targets, N, slice(0, N))
+        if full is None or full.dim():
             return
         parts = (_loss_of(loss_fn, outputs, targets, N, part) for part in (slice(0, N // 2), slice(N // 2, N)))
         first, second = (float(loss) for loss in parts if loss is not None)
-    total, summed = float(whole), first + second
+    total, summed = float(full), first + second
     if math.isfinite(total) and math.isfinite(summed) and abs(total - summed) > 0.02 * abs(summed) + 1e-12:
         refuse_sum(total, first, second)
 
 
 def every_second(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor | None:
-    """Return the loss of the samples 0, 2, 4 … alone, if it can be had from the outputs of all."""
+    """Return the summed loss of the samples 0, 2, 4 …, or None where outputs cannot be split by sample."""
     loss = _loss_of(loss_fn, outputs, targets, N, slice(0, N, 2))
     return None if loss is None else loss.sum()
 
 
 def _loss_of(loss_fn: Loss, outputs: Any, targets: Any, N: int, part: slice) -> Tensor | None:
-    """Return the loss of some of a batch's samples, if its outputs and targets can be taken apart."""
+    """Return the loss of some of a batch's samples, or None where outputs or targets cannot be split by sample."""
     logits = find_logits(outputs)
     if N == 1 or logits is None or len(logits) != N or not (targets is None or isinstance(targets, Tensor)):
         return None
@@ -87,7 +87,7 @@ def _loss_of(loss_fn: Loss, outputs: Any, targets: Any, N: int, part: slice) -> 
 
 
 def refuse_sum(total: float, first: float, second: float) -> None:
-    """Say what is wrong with a loss that is not the sum of its parts'."""
+    """Raise an error for a loss that is not the sum over samples, from the loss of a batch and of its halves."""
     mean = min(first, second) * 0.98 <= total <= max(first, second) * 1.02
     raise CurvatureError(
         f"loss_fn returned {total:.4g} for a batch whose halves give {first:.4g} and {second:.4g}: that is "
@@ -97,7 +97,7 @@ def refuse_sum(total: float, first: float, second: float) -> None:
 
 
 class SampleError(CurvatureError):
-    """A sample that cannot be measured, by its number."""
+    """A sample that cannot be measured; `sample` is its index."""
 
     def __init__(self, message: str, sample: int) -> None:
         super().__init__(message)
@@ -105,33 +105,39 @@ class SampleError(CurvatureError):
 
 
 class Labels:
-    """Turns the outputs of a batch into the losses whose gradients are measured."""
+    """Chooses the labels of each batch, and returns the losses whose gradients are measured."""
 
     def __init__(self, policy: str, loss_fn: Loss, seed: int) -> None:
         self.policy, self.loss_fn = policy, loss_fn
         self.generator = torch.Generator().manual_seed(seed)
         self.seen = 0
-        """samples before this batch"""
+        """number of samples before this batch"""
+        self.targets: Any = None
+        """the targets of the last loss that `passes` yielded"""
         self.shift: int | None = None
-        """how far before its target a sequence loss looks for the logits"""
+        """the offset between a target and the logits it is compared with, in a sequence loss"""
 
     def passes(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
-        """Yield losses to send back, one after the other; the second moments of their gradients are summed."""
+        """Yield the losses of one backward pass after the other; the second moments of their gradients are summed."""
         if self.policy == "true":
             if targets is None:
                 raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
             try:
-                losses = self.loss_fn(outputs, targets)
+                losses = self._losses(outputs, targets, N)
             except (IndexError, RuntimeError):
                 self.check_range(find_logits(outputs), targets)
                 raise
-            yield per_sample(losses, N)
+            yield losses
             return
         logits = logits_of(outputs)
         if isinstance(targets, Tensor) and targets.is_floating_point():
             yield from self._gaussian(outputs, logits.detach(), targets, N)
         else:
             yield from self._categorical(outputs, logits.detach(), targets, mask, N)
+
+    def _losses(self, outputs: Any, targets: Any, N: int) -> Tensor:
+        self.targets = targets
+        return per_sample(self.loss_fn(outputs, targets), N)
 
     def _categorical(self, outputs: Any, logits: Tensor, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
         if targets is None:
@@ -158,45 +164,45 @@ class Labels:
             self._check_additive(outputs, targets, places, N)
         for place in places:
             for label in range(classes):
-                yield self._weighed(outputs, targets, live, probabilities, place, label, N)
+                yield self._weighted(outputs, targets, live, probabilities, place, label, N)
 
     def _sampled(self, outputs: Any, aligned: Tensor, targets: Tensor, live: Tensor, N: int) -> Tensor:
-        """Return the losses under one label drawn for each place."""
-        drawn = targets.clone()
+        """Return the losses under one label sampled for each position."""
+        sampled = targets.clone()
         if targets.dim() == 1:
             root = torch.ones(N, dtype=torch.float64, device=targets.device)
-            drawn[live], root[live] = self._drawn_by_reach(aligned[live], live)
-            losses = per_sample(self.loss_fn(outputs, drawn), N)
+            sampled[live], root[live] = self._sample_by_importance(aligned[live], live)
+            losses = self._losses(outputs, sampled, N)
             if losses.dim():
                 return losses * root.to(losses)
-        drawn[live] = self._drawn(aligned[live], live)  # of a sum over samples, or of a text's many places
-        return per_sample(self.loss_fn(outputs, drawn), N)
+        sampled[live] = self._sample(aligned[live], live)  # the loss is a sum, or a sample has many positions
+        return self._losses(outputs, sampled, N)
 
-    def _drawn_by_reach(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw labels from q ∝ p_y ‖e_y - p‖ and return them with √(p_y / q_y), which the losses are multiplied by.
+    def _sample_by_importance(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample labels from q ∝ p_y ‖e_y - p‖; return them and √(p_y / q_y), by which the losses are multiplied.
 
-        The mean over q of (p_y / q_y) g_y g_yᵀ is that over p of g_y g_yᵀ, and varies less: a sure model's likely label
-        has next to no gradient, and its unlikely ones, which have, are seldom drawn from p.
+        The mean over q of (p_y / q_y) g_y g_yᵀ equals the mean over p of g_y g_yᵀ, and has less variance: a confident
+        model's likely label has almost no gradient, and its unlikely ones, which have, are seldom sampled from p.
         """
         p = logits.cpu().double().softmax(-1)
         self._check_finite(p.sum(-1), live)
         squares = p.square()
-        reach = ((1 - p).square() + (squares.sum(-1, keepdim=True) - squares).clamp_min(0)).sqrt()
-        q = p * reach
+        gradient_norm = ((1 - p).square() + (squares.sum(-1, keepdim=True) - squares).clamp_min(0)).sqrt()
+        q = p * gradient_norm
         total = q.sum(-1, keepdim=True)
         q = torch.where(total > 0, q, p)
         sums = q.cumsum(-1)
         u = torch.rand(len(p), 1, generator=self.generator, dtype=torch.float64)
         labels = torch.searchsorted(sums, u * sums[:, -1:], right=True).clamp_max(p.shape[-1] - 1)
-        root = torch.where(total > 0, total / reach.gather(1, labels), 1.0).sqrt()
+        root = torch.where(total > 0, total / gradient_norm.gather(1, labels), 1.0).sqrt()
         return labels.flatten().to(logits.device), root.flatten().to(logits.device)
 
-    def _drawn(self, logits: Tensor, live: Tensor) -> Tensor:
-        """Draw a label for each row of logits, some rows at a time; the same on every device, up to rounding."""
+    def _sample(self, logits: Tensor, live: Tensor) -> Tensor:
+        """Sample a label for each row of logits, a chunk at a time; the same on every device, up to rounding."""
         wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
         u = torch.rand(len(logits), 1, generator=self.generator, dtype=torch.float64).to(logits.device, wide)
         labels, totals = [], []
-        step = max(1, ROOM // max(1, logits.shape[-1]))
+        step = max(1, CHUNK // max(1, logits.shape[-1]))
         for start in range(0, len(logits), step):
             sums = logits[start : start + step].to(wide).softmax(-1).cumsum(-1)
             labels.append(torch.searchsorted(sums, u[start : start + step] * sums[:, -1:]).flatten())
@@ -207,14 +213,14 @@ class Labels:
         return torch.cat(labels).clamp_max(logits.shape[-1] - 1)
 
     def _check_finite(self, totals: Tensor, live: Tensor) -> None:
-        """Name the sample whose probabilities do not add up to a number."""
+        """Refuse probabilities that are NaN or Inf, and name the sample."""
         bad = (~torch.isfinite(totals)).nonzero().flatten().tolist()
         if bad:
             sample = self.seen + int(live.nonzero()[bad[0], 0])
             raise SampleError(f"the logits of sample {sample} are NaN or Inf; look at it, and at the model.", sample)
 
     def check_range(self, logits: Tensor | None, targets: Any) -> None:
-        """Name the sample whose label is none of the classes."""
+        """Refuse a target outside the classes, and name the sample."""
         if logits is None or not isinstance(targets, Tensor) or targets.is_floating_point() or logits.dim() < 2:
             return
         if targets.shape not in (logits.shape[:-1], logits.shape[:1] + logits.shape[2:]):
@@ -227,10 +233,10 @@ class Labels:
                 f"the target of sample {sample} is {value}, expected 0 to {classes - 1}, or -100.", sample
             )
 
-    def _weighed(
+    def _weighted(
         self, outputs: Any, targets: Tensor, live: Tensor, p: Tensor, place: int | None, label: int, N: int
     ) -> Tensor:
-        """Return each sample's loss for one label at one place, times the root of the label's probability."""
+        """Return each sample's loss for one label at one position, times the root of the label's probability."""
         if place is None:
             chosen, weight = torch.where(live, label, targets), p[..., label] * live
         else:
@@ -238,22 +244,22 @@ class Labels:
             there = live.flatten(1)[:, place]
             chosen[:, place] = torch.where(there, label, IGNORED)
             chosen, weight = chosen.view_as(targets), p.flatten(1, -2)[:, place, label] * there
-        losses = per_sample(self.loss_fn(outputs, chosen), N)
+        losses = self._losses(outputs, chosen, N)
         if not losses.dim():
             raise CurvatureError("labels='expected' needs a loss per sample; let loss_fn return N losses, not a sum.")
         root = weight.sqrt().to(losses)
         return torch.where(root > 0, losses, 0) * root
 
     def _check_additive(self, outputs: Any, targets: Tensor, places: list[Any], N: int) -> None:
-        """Refuse a loss that is not the sum over a sample's places."""
+        """Refuse a loss that is not the sum over a sample's positions."""
         with torch.no_grad():
-            whole = per_sample(self.loss_fn(outputs, targets), N)
-            total = torch.zeros_like(whole)
+            full = per_sample(self.loss_fn(outputs, targets), N)
+            total = torch.zeros_like(full)
             for place in places:
                 only = torch.full_like(targets, IGNORED).flatten(1)
                 only[:, place] = targets.flatten(1)[:, place]
                 total += torch.nan_to_num(per_sample(self.loss_fn(outputs, only.view_as(targets)), N))
-        if not torch.allclose(total, whole, rtol=1e-2, atol=1e-4):
+        if not torch.allclose(total, full, rtol=1e-2, atol=1e-4):
             raise CurvatureError(
                 "labels='expected' needs a loss that sums over a sample's places (-100 left out); "
                 "sum instead of averaging, or use labels='model'."
@@ -276,7 +282,7 @@ class Labels:
         return logits[:, index.clamp(0, logits.shape[1] - 1)]
 
     def _find_shift(self, outputs: Any, logits: Tensor, targets: Tensor) -> int:
-        """Find out by the gradient of a single target which logits it is compared with."""
+        """Return how many positions before a target its logits are, from the gradient of a single target's loss."""
         live = (targets != IGNORED).sum(0)
         live[0] = 0 if len(live) > 1 else live[0]
         place = int(live.argmax())
@@ -295,7 +301,7 @@ class Labels:
         return place - touched[0]
 
     def _gaussian(self, outputs: Any, mean: Tensor, targets: Tensor, N: int) -> Iterator[Tensor]:
-        """Squared error: the model's own labels are normal around its output, as wide as the loss says."""
+        """Yield the losses of a squared error, under labels from a normal distribution around the model's output."""
         if targets.shape != mean.shape:
             raise CurvatureError(
                 f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(mean.shape)}."
@@ -303,17 +309,17 @@ class Labels:
         noise = torch.randn(mean.shape, generator=self.generator, dtype=torch.float64).to(mean)
         width = self._width(outputs, mean, noise)
         if self.policy == "model":
-            yield per_sample(self.loss_fn(outputs, mean + width * noise), N)
+            yield self._losses(outputs, mean + width * noise, N)
             return
         if mean[0].numel() > PASSES:
             raise CurvatureError(f"labels='expected' would take {mean[0].numel()} backward passes; use labels='model'.")
         for place in range(mean[0].numel()):
             step = torch.zeros_like(mean).flatten(1)
             step[:, place] = width
-            yield per_sample(self.loss_fn(outputs, mean + step.view_as(mean)), N)
+            yield self._losses(outputs, mean + step.view_as(mean), N)
 
     def _width(self, outputs: Any, mean: Tensor, noise: Tensor) -> float:
-        """Return how far labels lie from the output, 1 over the root of the loss's second derivative, if it has one."""
+        """Return the standard deviation of the labels, 1/√(second derivative of the loss); refuse other losses."""
 
         def gradient(targets: Tensor) -> Tensor:
             probe = mean.clone().requires_grad_()
@@ -321,10 +327,10 @@ class Labels:
                 loss = self.loss_fn(with_logits(outputs, probe), targets)
                 return torch.autograd.grad(loss.sum(), probe)[0]
 
-        one, two = gradient(mean - noise), gradient(mean - 2 * noise)
-        second = float((one * noise).sum() / noise.square().sum())
+        near, far = gradient(mean - noise), gradient(mean - 2 * noise)
+        second = float((near * noise).sum() / noise.square().sum())
         if second <= 0 or any(
-            float((g - times * second * noise).norm()) > 1e-2 * float(g.norm()) for g, times in ((one, 1), (two, 2))
+            float((g - times * second * noise).norm()) > 1e-2 * float(g.norm()) for g, times in ((near, 1), (far, 2))
         ):
             raise CurvatureError(
                 f"labels={self.policy!r} knows cross-entropy (integer targets) and squared error; "
@@ -334,7 +340,7 @@ class Labels:
 
 
 def with_logits(outputs: Any, logits: Tensor) -> Any:
-    """Return a model's output with other logits."""
+    """Return a copy of a model's output with other logits."""
     if isinstance(outputs, Tensor):
         return logits
     if hasattr(outputs, "_replace"):

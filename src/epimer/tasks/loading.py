@@ -1,4 +1,4 @@
-"""Load a checkpoint's model for a task, without running its code, and find its parameters' names on disk."""
+"""Load a checkpoint's network for a task, without running code from it, and match its parameters to names on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.checkpoints.lora import Adapted
 from epimer.errors import CheckpointError, CurvatureError, ParameterError, listed
-from epimer.tasks.tables import needed
+from epimer.tasks.tables import import_extra
 
 CAUSAL_LM, TEXT, IMAGE = "causal-lm", "text-classification", "image-classification"
 AUTO = {
@@ -26,16 +26,17 @@ AUTO = {
     IMAGE: "AutoModelForImageClassification",
 }
 POOLINGS = ("auto", "pooler", "cls", "mean")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Output(NamedTuple):
-    """What a model with a head of its own returns."""
+    """The output of `WithHead`."""
 
     logits: Tensor
 
 
 class WithHead(nn.Module):
-    """A model without its head, and a linear one on its features: logits = features·Wᵀ + b."""
+    """A backbone with a linear head on its features: logits = features·Wᵀ + b."""
 
     def __init__(self, backbone: nn.Module, head: nn.Linear, pooling: str) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class WithHead(nn.Module):
         return Output(self.head(features))
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return what the head reads, [N, features]."""
+        """Return the pooled features of a batch, [N, features]."""
         out, pooling = self.backbone(**inputs), self.pooling
         if pooling == "auto" and getattr(out, "image_embeds", None) is not None:
             return out.image_embeds
@@ -73,7 +74,7 @@ class WithHead(nn.Module):
 
 
 def check_device_option(device: str) -> None:
-    """Refuse what is no device on the command line."""
+    """Refuse a --device that is not auto, cpu, cuda or cuda:N."""
     if device not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", device):
         raise ParameterError(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}.")
 
@@ -81,7 +82,7 @@ def check_device_option(device: str) -> None:
 def load_model(
     checkpoint: Checkpoint, task: str, head: Path | None, pooling: str, dtype: torch.dtype, *, progress: bool
 ) -> tuple[nn.Module, dict[str, str], list[str]]:
-    """Return the model, its parameters' names on disk, and the parameters that have none."""
+    """Return the network, parameter -> its tensor on disk, and the parameters that match none."""
     folder = check_folder(checkpoint)
     with quiet_transformers(shown=progress):
         if head is None:
@@ -95,7 +96,7 @@ def load_model(
         if len(fresh) < len(missing) or (fresh and pooling == "pooler"):
             _refuse_fresh(checkpoint.where, missing, task, backbone=True)
         names, unmatched = _adapted(backbone, checkpoint)
-    if fresh and pooling == "auto":  # what an untrained pooler gives is noise
+    if fresh and pooling == "auto":  # an untrained pooler's output is noise
         pooling = "cls" if task == IMAGE else "mean"
     model = WithHead(backbone, read_head(head, dtype), pooling)
     return model, {f"backbone.{n}": disk for n, disk in names.items()}, [f"backbone.{name}" for name in unmatched]
@@ -123,7 +124,7 @@ def read_head(path: Path, dtype: torch.dtype) -> nn.Linear:
 
 
 def check_folder(checkpoint: Checkpoint) -> Path:
-    """Return the folder transformers is to load, after a look for code it would run or another model it would load."""
+    """Return the folder to load, after checking that it names no code and no adapter that transformers would load."""
     folder, where = checkpoint.folder, checkpoint.where
     if folder is None or not (folder / "config.json").is_file():
         raise CheckpointError(f"{where} has no config.json, so no model can be built; give a model folder or a hub id.")
@@ -143,7 +144,7 @@ def check_folder(checkpoint: Checkpoint) -> Path:
 
 
 def names_code(config: Any) -> str:
-    """Return the key in a config that would have transformers run somebody's code, or nothing."""
+    """Return the key in a config that would make transformers run foreign code, or an empty string."""
     if isinstance(config, list):
         return next(filter(None, map(names_code, config)), "")
     if not isinstance(config, dict):
@@ -157,13 +158,13 @@ def names_code(config: Any) -> str:
 
 
 def transformers() -> Any:
-    """Import transformers."""
-    return needed("transformers", "transformers", "measuring a task")
+    """Import transformers, or say how to install it."""
+    return import_extra("transformers", "transformers", "measuring a task")
 
 
 @contextmanager
 def quiet_transformers(*, shown: bool) -> Iterator[None]:
-    """Keep transformers' remarks off the terminal, and its bars unless they are to be shown."""
+    """Silence transformers' log messages, and its progress bars unless `shown`."""
     logging = transformers().logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
@@ -178,7 +179,7 @@ def quiet_transformers(*, shown: bool) -> Iterator[None]:
 
 
 def accepted(model: nn.Module) -> frozenset[str]:
-    """Return the names of the inputs a model takes."""
+    """Return the names of a network's inputs."""
     inner = model.backbone if isinstance(model, WithHead) else model
     assert isinstance(inner, nn.Module)
     return frozenset(inspect.signature(inner.forward).parameters)
@@ -187,12 +188,12 @@ def accepted(model: nn.Module) -> frozenset[str]:
 def _from_pretrained(
     auto: str, folder: Path, where: str, dtype: torch.dtype, **more: Any
 ) -> tuple[nn.Module, list[str]]:
-    """Return a model and the names of the tensors that its checkpoint lacks."""
+    """Return a network and the names of the tensors that are missing from its checkpoint."""
     try:
         model, info = getattr(transformers(), auto).from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True, **more
         )
-    except Exception as error:  # whatever is wrong with the files, transformers has some error for it
+    except Exception as error:  # transformers raises errors of many types for damaged files
         if "Unrecognized configuration class" in str(error):
             kind = read_json(inside(folder, "config.json"), f"{where}/config.json").get("model_type")
             remedy = "" if auto in (AUTO[CAUSAL_LM], "AutoModel") else ", or a head with --head"
@@ -204,7 +205,7 @@ def _from_pretrained(
 
 
 def failed(where: str, what: str, error: Exception) -> CheckpointError:
-    """Return the error to raise where transformers could not load something: its own, in one line."""
+    """Return the error for something that transformers could not load, with its own reason in one line."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return CheckpointError(f"{where}: {what} cannot be loaded by transformers: {reason[:200]}")
 
@@ -212,13 +213,13 @@ def failed(where: str, what: str, error: Exception) -> CheckpointError:
 def _load_backbone(
     checkpoint: Checkpoint, folder: Path, task: str, pooling: str, dtype: torch.dtype
 ) -> tuple[nn.Module, list[str]]:
-    """Load a model without a head; of a model of images and texts, the part that sees."""
+    """Load a network without a head; of a model of images and texts, the vision part."""
     where = checkpoint.where
     if task == CAUSAL_LM:
         raise CurvatureError("a head is for classification; leave --head out for causal-lm.")
     try:
         config = transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as above
+    except Exception as error:  # see _from_pretrained
         raise failed(where, "the config", error) from error
     config = getattr(config, "vision_config", config) if task == IMAGE else config
     projection = checkpoint.headers.get("visual_projection.weight")
@@ -238,7 +239,7 @@ def _refuse_fresh(where: str, missing: list[str], task: str, *, backbone: bool =
 
 
 def _check_objective(config: Any, where: str, task: str) -> None:
-    """Refuse a model whose loss is not the cross-entropy of a class or of the next token."""
+    """Refuse a model that was trained with another loss than the cross-entropy of a class or of the next token."""
     if task == CAUSAL_LM:
         kinds = [kind for kind in getattr(config, "architectures", None) or () if kind.endswith("ForMaskedLM")]
         if kinds:
@@ -252,9 +253,9 @@ def _check_objective(config: Any, where: str, task: str) -> None:
 
 
 def _adapted(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], list[str]]:
-    """Match a model, as loaded from the base, to its checkpoint, and put the adapters' weights into it.
+    """Match a network, loaded from the base, to its checkpoint, and apply the adapters to its weights.
 
-    They are put in as `base+adapter` reads, so the curvature is that of the very weights a merge sees.
+    They are applied as `base+adapter` is read by a merge, so that the curvature is that of the same weights.
     """
     base, changed = checkpoint, set[str]()
     while isinstance(base, Adapted):
@@ -278,24 +279,24 @@ def _adapted(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], 
 
 
 def match_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], list[str], set[str]]:
-    """Return parameter -> tensor on disk, the parameters without one, and the tensors on disk the model uses.
+    """Return parameter -> tensor on disk, the parameters without one, and the tensors on disk that are used.
 
-    Names agree, or transformers' own table of renamings relates them, or only one on disk ends with the other; the
-    shapes and some of the values must agree as well.
+    A tensor matches a parameter by name, by transformers' table of renamings, or as the only one on disk of which one
+    name ends with the other; shapes and some of the values must agree as well.
     """
     renamed, used = _renamed(model, checkpoint)
     aliases: dict[int, list[str]] = {}
     for name, W in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(W), []).append(name)
-    found: dict[str, str] = {}
+    matched: dict[str, str] = {}
     for name, W in model.named_parameters():
         likely = [disk for alias in aliases[id(W)] for disk in (renamed.get(alias, alias), alias)]
         disk = next((disk for disk in likely if _holds(checkpoint, disk, W)), None)
         if disk is not None:
-            found[name] = disk
-    unmatched, taken = [], set(found.values())
+            matched[name] = disk
+    unmatched, taken = [], set(matched.values())
     for name, W in model.named_parameters():
-        if name in found:
+        if name in matched:
             continue
         ends = {
             disk
@@ -305,32 +306,32 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str
         }
         ends = {disk for disk in ends if _holds(checkpoint, disk, W)}
         if len(ends) == 1:
-            found[name] = ends.pop()
+            matched[name] = ends.pop()
         else:
             unmatched.append(name)
-    return found, unmatched, used | set(found.values())
+    return matched, unmatched, used | set(matched.values())
 
 
 def _renamed(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], set[str]]:
-    """Return name in memory -> name on disk as transformers relates them when it loads, and what it loads at all."""
+    """Return name in memory -> name on disk by transformers' table of renamings, and the names on disk it loads."""
     try:
         mapping = import_module("transformers.conversion_mapping")
         loading = import_module("transformers.core_model_loading")
     except ImportError:  # before version 5 there was little renaming
         return {}, set()
     transforms = mapping.get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     state, prefix = model.state_dict(), getattr(model, "base_model_prefix", None)
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     used = set()
     for disk in sorted(checkpoint.headers):
         name, converted = loading.rename_source_key(disk, renamings, converters, prefix, state)
         if name in state or converted is not None:
             used.add(disk)
         if name in state and converted is None:
-            found.setdefault(name, disk)
-    return found, used
+            renamed.setdefault(name, disk)
+    return renamed, used
 
 
 def _holds(checkpoint: Checkpoint, disk: str, W: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Rows of data in files: looked up one at a time, each with a name to call it by when something is wrong with it."""
+"""Tables of data in files: rows are read one at a time, and errors name the file and the line or row."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ KEPT = 1 << 30  # bytes of row groups of a .parquet file that are kept once read
 
 
 class Table(ABC):
-    """Rows by number. Only what a row needs is parsed when the row is asked for, where the format allows it."""
+    """Rows by number; a row is parsed when it is accessed, where the format allows it."""
 
     name: str
-    """what to call it without its path"""
+    """its name in messages, without the path"""
     columns: list[str]
     classes: list[str] | None = None
-    """the names of its class folders, if it is a folder of images"""
+    """the names of the class folders of a folder of images"""
     folder: Path
-    """where the paths in its rows begin"""
+    """what paths in its rows are relative to"""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -42,25 +42,25 @@ class Table(ABC):
 
     @abstractmethod
     def row(self, i: int) -> dict[str, Any]:
-        """Return one row, by column; a row may lack some."""
+        """Return one row as column -> value; a row may lack columns."""
 
     @abstractmethod
     def where(self, i: int) -> str:
-        """Name a row for an error: lines count from 1, as editors do, and rows from 0, as data frames do."""
+        """Return the name of a row in messages: its line, counted from 1, or its row, counted from 0."""
 
-    def column(self, asked: str | None, usual: Sequence[str], what: str) -> str | None:
-        """Return the column that was asked for, or the first of the usual ones that there is."""
-        if asked is None:
-            return next((name for name in usual if name in self.columns), None)
-        if asked not in self.columns:
+    def column(self, name: str | None, usual: Sequence[str], what: str) -> str | None:
+        """Return the column `name`, which must exist; without a name the first of the usual ones that exists."""
+        if name is None:
+            return next((column for column in usual if column in self.columns), None)
+        if name not in self.columns:
             raise DataError(
-                f"{self.name} has no column {asked!r} for the {what}; it has {listed(self.columns, 12)}."
-                f"{nearest(asked, self.columns)}"
+                f"{self.name} has no column {name!r} for the {what}; it has {listed(self.columns, 12)}."
+                f"{nearest(name, self.columns)}"
             )
-        return asked
+        return name
 
     def image(self, i: int, column: str) -> Any:
-        """Return the image of a row, in RGB; it is a path, bytes, or a struct of `bytes` and `path`."""
+        """Return the image of a row, in RGB; the value is a path, bytes, or a struct of `bytes` and `path`."""
         value: Any = self.row(i).get(column)
         if isinstance(value, dict):
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
@@ -74,11 +74,11 @@ class Table(ABC):
 
 
 def decode(source: Path | bytes, where: str) -> Any:
-    """Return an image in RGB."""
-    pil = needed("PIL.Image", "pillow", "reading images")
+    """Decode an image to RGB."""
+    pil = import_extra("PIL.Image", "pillow", "reading images")
     try:
         with pil.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            # Transparency of a palette survives only by way of RGBA; Pillow warns where it is skipped.
+            # Pillow warns where a palette's transparency is not converted by way of RGBA.
             return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
     except FileNotFoundError as error:
         raise DataError(f"{where}: the image {Path(str(source)).name} does not exist; copy it there.") from error
@@ -86,8 +86,8 @@ def decode(source: Path | bytes, where: str) -> Any:
         raise DataError(f"{where} is not an image that can be decoded ({short(str(error))}); replace it.") from error
 
 
-def needed(module: str, package: str, purpose: str) -> Any:
-    """Import a module of the `hf` extra."""
+def import_extra(module: str, package: str, purpose: str) -> Any:
+    """Import a module of the `hf` extra, or say how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -95,7 +95,7 @@ def needed(module: str, package: str, purpose: str) -> Any:
 
 
 class Lines(Table):
-    """A `.jsonl` or `.txt` file: where each line begins is noted, and a line is read when its row is asked for."""
+    """A `.jsonl` or `.txt` file; a line is read when its row is accessed, at an offset found once."""
 
     def __init__(self, path: Path, *, plain: bool = False) -> None:
         self.path, self.name, self.folder, self.plain = path, path.name, path.parent, plain
@@ -130,7 +130,7 @@ class Lines(Table):
 
 
 class Records(Table):
-    """Rows that are held in memory: a `.json` list, a `.csv` or a `.tsv` file."""
+    """Rows in memory: a `.json` list, a `.csv` or a `.tsv` file."""
 
     def __init__(self, path: Path, rows: list[dict[str, Any]], places: Sequence[str], columns: Sequence[str]) -> None:
         self.path, self.name, self.folder = path, path.name, path.parent
@@ -148,7 +148,7 @@ class Records(Table):
 
 
 def read_json_table(path: Path) -> Table:
-    """Read a `.json` file: a list of objects, or, as many are, one object per line."""
+    """Read a `.json` file: a list of objects, or one object per line."""
     with reading(path):
         data = path.read_bytes()
     first = data.removeprefix(BOM).lstrip()
@@ -194,10 +194,10 @@ def read_csv_table(path: Path) -> Table:
 
 
 class Parquet(Table):
-    """A `.parquet` file, read by row group; the latest groups are kept."""
+    """A `.parquet` file, read by row group; the latest groups stay in memory."""
 
     def __init__(self, path: Path) -> None:
-        parquet = needed("pyarrow.parquet", "pyarrow", "reading .parquet files")
+        parquet = import_extra("pyarrow.parquet", "pyarrow", "reading .parquet files")
         self.path, self.name, self.folder = path, path.name, path.parent
         with self._reading():
             self.file = parquet.ParquetFile(path)
@@ -226,7 +226,7 @@ class Parquet(Table):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        arrow = needed("pyarrow", "pyarrow", "reading .parquet files")
+        arrow = import_extra("pyarrow", "pyarrow", "reading .parquet files")
         try:
             yield
         except (arrow.ArrowException, OSError) as error:
@@ -252,7 +252,7 @@ class Images(Table):
 
 
 class Joined(Table):
-    """Several files, one after the other."""
+    """Several tables with the same columns, one after the other."""
 
     def __init__(self, name: str, parts: Sequence[Table]) -> None:
         self.name, self.parts = name, list(parts)
@@ -293,12 +293,12 @@ READERS: dict[str, Callable[[Path], Table]] = {
     ".tsv": read_csv_table,
     ".txt": lambda path: Lines(path, plain=True),
 }
-"""how each kind of file is read; where a folder holds several kinds, the first of them is its data"""
+"""suffix -> how it is read; where a folder holds several kinds of files, the first kind is its data"""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Say it kindly where a file cannot be read."""
+    """Raise a DataError for an OSError within the block."""
     try:
         yield
     except OSError as error:
@@ -306,7 +306,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def files_under(folder: Path) -> Iterator[str]:
-    """Yield the visible files of a folder and of those below it, by name, with `/` between."""
+    """Yield the relative paths of all files below a folder, sorted, without hidden ones."""
     for top, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
         below = Path(top).relative_to(folder)

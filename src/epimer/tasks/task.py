@@ -1,4 +1,4 @@
-"""A model with its task: batches of the task's data, ready for the model, and the loss whose curvature is measured."""
+"""A network loaded for a task, batches of the task's data as its inputs, and its loss."""
 
 from __future__ import annotations
 
@@ -36,22 +36,37 @@ IMAGES = ("image", "img")
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
-Batch = tuple[dict[str, Tensor], Tensor | None]
+InputsAndTargets = tuple[dict[str, Tensor], Tensor | None]
+
+
+def sample_losses(outputs: Any, targets: Tensor) -> Tensor:
+    """Return each sample's cross-entropy, [N], summed over its tokens; targets of -100 count nothing."""
+    logits = logits_of(outputs)
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    losses = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(targets.shape).flatten(1).sum(1) if targets.dim() > 1 else losses
+
+
+def next_tokens(ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the next token at each position, and -100 where there is none."""
+    targets = torch.full_like(ids, IGNORED)
+    targets[:, :-1] = torch.where(mask[:, 1:].bool(), ids[:, 1:], IGNORED)
+    return targets
 
 
 @dataclass
 class Task:
-    """A model on its device, in eval mode, and all it takes to give it data."""
+    """A network on its device, in eval mode, with its tokenizer or image processor and its classes."""
 
     kind: str
     model: nn.Module
     names: dict[str, str]
     """parameter -> its tensor in the checkpoint on disk"""
     unmatched: list[str]
-    """parameters that no tensor on disk was found for"""
+    """parameters that match no tensor on disk"""
     checkpoint: Checkpoint
     classes: int | None
-    """how many classes the model tells apart; None for causal-lm"""
+    """the number of classes; None for causal-lm"""
     reader: Any
     """the checkpoint's tokenizer or image processor"""
     device: torch.device
@@ -59,9 +74,7 @@ class Task:
     require_labels: bool = False
     """whether data without labels is an error"""
 
-    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return each sample's loss, see `sample_losses`."""
-        return sample_losses(outputs, targets)
+    loss = staticmethod(sample_losses)
 
     def batches(
         self,
@@ -73,57 +86,39 @@ class Task:
         text: str | None = None,
         label: str | None = None,
         image: str | None = None,
-    ) -> Iterator[Batch]:
-        """Yield (inputs, targets) of `rows`, in their order; columns that are not named are the usual ones."""
+    ) -> Iterator[InputsAndTargets]:
+        """Return an iterator over the batches of `rows`, in their order; without names the usual columns are read."""
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
             if value < 1:
                 raise ParameterError(f"The {name!r} parameter of a task must be at least 1. Got {value} instead.")
-        what, usual, asked = ("image", IMAGES, image) if self.kind == IMAGE else ("text", TEXTS, text)
-        column = table.column(asked, usual, what)
+        what, usual, chosen = ("image", IMAGES, image) if self.kind == IMAGE else ("text", TEXTS, text)
+        column = table.column(chosen, usual, what)
         if column is None:
-            raise DataError(
-                f"{table.name} has no column {' or '.join(map(repr, usual))}; it has {listed(table.columns, 12)}: "
-                f"name the one for the {what} with --{what}."
-            )
+            raise _no_column(table, usual, what, what)
         labels = None if self.kind == CAUSAL_LM else table.column(label, LABELS, "label")
         if labels is None and self.require_labels and self.kind != CAUSAL_LM:
-            raise DataError(
-                f"{table.name} has no column {' or '.join(map(repr, LABELS))}; it has {listed(table.columns, 12)}: "
-                "name the one for the labels with --label."
-            )
-        names = {} if labels is None else self._class_numbers(table)
+            raise _no_column(table, LABELS, "labels", "label")
+        numbers = {} if labels is None else self._class_numbers(table)
         read = self._images if self.kind == IMAGE else partial(self._texts, longest=self._longest(max_length))
-        return self._batches(table, rows, batch_size, column, labels, names, read)
-
-    def _batches(
-        self,
-        table: Table,
-        rows: Sequence[int],
-        batch_size: int,
-        column: str,
-        labels: str | None,
-        names: dict[str, int],
-        read: Any,
-    ) -> Iterator[Batch]:
         taken = accepted(self.model)
-        for start in range(0, len(rows), batch_size):
-            batch = rows[start : start + batch_size]
-            inputs: dict[str, Tensor] = read(table, batch, column)
-            targets = None
+
+        def batch(rows: Sequence[int]) -> InputsAndTargets:
+            inputs, targets = read(table, rows, column), None
             if self.kind == CAUSAL_LM:
-                targets = next_tokens(inputs["input_ids"], inputs["attention_mask"])
+                targets = next_tokens(inputs["input_ids"], inputs["attention_mask"]).to(self.device)
             elif labels is not None:
-                targets = torch.tensor([self._label(table, i, labels, names) for i in batch])
-            inputs = {name: value.to(self.device) for name, value in inputs.items() if name in taken}
-            yield inputs, None if targets is None else targets.to(self.device)
+                targets = torch.tensor([self._label(table, i, labels, numbers) for i in rows]).to(self.device)
+            return {name: value.to(self.device) for name, value in inputs.items() if name in taken}, targets
+
+        return (batch(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size))
 
     # --- texts
 
     def _texts(self, table: Table, rows: Sequence[int], column: str, *, longest: int) -> dict[str, Tensor]:
-        """Return tokens, padded on the right to the longest text of the batch, and the mask of those that are real."""
+        """Return tokens, padded on the right to the longest text of the batch, and their attention mask."""
         texts = [_text(table, i, column) for i in rows]
-        made = self.reader(texts, truncation=True, max_length=longest, add_special_tokens=True)
-        ids = made["input_ids"]
+        encoded = self.reader(texts, truncation=True, max_length=longest, add_special_tokens=True)
+        ids = encoded["input_ids"]
         fewest = 2 if self.kind == CAUSAL_LM else 1
         for i, row in zip(rows, ids, strict=True):
             if len(row) < fewest:
@@ -134,8 +129,8 @@ class Task:
                     "is this its tokenizer?"
                 )
         inputs = {"input_ids": _padded(ids, self._padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
-        if "token_type_ids" in made:
-            inputs["token_type_ids"] = _padded(made["token_type_ids"], 0)
+        if "token_type_ids" in encoded:
+            inputs["token_type_ids"] = _padded(encoded["token_type_ids"], 0)
         return inputs
 
     @property
@@ -148,22 +143,19 @@ class Task:
 
     @property
     def _padding(self) -> int:
-        """The token to pad with: what the model takes for padding, if it does, or any, as the mask marks it."""
-        known = (
-            getattr(self._backbone.config, "pad_token_id", None),
-            self.reader.pad_token_id,
-            self.reader.eos_token_id,
-        )
-        return next((token for token in known if token is not None and 0 <= token < self._vocabulary), 0)
+        """The token to pad with: the model's padding token, or any other, as the attention mask excludes it."""
+        own = getattr(self._backbone.config, "pad_token_id", None)
+        tokens = (own, self.reader.pad_token_id, self.reader.eos_token_id)
+        return next((token for token in tokens if token is not None and 0 <= token < self._vocabulary), 0)
 
-    def _longest(self, asked: int) -> int:
-        """Return how many tokens the model takes, at most as many as asked."""
-        limits = [asked, self.reader.model_max_length]
+    def _longest(self, max_length: int) -> int:
+        """Return the most tokens of a text: what the model and its tokenizer take, and `max_length`."""
+        limits = [max_length, self.reader.model_max_length]
         places = getattr(self._backbone.config, "max_position_embeddings", None)
         if isinstance(places, int) and places > 0:
             tables = [m for name, m in self._backbone.named_modules() if name.endswith("position_embeddings")]
             skipped = [m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None]
-            limits.append(places - max(skipped, default=0))  # RoBERTa counts its places from after the padding's
+            limits.append(places - max(skipped, default=0))  # RoBERTa's positions start after the padding's
         return int(min(limits))
 
     # --- images
@@ -179,7 +171,7 @@ class Task:
     # --- labels
 
     def _class_numbers(self, table: Table) -> dict[str, int]:
-        """Return the number of each class by name: the model's own names, or the class folders in their order."""
+        """Return class name -> number: by the model's own names, or the class folders in their order."""
         folders = table.classes
         if folders is None or all(name in self.label2id for name in folders):
             return self.label2id
@@ -208,7 +200,7 @@ class Task:
                 f"{nearest(value, names)}"
             )
         if isinstance(value, int) and value < 0 and not self.require_labels:
-            return 0  # a row without a label, as data sets mark it; the model's own is taken
+            return 0  # -1 marks a row without a label; its label is not used
         if not isinstance(value, int):
             raise DataError(f"{where} has label {short(value)}, expected a class's number or name.")
         if not 0 <= value < self.classes:
@@ -228,7 +220,7 @@ def load_task(
     device: str = "cpu",
     progress: bool = False,
 ) -> Task:
-    """Load a model folder, a hub id or `base+adapter` for a task; with `head`, without the head it may have."""
+    """Load a model folder, a hub id or `base+adapter` for a task; `head` replaces the head it may have."""
     for name, value, known in (("task", task, tuple(AUTO)), ("pooling", pooling, POOLINGS)):
         if value not in known:
             raise ParameterError(
@@ -246,9 +238,7 @@ def load_task(
     elif task != CAUSAL_LM:
         config: Any = loaded.config
         classes, label2id = int(config.num_labels), {str(name): int(i) for name, i in config.label2id.items()}
-        if (
-            task != IMAGE and getattr(config, "pad_token_id", None) is None
-        ):  # where a decoder's text ends is where the padding begins
+        if task != IMAGE and getattr(config, "pad_token_id", None) is None:  # a decoder finds a text's end by it
             config.pad_token_id = next((t for t in (reader.pad_token_id, reader.eos_token_id) if t is not None), None)
     try:
         loaded = loaded.to(device).eval()
@@ -257,28 +247,13 @@ def load_task(
     return Task(task, loaded, names, unmatched, checkpoint, classes, reader, torch.device(device), label2id)
 
 
-def sample_losses(outputs: Any, targets: Tensor) -> Tensor:
-    """Return each sample's cross-entropy, [N], summed over its tokens; targets of -100 count nothing."""
-    logits = logits_of(outputs)
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    losses = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none")
-    return losses.view(targets.shape).flatten(1).sum(1) if targets.dim() > 1 else losses
-
-
-def next_tokens(ids: Tensor, mask: Tensor) -> Tensor:
-    """Return at each place the token that follows, -100 where none does."""
-    targets = torch.full_like(ids, IGNORED)
-    targets[:, :-1] = torch.where(mask[:, 1:].bool(), ids[:, 1:], IGNORED)
-    return targets
-
-
 def _load_reader(checkpoint: Checkpoint, task: str) -> Any:
     """Load the checkpoint's tokenizer or image processor."""
     folder, where = checkpoint.folder, checkpoint.where
     assert folder is not None
     options = {"local_files_only": True, "trust_remote_code": False}
     if task != IMAGE and not any(next(folder.glob(name), None) for name in VOCABULARIES):
-        # transformers would make one up, with an empty vocabulary.
+        # transformers would build one with an empty vocabulary
         raise CheckpointError(
             f"{where} has no tokenizer; copy tokenizer.json and tokenizer_config.json into its folder."
         )
@@ -286,11 +261,19 @@ def _load_reader(checkpoint: Checkpoint, task: str) -> Any:
         raise CheckpointError(f"{where} has no image processor; copy preprocessor_config.json into its folder.")
     try:
         with quiet_transformers(shown=False):
-            if task == IMAGE:  # Pillow and nothing else, so that pixels do not depend on whether torchvision is there
+            if task == IMAGE:  # always Pillow: pixels must not depend on whether torchvision is installed
                 return transformers().AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
             return transformers().AutoTokenizer.from_pretrained(folder, **options)
-    except Exception as error:  # whatever is wrong with the files, transformers has some error for it
+    except Exception as error:  # transformers raises errors of many types for damaged files
         raise failed(where, "the image processor" if task == IMAGE else "the tokenizer", error) from error
+
+
+def _no_column(table: Table, usual: Sequence[str], what: str, option: str) -> DataError:
+    """Return the error for a table without any of the usual columns."""
+    return DataError(
+        f"{table.name} has no column {' or '.join(map(repr, usual))}; it has {listed(table.columns, 12)}: "
+        f"name the one for the {what} with --{option}."
+    )
 
 
 def _text(table: Table, i: int, column: str) -> str:

@@ -126,9 +126,9 @@ def test_measurements_of_parts_add_up_to_the_whole(name):
     parts = [measure(name, [batch]) for batch in batches]
     total, whole = parts[0] + parts[1] + parts[2], measure(name, batches)
     same(total, whole)
-    assert (total.about.samples, total.about.tokens) == (whole.about.samples, whole.about.tokens)
-    assert total.about.counts == whole.about.counts
-    assert total.about.samples == 14
+    assert (total.provenance.samples, total.provenance.tokens) == (whole.provenance.samples, whole.provenance.tokens)
+    assert total.provenance.counts == whole.provenance.counts
+    assert total.provenance.samples == 14
     same(parts[0] + (parts[1] + parts[2]), whole)
 
 
@@ -140,14 +140,14 @@ def test_measurements_that_do_not_belong_together_are_refused(tmp_path):
         (measure("kronecker", labels="model"), "different labels"),
         (measure("reduce"), "different sequence"),
         (measure("kronecker, projected"), "different basis"),
-        (measure("ekfac"), "EKFAC"),
+        (measure("ekfac"), "ekfac curvature cannot be added"),
         (measure("kronecker", layers=["first.*"]), "different model|only one of the measurements has"),
     ):
         with pytest.raises(CurvatureError, match=words):
             one + other
     with pytest.raises(CurvatureError, match="only curvature can be added"):
         one + {"first.weight": one["first.weight"]}
-    with pytest.raises(CurvatureError, match="EKFAC"):
+    with pytest.raises(CurvatureError, match="ekfac curvature cannot be added"):
         measure("ekfac") + measure("ekfac")
 
 
@@ -159,7 +159,7 @@ def test_what_is_saved_is_what_is_loaded(name, tmp_path):
     found = measure(name)
     found.save(tmp_path / "c")
     loaded = epimer.Curvature.load(tmp_path / "c")
-    assert loaded.about == found.about
+    assert loaded.provenance == found.provenance
     assert list(loaded) == list(found)
     assert loaded.nbytes == found.nbytes
     assert loaded.clipped == found.clipped
@@ -271,7 +271,7 @@ def test_projected_curvature_goes_into_a_merge_with_its_basis(name, tmp_path):
     stored, loaded = StoredBasis(tmp_path / "basis"), [epimer.Curvature.load(tmp_path / f"c{t}") for t in (0, 1)]
     again = measure(name, data(((40, 4), (30, 5)), seed=1), Model(1), basis=stored)
     same(again, curvatures[0])
-    assert again.about.basis == curvatures[0].about.basis
+    assert again.provenance.basis == curvatures[0].provenance.basis
     options = {"rules": [*AVERAGED, ("out.weight", "average")], "normalize": "none", "damping": 0.0}
     merged = epimer.merge_state_dicts(base, models, "epimer_exact", curvature=curvatures, **options)
     from_disk = epimer.merge_state_dicts(base, models, "epimer_exact", curvature=loaded, basis=stored, **options)
@@ -345,7 +345,7 @@ def test_a_basis_on_disk_is_the_basis(tmp_path):
                 assert not copies or torch.equal(atoms.mix, twins.mix)
             found, again = (measure("kronecker", basis=chosen) for chosen in (made, stored))
             same(again, found)
-            assert found.about.basis == again.about.basis
+            assert found.provenance.basis == again.provenance.basis
     with pytest.raises(OutputError, match="exists"):
         save_basis(made.items(), folder, about={})
 
@@ -378,8 +378,8 @@ def test_ranks_measure_their_parts_and_share_the_whole(tmp_path, monkeypatch):
         for rank in (0, 1):
             found = epimer.Curvature.load(tmp_path / f"{name}-{rank}")
             same(found, whole)
-            assert found.about.samples == 14
-            assert found.about.counts == whole.about.counts
+            assert found.provenance.samples == 14
+            assert found.provenance.counts == whole.provenance.counts
     for rank in (0, 1):
         assert re.search("different", (tmp_path / f"refused-{rank}").read_text())
 

@@ -24,7 +24,7 @@ def case(request):
 def test_the_diagonal_is_the_mean_squared_gradient(case):
     found, s = measure(case, "diagonal"), gradients(case.model, case.batches, case.loss)
     assert set(found) == set(s) - set(case.left_out)
-    assert set(found.about.left_out) == set(case.left_out)
+    assert set(found.provenance.left_out) == set(case.left_out)
     for name in found:
         assert near(found[name].F, s[name].square().mean(0)), name
         assert not found[name].F.requires_grad
@@ -36,7 +36,7 @@ def test_kronecker_factors_are_second_moments_of_inputs_and_gradients(case, sequ
     uses, _ = layer_uses(case.model, case.batches, case.loss)
     masks = None if case.real is None else [row for inputs, _ in case.batches for row in case.real(inputs)]
     assert set(found) == set(matrices(case))
-    assert set(found.about.left_out) >= set(case.no_factors)
+    assert set(found.provenance.left_out) >= set(case.no_factors)
     for name in found:
         G, A = factors(uses[name], sequence, masks)
         assert near(found[name].G, G), name
@@ -49,7 +49,7 @@ def test_kronecker_factors_are_second_moments_of_inputs_and_gradients(case, sequ
                 for sample, mask in zip(uses[name], masks, strict=True)
                 for use in sample
             )
-        assert found.about.counts[name] == tokens
+        assert found.provenance.counts[name] == tokens
 
 
 def test_samples_are_the_whole_fisher(case):
@@ -77,7 +77,7 @@ def test_ekfac_has_the_exact_moments_along_the_factors_eigenvectors(case):
         dense = torch.kron(P, Q) @ torch.diag(S.flatten()) @ torch.kron(P, Q).T
         assert near(metric.apply(D).flatten(), dense @ D.flatten())
         assert S.sum() == pytest.approx(float(s_nmn.square().sum() / len(s_nmn)))  # a rotation keeps the trace
-    with pytest.raises(CurvatureError, match="EKFAC"):
+    with pytest.raises(CurvatureError, match="ekfac curvature cannot be added"):
         found + found
 
 

@@ -386,7 +386,7 @@ def test_half_precision_is_summed_in_float32(kind, form, sequence):
     else:
         dtype = getattr(torch, form)
         found = measure(model.to(dtype), [(x.to(dtype), targets)], kind=kind, sequence=sequence)
-    assert found.about.dtype == "float32"
+    assert found.provenance.dtype == "float32"
     assert set(found) == set(expected)
     for name in expected:
         assert all(value.dtype == torch.float32 for value in tensors(found[name]).values())
@@ -434,7 +434,7 @@ def test_sums_may_be_wider_than_the_model(kind):
     model, batch = nn.Linear(4, CLASSES), (torch.randn(6, 4), torch.randint(CLASSES, (6,)))
     found = measure(model, [batch], kind=kind, dtype=torch.float64)
     assert all(value.dtype == torch.float64 for value in tensors(found["weight"]).values())
-    assert found.about.dtype == "float64"
+    assert found.provenance.dtype == "float64"
     s = gradients(model, [batch], cross_entropy)["weight"]
     H = s.flatten(1).T @ s.flatten(1) / len(s)
     if kind == "diagonal":

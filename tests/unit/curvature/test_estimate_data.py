@@ -25,8 +25,8 @@ def test_batch_sizes_change_nothing(kind, sizes):
     case, ids, targets = ids_case()
     whole = measure(case, kind, [(ids, targets)])
     parts = measure(case, kind, list(zip(ids.split(sizes), targets.split(sizes), strict=True)))
-    assert parts.about.counts == whole.about.counts
-    assert parts.about.samples == 7
+    assert parts.provenance.counts == whole.provenance.counts
+    assert parts.provenance.samples == 7
     for name in whole:
         shape = whole[name].apply(torch.ones(())).shape if kind == "diagonal" else None
         probe = draw(*(shape or (case.model.get_parameter(name).shape[0], case.model.get_parameter(name)[0].numel())))
@@ -49,7 +49,7 @@ def test_samples_cut_in_the_middle_of_a_batch(samples):
     case, ids, targets = ids_case()
     cut = measure(case, "diagonal", list(zip(ids.split(3), targets.split(3), strict=True)), samples=samples)
     s = gradients(case.model, [(ids[:samples], targets[:samples])], case.loss)
-    assert cut.about.samples == min(samples, 7)
+    assert cut.provenance.samples == min(samples, 7)
     for name in cut:
         assert near(cut[name].F, s[name].square().mean(0))
 
@@ -96,7 +96,7 @@ def test_ekfac_takes_no_more_of_a_generator_than_it_needs():
         raise AssertionError("far more batches were taken than were asked for")
 
     found = measure(case, "ekfac", endless(), samples=10)
-    assert found.about.samples == 10
+    assert found.provenance.samples == 10
 
 
 @pytest.mark.parametrize("tokens", [3, 5])
@@ -118,7 +118,7 @@ def test_tokens_that_are_as_many_as_samples_are_not_samples(tokens):
     found = epimer.estimate_curvature(model, [((x, mask), targets)], cross_entropy, kind="diagonal", labels="true")
     one_by_one = [((x[n : n + 1], mask), targets[n : n + 1]) for n in range(5)]
     single = epimer.estimate_curvature(model, one_by_one, cross_entropy, kind="diagonal", labels="true")
-    assert set(found) | set(found.about.left_out) == set(single)
+    assert set(found) | set(found.provenance.left_out) == set(single)
     assert "head.weight" in found
     for name in found:
         assert near(found[name].F, single[name].F), name

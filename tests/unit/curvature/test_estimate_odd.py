@@ -254,5 +254,5 @@ def test_what_is_reported_is_right_and_the_rest_is_left_out_with_a_reason(name):
     s = gradients(model, [batch], cross_entropy)
     assert not [name for name in found if not near(found[name].F, s[name].square().mean(0))]
     for missing in set(s) - set(found):
-        assert found.about.left_out[missing]
+        assert found.provenance.left_out[missing]
     assert "head.weight" not in s or "head.weight" in found

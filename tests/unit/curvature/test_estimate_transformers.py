@@ -184,7 +184,7 @@ def matrices(case):
 def test_the_diagonal_is_the_mean_squared_gradient(case):
     found, s = measure(case, "diagonal"), gradients(case.model, case.batches, case.loss)
     assert set(found) == set(s) - set(case.left_out)
-    assert set(found.about.left_out) == set(case.left_out)
+    assert set(found.provenance.left_out) == set(case.left_out)
     for name in found:
         assert near(found[name].F, s[name].square().mean(0)), name
 
@@ -222,7 +222,7 @@ def test_samples_and_ekfac_have_the_whole_gradients(case):
 def test_tables_with_a_forward_of_their_own_are_right_or_left_out(make):
     case = build(make)
     found, s = measure(case, "diagonal"), gradients(case.model, case.batches, case.loss)
-    assert set(found) | set(found.about.left_out) == set(s)
+    assert set(found) | set(found.provenance.left_out) == set(s)
     for name in found:
         assert near(found[name].F, s[name].square().mean(0), 1e-6), name  # Gemma's norms are in float32
     assert len(found) > 8
@@ -238,7 +238,7 @@ def test_the_padding_of_a_source_is_not_that_of_its_target(targets):
     case = build(lambda: Case(model, [(inputs, torch.randint(3, VOCABULARY, (4, targets)))], on_tokens))
     found = measure(case, "kronecker")
     real, every = int(inputs["attention_mask"].sum()), 4 * targets
-    for name, count in found.about.counts.items():
+    for name, count in found.provenance.counts.items():
         of_source = name.startswith("encoder") or ".EncDecAttention.k." in name or ".EncDecAttention.v." in name
         assert count == (real if of_source else every), name
 
@@ -246,7 +246,7 @@ def test_the_padding_of_a_source_is_not_that_of_its_target(targets):
 def test_a_tied_head_is_reported_once_and_found_under_both_names():
     case = build(_gpt2)
     found, s = measure(case, "diagonal"), gradients(case.model, case.batches, case.loss)
-    assert found.about.ties == {"lm_head.weight": "transformer.wte.weight"}
+    assert found.provenance.ties == {"lm_head.weight": "transformer.wte.weight"}
     assert "lm_head.weight" in found
     assert "lm_head.weight" not in list(found)
     assert torch.equal(found["lm_head.weight"].F, found["transformer.wte.weight"].F)

@@ -52,7 +52,7 @@ def test_an_attention_with_a_forward_of_its_own_keeps_it():
     assert {"mix.weight", "head.weight"} <= set(found)
     for name in found:
         torch.testing.assert_close(found[name].F, expected[name])
-    assert "attention.in_proj_weight" in found.about.left_out
+    assert "attention.in_proj_weight" in found.provenance.left_out
 
 
 class OneSize(nn.Module):
@@ -71,7 +71,7 @@ def test_a_model_of_one_batch_size_is_checked_too():
     torch.manual_seed(0)
     model, x, y = OneSize().double(), torch.randn(4, 4).double(), torch.randint(CLASSES, (4,))
     found = measure(model, [(x, y)])
-    assert "one.weight" in found.about.left_out
+    assert "one.weight" in found.provenance.left_out
     assert "head.weight" in found
 
 
@@ -134,7 +134,7 @@ class Twice(nn.Module):
 def test_long_sequences_in_half_precision_are_checked_as_well(dtype):
     torch.manual_seed(0)
     found = measure(Twice().to(dtype), [(torch.randn(4, 512, 8).to(dtype), torch.randint(CLASSES, (4,)))])
-    assert "one.weight" in found.about.left_out
+    assert "one.weight" in found.provenance.left_out
 
 
 def test_reduced_sums_do_not_overflow_in_float16():

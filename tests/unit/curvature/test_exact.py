@@ -138,7 +138,7 @@ def test_exact_kinds_are_the_dense_matrices_projected(case, kind, copies):
     found = epimer.estimate_curvature(model, batches, loss, kind=kind, labels="true", basis=basis)
     assert model.training
     assert found.keys() == basis.keys()
-    assert found.about.samples == sum(len(targets) for _, targets in batches)
+    assert found.provenance.samples == sum(len(targets) for _, targets in batches)
     for name, one in basis.items():
         S = directions(one)
         H = S.T @ dense(model, batches, loss, name, kind) @ S

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 import epimer
 from epimer.checkpoints import open_checkpoint
-from epimer.curvature.curvature import About
+from epimer.curvature.curvature import Provenance
 from epimer.curvature.format import stored_fingerprint
 from epimer.errors import CheckpointError, CurvatureError
 
@@ -40,7 +40,7 @@ def save(metrics, folder, model=None):
     if model is not None:
         fingerprint = stored_fingerprint(open_checkpoint(str(model)), {name: name for name in metrics})
     (kind,) = {metric.kind for metric in metrics.values()}
-    epimer.Curvature(metrics, About(kind, samples=6, model=fingerprint)).save(folder)
+    epimer.Curvature(metrics, Provenance(kind, samples=6, model=fingerprint)).save(folder)
 
 
 @pytest.fixture

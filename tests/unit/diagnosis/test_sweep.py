@@ -17,6 +17,7 @@ from epimer.api import sweep_state_dicts as sweep
 from epimer.diagnosis import choice as auto
 from epimer.diagnosis import sweep as sweeping
 from epimer.diagnosis.sweep import SCALES
+from epimer.engine.options import RunOptions
 from epimer.errors import EpimerError, ParameterError, RecipeError
 from epimer.evaluation.judges import SplitScores, by_agreement, by_function, by_suite, evaluator
 from epimer.evaluation.suite import Split, Suite, SuiteTask
@@ -34,7 +35,7 @@ def resolve(recipe):
     """What a recipe leaves open, chosen."""
     loaded, folder = open_recipe(recipe)
     judge = None if loaded.eval is None else evaluator(loaded.eval, folder)
-    return auto.resolve(loaded, open_models(loaded, folder=folder), judge, progress=False)
+    return auto.resolve(loaded, open_models(loaded, folder=folder), judge, RunOptions())
 
 
 def steps_of(method):

@@ -87,7 +87,7 @@ def test_curvature_is_measured_once_and_kept(suite):
     assert first.curvature("diagonal") is measured
     for one, other in zip(measured, again, strict=True):
         assert all(torch.equal(one[name].F, other[name].F) for name in one)
-        assert one.about.samples == 32
+        assert one.provenance.samples == 32
     folder = suite.folder / "curvature" / f"diagonal-32-0-v{CURVATURE_VERSION}" / "task0"
     (folder / "curvature.json").write_text("{}")
     with pytest.raises(DataError, match=re.escape(f"Delete {folder}, and it is measured again.")):

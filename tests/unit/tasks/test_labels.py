@@ -359,7 +359,7 @@ def test_inputs_are_counted_once_under_the_expectation(mode):
                     uses, _ = layer_uses(model, [(inputs, only)], cross_entropy)
                     G = G + p[t, label] * factors(uses[name], mode)[0]
         assert near(found[name].G, G / 5), name
-        assert found.about.counts[name] == sum(ids.numel() for ids, _ in batches)
+        assert found.provenance.counts[name] == sum(ids.numel() for ids, _ in batches)
 
 
 def test_the_expectation_of_a_shifted_loss_weighs_with_the_shifted_logits():

@@ -1,0 +1,72 @@
+"""Which tokens of a batch are real and which are padding, as the arguments of the model's modules say."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MASKS = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
+"""argument of a module's forward -> whether it is True at real tokens (else it is True at padding)"""
+
+
+class PaddingMasks:
+    """The padding masks of one forward pass; every mask is [N, tokens], True at real tokens."""
+
+    def __init__(self) -> None:
+        self.outermost: Tensor | None = None
+        """the mask that the first module with one was called with"""
+        self._by_module: dict[str, list[Tensor]] = {}
+        self._by_memory: dict[int, Tensor] = {}
+        """address of an encoder's output, which a decoder reads -> its mask"""
+
+    def clear(self) -> None:
+        """Forget the last pass."""
+        self.outermost = None
+        self._by_module.clear()
+        self._by_memory.clear()
+
+    def note(self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], N: int) -> None:
+        """Keep the masks among the arguments of one module's call."""
+        try:
+            bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):
+            return
+        named = {**bound, **bound.get("kwargs", {})}
+        masks = [mask for name, real in MASKS.items() if (mask := _as_mask(named.get(name), real, N)) is not None]
+        encoder = _as_mask(named.get("encoder_attention_mask"), True, N)
+        if encoder is not None:  # a decoder: its own tokens are all real unless it says otherwise
+            tokens = next((t for t in named.values() if isinstance(t, Tensor) and t.dim() > 1), encoder)
+            masks = masks or [torch.ones_like(encoder[:, :1]).expand(-1, tokens.shape[1])]
+            if isinstance(memory := named.get("encoder_hidden_states"), Tensor):
+                self._by_memory[memory.data_ptr()] = encoder
+        if masks:
+            self._by_module[label] = masks
+            self.outermost = masks[0] if self.outermost is None else self.outermost
+
+    def of_input(self, label: str, x: Tensor) -> list[Tensor]:
+        """Return the masks that may apply to the input of a layer: those of the innermost module around it."""
+        if x.data_ptr() in self._by_memory:
+            return [self._by_memory[x.data_ptr()]]
+        while label not in self._by_module and label:
+            label = label.rpartition(".")[0]
+        return self._by_module.get(label, [])
+
+
+def takes_mask(module: nn.Module) -> bool:
+    """Whether a module's forward has a padding mask among its parameters; False where it has no signature."""
+    try:
+        return bool(MASKS.keys() & set(inspect.signature(module.forward).parameters))
+    except (TypeError, ValueError):
+        return False
+
+
+def _as_mask(value: Any, real: bool, N: int) -> Tensor | None:
+    """Return an argument as a mask that is True at real tokens, or None where it is no mask of N samples."""
+    if not isinstance(value, Tensor) or value.dim() != 2 or len(value) != N:
+        return None
+    if value.is_floating_point() and not real:
+        return value == 0
+    return value.bool() if real else ~value.bool()

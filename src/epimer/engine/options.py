@@ -1,0 +1,55 @@
+"""Where and within which limits a walk runs, and the table of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epimer.engine.memory import memory_budget
+from epimer.engine.protocol import Engine
+from epimer.engine.threads import Threads, worker_devices
+from epimer.errors import ParameterError
+
+ENGINES: dict[str, Any] = {"local": Threads}
+"""name -> what takes one device per worker, `threads` and `memory`, and returns an engine"""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run a walk; none of it changes what is computed but for the device's rounding."""
+
+    device: str | torch.device = "cpu"
+    """cpu, cuda, cuda:N, or auto for every GPU there is, else the CPU"""
+    workers: int | None = None
+    """jobs at a time; by default one per core and `threads`, or two per GPU"""
+    threads: int = 1
+    """torch's threads for each of them"""
+    max_memory: str | int | None = None
+    """most memory of the process, as "3GB"; by default four fifths of what is free"""
+    progress: bool = False
+    engine: str = "local"
+
+    def start(self, jobs: Sequence[Any], reserved: int = 0) -> Engine:
+        """Return an engine for jobs; `reserved` bytes of its memory are in use already.
+
+        A memory limit that the widest job exceeds is refused by the name of its tensor.
+        """
+        if self.engine not in ENGINES:
+            raise ParameterError(f"There is no engine {self.engine!r}; engines: {', '.join(ENGINES)}.")
+        devices = worker_devices(self.device, self.workers, self.threads)
+        widest = max((job.memory for job in jobs), default=0)
+        memory = max(memory_budget(self.max_memory, jobs) - reserved, widest)
+        engine: Engine = ENGINES[self.engine](devices, threads=self.threads, memory=memory)
+        return engine
+
+
+def in_memory(device: torch.device, jobs: int) -> RunOptions:
+    """Return options that take as many threads as torch has, spread over jobs as far as there are some."""
+    if device.type != "cpu":
+        return RunOptions(device)
+    total = torch.get_num_threads()
+    workers = max(1, min(total, jobs))
+    return RunOptions(device, workers, max(1, total // workers))

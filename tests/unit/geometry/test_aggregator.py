@@ -1,0 +1,93 @@
+"""Subspace x metric x aggregator against dense algebra: what a preset is composed of."""
+
+import json
+
+import pytest
+import torch
+
+from dense import basis_of, close, matrix_of, random_metric
+from epimer.geometry.aggregator import (
+    Anchored,
+    Mean,
+    Sum,
+    anchor_at,
+    average_anchor,
+    iso_c_delta,
+    sum_anchor,
+    tsv_delta,
+)
+from epimer.geometry.frechet import frechet_mean
+from epimer.geometry.subspace import Full, tagged, tensor_product
+from epimer.records import MergeRecord, Status, TensorRecord
+
+M, N, WEIGHTS = 9, 7, [0.5, 0.2, 0.3]
+GENERATOR = torch.Generator().manual_seed(0)
+DELTAS = [torch.randn(M, N, generator=GENERATOR, dtype=torch.float64) for _ in WEIGHTS]
+METRICS = [random_metric("kronecker", M, N, GENERATOR) for _ in WEIGHTS]
+ATOMS = tagged(DELTAS, 2)
+SUBSPACES = {"full": Full(torch.float64), "tagged": ATOMS, "tensor": tensor_product(ATOMS)}
+AVERAGE = sum(w * D for w, D in zip(WEIGHTS, DELTAS, strict=True))
+
+
+def dense_parts(subspace, normalize):
+    """Return S, every H̃_t and its mean diagonal before damping, and the points, all as plain matrices."""
+    S = basis_of(subspace, M, N)
+    curvatures = [S.T @ matrix_of(metric, M, N) @ S for metric in METRICS]
+    sizes = [float(H.diagonal().mean()) for H in curvatures]
+    if normalize == "trace":
+        curvatures, sizes = [H / size for H, size in zip(curvatures, sizes, strict=True)], [1.0] * 3
+    return S, curvatures, sizes, [S.T @ D.flatten() for D in DELTAS]
+
+
+@pytest.mark.parametrize("normalize", ["trace", "none"])
+@pytest.mark.parametrize("kind", SUBSPACES)
+def test_mean_and_sum_damp_every_task_s_curvature(kind, normalize):
+    subspace = SUBSPACES[kind]
+    S, curvatures, sizes, points = dense_parts(subspace, normalize)
+    eye = torch.eye(S.shape[1], dtype=torch.float64)
+    damped = [H + 0.3 * size * eye for H, size in zip(curvatures, sizes, strict=True)]
+    H = sum(w * H_t for w, H_t in zip(WEIGHTS, damped, strict=True))
+    b = sum(w * H_t @ x for w, H_t, x in zip(WEIGHTS, damped, points, strict=True))
+    expected = (S @ torch.linalg.solve(H, b)).reshape(M, N)
+    mean = frechet_mean(subspace, METRICS, Mean(0.3), DELTAS, WEIGHTS, normalize=normalize)
+    total = frechet_mean(subspace, METRICS, Sum(0.3), DELTAS, WEIGHTS, normalize=normalize)
+    assert close(mean.value, expected, 1e-8)
+    assert torch.equal(total.value, 3 * mean.value)
+    assert total.eta == mean.eta > 0
+
+
+@pytest.mark.parametrize("normalize", ["trace", "none"])
+@pytest.mark.parametrize("kind", SUBSPACES)
+@pytest.mark.parametrize(
+    ("anchor", "delta"),
+    [
+        (average_anchor, AVERAGE),
+        (sum_anchor, 3 * AVERAGE),
+        (anchor_at(tsv_delta(ATOMS, WEIGHTS)), tsv_delta(ATOMS, WEIGHTS)),
+        (anchor_at(iso_c_delta(DELTAS, WEIGHTS)), iso_c_delta(DELTAS, WEIGHTS)),
+        (lambda problem, subspace: 2 * problem.points[0], 2 * DELTAS[0]),
+    ],
+)
+def test_anchored_damps_the_way_to_its_anchor(kind, normalize, anchor, delta):
+    subspace = SUBSPACES[kind]
+    S, curvatures, sizes, points = dense_parts(subspace, normalize)
+    H = sum(w * H_t for w, H_t in zip(WEIGHTS, curvatures, strict=True))
+    b = sum(w * H_t @ x for w, H_t, x in zip(WEIGHTS, curvatures, points, strict=True))
+    epsilon = 0.3 * sum(w * size for w, size in zip(WEIGHTS, sizes, strict=True))
+    eye = torch.eye(S.shape[1], dtype=torch.float64)
+    expected = (S @ torch.linalg.solve(H + epsilon * eye, b + epsilon * S.T @ delta.flatten())).reshape(M, N)
+    solution = frechet_mean(subspace, METRICS, Anchored(anchor, 0.3), DELTAS, WEIGHTS, normalize=normalize)
+    assert close(solution.value, expected, 1e-8)
+    assert solution.eta is None
+
+
+def test_a_status_is_its_word_in_json_and_tells_what_helps():
+    record = MergeRecord("tsv", {}, (1.0,), {"w": TensorRecord("matrix", (2, 2), Status.STALLED)})
+    written = json.loads(json.dumps(record.to_dict()))
+    assert written["tensors"]["w"]["status"] == f"{Status.STALLED}" == "stalled"
+    assert MergeRecord.from_dict(written).tensors["w"].status is Status.STALLED
+    assert [status.value for status in Status] == ["exact", "converged", "damped", "stalled", "clamped", "tied"]
+    assert all(status.meaning for status in Status)
+    assert Status.STALLED.remedy == "Raise iterations, or damping."
+    with pytest.raises(ValueError, match="'solved' is not a valid Status"):
+        MergeRecord.from_dict({**written, "tensors": {"w": {**written["tensors"]["w"], "status": "solved"}}})
