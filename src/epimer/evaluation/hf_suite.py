@@ -33,14 +33,10 @@ CACHE_BYTES = 1 << 28  # of a split's batches that are kept for the next evaluat
 def read_suite(
     path: str | Path, *, device: str = "auto", keep: bool = True, labels: bool = True, progress: bool = False
 ) -> Suite:
-    """Read a suite from its file.
+    """Read a suite from its YAML file, in which paths are relative to its folder.
 
-    Args:
-        path: the YAML file; paths in it are relative to its folder.
-        device: where networks compute: cpu, cuda, cuda:N, or auto.
-        keep: keep every network and tensor in memory for many evaluations; otherwise one task's network at a time.
-        labels: refuse data without them.
-        progress: show the progress of downloads.
+    `keep` holds every network and tensor in memory for many evaluations, otherwise there is one task's network at a
+    time; `labels` refuses data without them.
     """
     file = read_suite_file(path, labels=labels, progress=progress)
     with errors_at(file.source, ("base",)):
@@ -139,7 +135,6 @@ class HeadFromFile(WithHead):
         self.errors = errors
 
     def forward(self, **inputs: Tensor) -> Output:
-        """Return the logits of a batch."""
         with self.errors():
             return super().forward(**inputs)
 
@@ -189,7 +184,6 @@ class Networks:
         return loaded.task.model
 
     def names(self, task: SuiteTask) -> dict[str, str]:
-        """Return parameter -> its name in state dicts."""
         return self.loaded(task.name).names
 
     def loaded(self, name: str) -> Loaded:
@@ -197,9 +191,8 @@ class Networks:
         if name not in self._loaded:
             if not self.keep:
                 self._loaded.clear()
-            entry, model = next(
-                (entry, model) for entry, model in zip(self.file.tasks, self.models, strict=True) if entry.name == name
-            )
+            t = [entry.name for entry in self.file.tasks].index(name)
+            entry, model = self.file.tasks[t], self.models[t]
             with errors_at(self.file.source, (*entry.location, "model")):
                 self._loaded[name] = self._load(entry, model)
         return self._loaded[name]
@@ -210,9 +203,8 @@ class Networks:
         )
         task.require_labels = self.labels
         if isinstance(task.model, WithHead):
-            task.model = HeadFromFile(
-                task.model, partial(errors_at, self.file.source, (*entry.location, "head"))
-            ).eval()
+            errors = partial(errors_at, self.file.source, (*entry.location, "head"))
+            task.model = HeadFromFile(task.model, errors).eval()
         if entry.classes:
             if len(entry.classes) != task.classes:
                 raise DataError(f"the model has {task.classes} classes, but 'classes' names {len(entry.classes)}.")
@@ -268,7 +260,6 @@ class TableSplit:
         return len(self.table)
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield (inputs, targets), see `Data.batches`."""
         if order is None and self._cached is not None:
             yield from self._cached
             return

@@ -66,7 +66,6 @@ def evaluator(text: str, folder: Path | None = None, *, count: int | None = None
             suite's inputs but not its labels; or module:function that takes a state dict and returns scores by task.
         folder: another folder to look for a YAML file in.
         count: how many models are merged: a suite must have as many tasks.
-        progress: show bars while a suite is opened.
     """
     kind, _, rest = text.partition(":")
     if text == AGREEMENT:

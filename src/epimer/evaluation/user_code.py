@@ -128,7 +128,6 @@ class GuardedData:
             return len(self.data)
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield (inputs, targets), see `Data.batches`."""
         with one_line_errors(self.label):
             for inputs, targets in self.data.batches(size, order):  # noqa: UP028  (anything but a pair fails here)
                 yield inputs, targets

@@ -1,14 +1,17 @@
-"""Tables of experiments: rows of plain values, and how each column shows them."""
+"""Results of experiments: rows of plain values, how each column of a table shows them, and the files they go to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from epimer.checkpoints.writer import as_json, explained, whole_file
 from epimer.evaluation.statistics import Scores, compare
 from epimer.evaluation.suite import Suite
 from epimer.records import Dots, Experiment, Lines, Maps
+from epimer.report.figures import figure_file
 from epimer.score_format import (
     LOSSES,
     SHARES,
@@ -53,6 +56,21 @@ def with_published(experiment: Experiment, suite: Suite) -> Experiment:
     return replace(experiment, headings=headings, rows=rows, data=data, notes=notes)
 
 
+def write(experiment: Experiment, folder: Path) -> list[Path]:
+    """Write JSON, a Markdown table, and the figure as SVG where there is one; return the files' paths."""
+    contents = {"json": as_json(experiment.to_dict()), "md": experiment.markdown().encode()}
+    if svg := figure_file(experiment):
+        contents["svg"] = svg.encode()
+    with explained(folder, "written"):
+        folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for extension, content in contents.items():
+        files.append(folder / f"{experiment.name}.{extension}")
+        with whole_file(files[-1]) as draft:
+            draft.write_bytes(content)
+    return files
+
+
 def dots(
     rows: Sequence[Row],
     x: str,
@@ -63,10 +81,10 @@ def dots(
 ) -> Dots:
     """Return a figure of one value per row, with its interval where there is one, and a second value."""
     first, second = names
-    values = {}
-    for row in rows:
-        low, high = (row["low"], row["high"]) if "low" in row else (row[first], row[first])
-        values[row["method"]] = row[first], low, high, row[second]
+    values = {
+        row["method"]: (row[first], row.get("low", row[first]), row.get("high", row[first]), row[second])
+        for row in rows
+    }
     return Dots(x, names, values, metric, log)
 
 

@@ -42,17 +42,13 @@ def load(
     checkpoints: Path | None = None,
     data: Path | None = None,
 ) -> Suite:
-    """Return the suite.
+    """Return the suite of a variant (B/32, B/16, L/14), with at most `limit` samples in each split.
 
     Args:
-        variant: B/32, B/16 or L/14.
-        limit: samples of each split, for a quick look; all of them by default.
         seed: of which samples of the training split are for validation, and of which ones a limit takes.
-        progress: show bars on a terminal.
         family: tanganke (model folders on the hub) or task_vectors (modules of open_clip, pickled, in `checkpoints`).
-        checkpoints: a folder with models by their hub ids (with or without the organisation) or, for task_vectors, with
-            ViT-B-32/zeroshot.pt and ViT-B-32/MNIST/finetuned.pt; what it lacks comes from the hub.
-        data: a folder with datasets by their hub ids (with or without the organisation); likewise.
+        checkpoints, data: folders with models and datasets by their hub ids (with or without the organisation) or, for
+            task_vectors, with ViT-B-32/zeroshot.pt and ViT-B-32/MNIST/finetuned.pt; what they lack comes from the hub.
     """
     for name, value, known in (("variant", variant, VARIANTS), ("family", family, FAMILY_SOURCES)):
         if value not in known:
