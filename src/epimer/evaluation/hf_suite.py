@@ -55,25 +55,15 @@ def read_suite(
     def tensors(model: Participant) -> LazyTensors:
         return LazyTensors({name: model.headers[name] for name in merged}, model.read, keep=keep, ties=ties)
 
-    return Suite(
-        name=file.name,
-        base=tensors(ancestor),
-        models=[tensors(model) for model in tuned],
-        tasks=[networks.task(entry) for entry in file.tasks],
-        network=networks.network,
-        batch=file.batch,
-        names=networks.names,
-    )
+    states, tasks = [tensors(model) for model in tuned], [networks.task(entry) for entry in file.tasks]
+    return Suite(file.name, tensors(ancestor), states, tasks, networks.network, batch=file.batch, names=networks.names)
 
 
 def _merged_names(file: SuiteFile, base: Participant, models: Sequence[Participant]) -> list[str]:
     """Return the tensors that are merged: the base's, without those that belong to a task or that no model has."""
     classifier = [pattern for entry in file.tasks for pattern in entry.classifier]
-    merged = [
-        name
-        for name in base.headers
-        if not _matches(classifier, name) and any(name in model.headers for model in models)
-    ]
+    anywhere = set[str]().union(*(model.headers for model in models))
+    merged = [name for name in base.headers if name in anywhere and not _matches(classifier, name)]
     for entry, model in zip(file.tasks, models, strict=True):
         for pattern in entry.classifier:
             if not any(fnmatchcase(name, pattern) for name in model.headers):
@@ -98,9 +88,7 @@ def _check_model(
             f"{listed(base.headers)}; is it a model of this ancestor, saved with the same prefix?"
         )
     if missing:
-        raise CheckpointError(
-            f"{entry.model} lacks {listed(missing)}, which base and other models have; give a whole model."
-        )
+        raise CheckpointError(f"{entry.model} lacks {listed(missing)}, which the others have; give a whole model.")
     for name in merged:
         W, W0 = model.headers[name], base.headers[name]
         if W.shape != W0.shape:
@@ -108,11 +96,8 @@ def _check_model(
                 f"{entry.model}[{name!r}] has shape {tuple(W.shape)}, the base's {tuple(W0.shape)}; "
                 "if it belongs to the task, name it in 'classifier'."
             )
-    extra = [
-        name
-        for name, W in model.headers.items()
-        if name not in base.headers and W.is_floating_point() and not _matches(classifier, name)
-    ]
+    added = [name for name, W in model.headers.items() if name not in base.headers and W.is_floating_point()]
+    extra = [name for name in added if not _matches(classifier, name)]
     if extra and entry.head is None:
         raise CheckpointError(
             f"{entry.model} has {listed(extra)}, which the base lacks; name them in 'classifier' if they belong "

@@ -84,7 +84,7 @@ def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> 
         "worst": cells.score("worst"),
         **{name: cells.on_task(name) for name in names},
         "scale": starred_scale,
-        "merge s": lambda row: "" if row.get("seconds") is None else f"{row['seconds']:.2f}",
+        "merge s": number("seconds", ".2f"),
         f"against {first.candidate.name}": cells.difference,
     }
     title, figure = f"{bench.metric} of merged models", dots(data, bench.metric, metric=bench.metric)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,14 @@ def against(one: Scores, other: Scores) -> Row:
     return {"difference": margin.difference, "between": [margin.low, margin.high], "p": margin.p}
 
 
-def number(key: str) -> Column:
+def text(key: str, show: Callable[[Any], str] = str) -> Column:
+    """Show a value, or nothing where a row has none."""
+    return lambda row: "" if row.get(key) is None else show(row[key])
+
+
+def number(key: str, form: str = ".3g") -> Column:
     """Show a number, or nothing where a row has none."""
-    return lambda row: "" if row.get(key) is None else f"{row[key]:.3g}"
-
-
-def text(key: str) -> Column:
-    """Show a value as it is, or nothing where a row has none."""
-    return lambda row: "" if row.get(key) is None else str(row[key])
+    return text(key, f"{{:{form}}}".format)
 
 
 def share(key: str) -> Column:
@@ -141,7 +142,7 @@ class Cells:
 
     def score(self, key: str) -> Column:
         """Show a score, or nothing where a row has none."""
-        return lambda row: "" if row.get(key) is None else format_score(self.metric, row[key])
+        return text(key, partial(format_score, self.metric))
 
     def on_task(self, name: str) -> Column:
         """Show the score on one task."""
@@ -149,7 +150,7 @@ class Cells:
 
     def spread(self, key: str) -> Column:
         """Show a standard error of scores."""
-        return share(key) if self.metric in SHARES else lambda row: "" if row.get(key) is None else f"{row[key]:.3f}"
+        return share(key) if self.metric in SHARES else number(key, ".3f")
 
     def interval(self, row: Row) -> str:
         """Show an average with its interval."""

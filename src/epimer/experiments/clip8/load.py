@@ -44,11 +44,10 @@ def load(
 ) -> Suite:
     """Return the suite of a variant (B/32, B/16, L/14), with at most `limit` samples in each split.
 
-    Args:
-        seed: of which samples of the training split are for validation, and of which ones a limit takes.
-        family: tanganke (model folders on the hub) or task_vectors (modules of open_clip, pickled, in `checkpoints`).
-        checkpoints, data: folders with models and datasets by their hub ids (with or without the organisation) or, for
-            task_vectors, with ViT-B-32/zeroshot.pt and ViT-B-32/MNIST/finetuned.pt; what they lack comes from the hub.
+    The family is tanganke (model folders on the hub) or task_vectors (pickled modules of open_clip, in the folder
+    `checkpoints`: ViT-B-32/zeroshot.pt, ViT-B-32/MNIST/finetuned.pt). The folders `checkpoints` and `data` may have
+    models and datasets by their hub ids, with or without the organisation; what they lack comes from the hub. The seed
+    chooses the samples of the training split that are for validation, and those that a limit takes.
     """
     for name, value, known in (("variant", variant, VARIANTS), ("family", family, FAMILY_SOURCES)):
         if value not in known:
@@ -180,9 +179,7 @@ def _check_tower(state: State, base: State, where: str) -> State:
     """Return the tensors in the order of the base; refuse other names and shapes."""
     missing = [name for name in base if name not in state]
     if missing:
-        raise CheckpointError(
-            f"{where} lacks {listed(missing)} of the base's vision tower; give a model of this variant."
-        )
+        raise CheckpointError(f"{where} lacks {listed(missing)} of the vision tower; give a model of this variant.")
     for name, W in base.items():
         if state[name].shape != W.shape:
             raise CheckpointError(
