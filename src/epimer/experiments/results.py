@@ -82,10 +82,10 @@ def dots(
 ) -> Dots:
     """Return a figure of one value per row, with its interval where there is one, and a second value."""
     first, second = names
-    values = {
-        row["method"]: (row[first], row.get("low", row[first]), row.get("high", row[first]), row[second])
-        for row in rows
-    }
+    values = {}
+    for row in rows:
+        low, high = (row["low"], row["high"]) if "low" in row else (row[first], row[first])
+        values[row["method"]] = row[first], low, high, row[second]
     return Dots(x, names, values, metric, log)
 
 
