@@ -96,13 +96,13 @@ class Evaluation:
 
 def _cells(metric: str, scores: Mapping[str, Scores]) -> list[str]:
     """Return table cells: every average, the model's with its interval."""
-    model, *references = [format_score(metric, one.average) for one in scores.values()]
+    model, *references = [format_score(metric, column.average) for column in scores.values()]
     return [f"{model} {format_interval(metric, *scores['model'].interval())}", *references]
 
 
 def _values(metric: str, scores: Mapping[str, Scores]) -> Iterator[float]:
     """Yield the model's score and the ends of its interval, then the references' scores."""
-    score, *references = (metric_value(metric, one.average) for one in scores.values())
+    score, *references = (metric_value(metric, column.average) for column in scores.values())
     yield score
     yield from sorted(metric_value(metric, end) for end in scores["model"].interval())
     yield from references

@@ -67,11 +67,6 @@ class Candidate:
         defaults = {parameter.name: parameter.default for parameter in describe_method(self.method).parameters}
         return self.parameters.get("basis", defaults.get("basis", "full")) != "full"
 
-    @property
-    def linear_in_scale(self) -> bool:
-        """Whether the merged delta is proportional to the scale, so that one merge serves all scales."""
-        return describe_method(self.method).linear_in_scale
-
 
 CANDIDATES = (
     *map(Candidate, ("average", "task_arithmetic", "ties", "dare", "fisher", "gradient_matching", "regmean")),
@@ -236,9 +231,9 @@ class Bench:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", EpimerWarning)
             merged = merge_state_dicts(base, states, candidate.method, curvature=curvature, **parameters)
-        said = [warning.message for warning in caught if isinstance(warning.message, EpimerWarning)]
+        messages = [warning.message for warning in caught if isinstance(warning.message, EpimerWarning)]
         expected = Status.STALLED if "iterations" in parameters else None
-        notes = [str(warning) for warning in said if warning.status != expected]
+        notes = [str(message) for message in messages if message.status != expected]
         self.notes += [note for note in notes if note not in self.notes]
         return merged
 
@@ -267,9 +262,10 @@ class Bench:
         merged = self.merge(candidate)
         seconds = time.perf_counter() - started + self.basis_seconds(candidate)
         validation: dict[float, float] = {}
+        linear = describe_method(candidate.method).linear_in_scale
 
         def merged_at(scale: float) -> State:
-            return self.scaled(merged, scale) if candidate.linear_in_scale else self.merge(candidate, scale=scale)
+            return self.scaled(merged, scale) if linear else self.merge(candidate, scale=scale)
 
         def average_at(scale: float) -> float:
             if scale not in validation:

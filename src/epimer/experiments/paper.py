@@ -15,6 +15,7 @@ import torch
 from epimer.api import diagnose_state_dicts
 from epimer.diagnosis.landscape import landscape as survey
 from epimer.evaluation.statistics import Scores
+from epimer.evaluation.suite import Suite
 from epimer.experiments.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, all_candidates, references
 from epimer.experiments.results import (
     Cells,
@@ -311,15 +312,14 @@ def tasks(bench: Bench) -> Experiment:
     reached: dict[tuple[str, int], Scores] = {}
     for method, count in bench.each(steps, "{0[0]}, {0[1]} models".format):
         merged = bench.merge(Candidate(method), models=range(count))
-        some = bench.suite.tasks[:count]
+        part = replace(bench.suite, tasks=bench.suite.tasks[:count], models=bench.suite.models[:count])
 
-        def at(scale: float, split: str, merged: Any = merged, some: Any = some) -> Scores:
-            state = bench.scaled(merged, scale)
-            return Scores([bench.suite.scores_on(state, task, split) for task in some])
+        def at(scale: float, split: str, merged: Any = merged, part: Suite = part) -> Scores:
+            return Scores(part.scores(bench.scaled(merged, scale), split))
 
         scale = max(COARSER, key=lambda s: at(s, "val").average)
         reached[method, count] = at(scale, "test")
-        row = summary(reached[method, count], [task.name for task in some])
+        row = summary(reached[method, count], [task.name for task in part.tasks])
         by = against(reached[method, count], reached["tsv", count]) if method != "tsv" else {}
         data.append({"method": method, "T": count, "scale": scale, **row, **by})
         lines.add(method, count, row["average"], row["low"], row["high"])

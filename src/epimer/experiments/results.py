@@ -102,9 +102,9 @@ def summary(scores: Scores, names: Sequence[str]) -> Row:
     }
 
 
-def against(one: Scores, other: Scores) -> Row:
+def against(scores: Scores, other: Scores) -> Row:
     """Return by how much a merge is better than another: the difference, its 95% interval, and a paired test's p."""
-    margin = compare(one, other)
+    margin = compare(scores, other)
     return {"difference": margin.difference, "between": [margin.low, margin.high], "p": margin.p}
 
 
