@@ -10,7 +10,7 @@ from epimer.api import sweep_state_dicts as sweep
 from epimer.evaluation.judges import SplitScores
 from epimer.experiments import paper as experiments
 from epimer.experiments.bench import Bench
-from epimer.experiments.output import write
+from epimer.experiments.results import write
 from epimer.records import Diagnosis, MergeRecord, SweepRecord
 from epimer.report.page import build
 from epimer.report.performance import Performance
