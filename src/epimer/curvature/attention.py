@@ -23,8 +23,7 @@ from epimer.curvature.per_sample_gradients import (
 
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
-Record = Callable[[str, Tensor, Tensor], Tensor]
-"""(projection, its input, its output) -> the output to continue with"""
+Record = Callable[[str, Tensor, Tensor], Tensor]  # (projection, its input, its output) -> the output to continue with
 
 
 def is_supported(module: nn.Module) -> bool:

@@ -75,11 +75,7 @@ def _combined(fingerprints: Iterable[tuple[str, str]]) -> str:
 
 
 def save_basis(
-    bases: Iterable[tuple[str, Basis]],
-    folder: Path,
-    *,
-    about: Mapping[str, Any],
-    overwrite: bool = False,
+    bases: Iterable[tuple[str, Basis]], folder: Path, *, about: Mapping[str, Any], overwrite: bool = False
 ) -> None:
     """Write bases into a new folder, with `about` in its header; an interrupted write leaves no folder."""
     with whole_folder(folder, HEADER, overwrite=overwrite) as draft:

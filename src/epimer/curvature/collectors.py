@@ -28,8 +28,7 @@ WIDEST = 16384  # longest side of a Kronecker factor; a vocabulary's would be to
 class Collector(ABC):
     """Accumulates one kind of curvature; a subclass says what it keeps of a parameter's per-sample gradients."""
 
-    matrices_only: ClassVar[bool] = True
-    """whether only parameters that multiply tokens as a matrix can be measured"""
+    matrices_only: ClassVar[bool] = True  # whether only parameters that multiply tokens as a matrix can be measured
 
     def __init__(
         self,
@@ -51,11 +50,9 @@ class Collector(ABC):
         like = torch.empty(0, dtype=dtype, device=device)
         self.projection = {name: subspace.to(like) for name, subspace in (self.basis or {}).items()}
         """the basis in the dtype and on the device of the sums"""
-        self.totals: dict[Hashable, Tensor] = {}
-        """sums over the samples so far, by keys of the subclass"""
+        self.totals: dict[Hashable, Tensor] = {}  # sums over the samples so far, by keys of the subclass
         self.tokens: dict[str, int] = dict.fromkeys(self.shapes, 0)
-        self.refused: dict[str, str] = {}
-        """parameters that this kind of curvature cannot describe, and why"""
+        self.refused: dict[str, str] = {}  # parameters that this kind of curvature cannot describe, and why
         self.samples = 0
         self.repeated = False
         """whether this pass differs from the previous one only in its labels, so that its inputs have been counted"""

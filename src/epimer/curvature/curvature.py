@@ -33,25 +33,16 @@ class Provenance:
     """tokens without padding, of the tensor that has most; equal to samples where there is no sequence"""
     labels: str | None = None
     seed: int | None = None
-    dtype: str = "float32"
-    """dtype of the sums"""
-    compute: str | None = None
-    """dtype of the model"""
-    sequence: str = "expand"
-    """how a sample's tokens enter Kronecker factors: expand or reduce"""
-    source: str = "data"
-    """data, or the moment of an optimiser's state that was read"""
-    model: str | None = None
-    """fingerprint of the measured tensors, see `model_fingerprint`"""
-    basis: str | None = None
-    """fingerprint of the basis it was measured in"""
+    dtype: str = "float32"  # dtype of the sums
+    compute: str | None = None  # dtype of the model
+    sequence: str = "expand"  # how a sample's tokens enter Kronecker factors: expand or reduce
+    source: str = "data"  # data, or the moment of an optimiser's state that was read
+    model: str | None = None  # fingerprint of the measured tensors, see `model_fingerprint`
+    basis: str | None = None  # fingerprint of the basis it was measured in
     version: str = epimer.__version__
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """tensor -> its tokens without padding"""
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    """tensors that were not measured, and why"""
-    ties: Mapping[str, str] = field(default_factory=dict)
-    """other names of a tensor -> the one it is stored under"""
+    counts: Mapping[str, int] = field(default_factory=dict)  # tensor -> its tokens without padding
+    left_out: Mapping[str, str] = field(default_factory=dict)  # tensors that were not measured, and why
+    ties: Mapping[str, str] = field(default_factory=dict)  # other names of a tensor -> the one it is stored under
 
 
 class Curvature(Mapping[str, Metric]):
@@ -62,8 +53,7 @@ class Curvature(Mapping[str, Metric]):
 
     def __init__(self, metrics: Mapping[str, Metric], provenance: Provenance, *, where: str = "curvature") -> None:
         self.metrics, self.provenance, self.where = metrics, provenance, where
-        self.file: SafetensorsFile | None = None
-        """the file it was loaded from"""
+        self.file: SafetensorsFile | None = None  # the file it was loaded from
 
     @property
     def kind(self) -> str:

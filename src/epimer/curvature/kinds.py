@@ -70,18 +70,14 @@ def _mean(metrics: Sequence[Any], part: str, counts: Sequence[int]) -> Tensor:
 class Kind:
     """One kind of curvature."""
 
-    metric: type[Metric]
-    """holds one tensor's curvature; in a basis that is always Projected"""
+    metric: type[Metric]  # holds one tensor's curvature; in a basis that is always Projected
     collector: type[Collector] | None
     """measures it from per-sample gradients; None: second derivatives in a basis (exact.py)"""
-    bases: tuple[type[Basis], ...] = ()
-    """the kinds of basis it can be measured in"""
-    add: Add | None = add_means
-    """adds measurements of disjoint data; None where the data must be measured at once"""
+    bases: tuple[type[Basis], ...] = ()  # the kinds of basis it can be measured in
+    add: Add | None = add_means  # adds measurements of disjoint data; None where the data must be measured at once
     refine: Callable[[Mapping[str, Metric], torch.dtype, torch.device], Collector] | None = None
     """the collector of a second pass over the data, from what the first one measured"""
-    indefinite: bool = False
-    """whether it may have negative eigenvalues, which are taken as 0"""
+    indefinite: bool = False  # whether it may have negative eigenvalues, which are taken as 0
 
 
 KINDS: dict[str, Kind] = {

@@ -57,12 +57,10 @@ class Request:
     image: str | None = None
     head: Path | None = None
     pooling: str = "auto"
-    kind: str | None = None
-    """by default kronecker, or diagonal for an optimiser's state"""
+    kind: str | None = None  # by default kronecker, or diagonal for an optimiser's state
     labels: str = "model"
     sequence: str = "expand"
-    samples: int | None = None
-    """by default 256, where `fraction` is None"""
+    samples: int | None = None  # by default 256, where `fraction` is None
     fraction: float | None = None
     seed: int = 0
     basis: Path | None = None

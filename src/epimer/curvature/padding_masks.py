@@ -16,11 +16,9 @@ class PaddingMasks:
     """The padding masks of one forward pass; every mask is [N, tokens], True at real tokens."""
 
     def __init__(self) -> None:
-        self.outermost: Tensor | None = None
-        """the mask that the first module with one was called with"""
+        self.outermost: Tensor | None = None  # the mask that the first module with one was called with
         self._by_module: dict[str, list[Tensor]] = {}
-        self._by_memory: dict[int, Tensor] = {}
-        """address of an encoder's output, which a decoder reads -> its mask"""
+        self._by_memory: dict[int, Tensor] = {}  # address of an encoder's output, which a decoder reads -> its mask
 
     def clear(self) -> None:
         """Forget the last pass."""

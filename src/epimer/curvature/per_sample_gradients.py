@@ -22,8 +22,7 @@ from torch.nn import functional
 class SampleGradients(ABC):
     """One parameter's gradient for each of N samples, through one call of its layer."""
 
-    mask: Tensor | None
-    """[N, t], False at padding; None where no token is padding"""
+    mask: Tensor | None  # [N, t], False at padding; None where no token is padding
 
     @property
     @abstractmethod
@@ -43,12 +42,9 @@ class SampleGradients(ABC):
 class OuterProducts(SampleGradients):
     """Sample n has the gradient Σ_t left_nt ⊗ right_nt: a weight matrix that multiplies tokens."""
 
-    left: Tensor
-    """[N, t, rows of the stored weight]"""
-    right: Tensor
-    """[N, t, columns of the stored weight]"""
-    inputs: int = 1
-    """the stored weight's dimension that the layer's inputs belong to: 1 (`right`), or 0 (`left`)"""
+    left: Tensor  # [N, t, rows of the stored weight]
+    right: Tensor  # [N, t, columns of the stored weight]
+    inputs: int = 1  # the stored weight's dimension that the layer's inputs belong to: 1 (`right`), or 0 (`left`)
     mask: Tensor | None = None
 
     @property
@@ -67,10 +63,8 @@ class OuterProducts(SampleGradients):
 class TableRows(SampleGradients):
     """Sample n adds g_nt to row ids_nt of a table: an embedding."""
 
-    ids: Tensor
-    """[N, t]"""
-    g: Tensor
-    """[N, t, width]"""
+    ids: Tensor  # [N, t]
+    g: Tensor  # [N, t, width]
     mask: Tensor | None = None
 
     @property
@@ -89,8 +83,7 @@ class TableRows(SampleGradients):
 class TokenSums(SampleGradients):
     """Sample n has the gradient Σ_t parts_nt: a bias, a norm's weight, or a grouped convolution."""
 
-    parts: Tensor
-    """[N, t, *the parameter's shape]"""
+    parts: Tensor  # [N, t, *the parameter's shape]
     mask: Tensor | None = None
 
     @property
@@ -108,14 +101,11 @@ class TokenSums(SampleGradients):
 class Layout:
     """Where a tensor of a layer keeps its samples."""
 
-    dim: int = 0
-    """the dimension the samples lie along"""
-    flat: bool = False
-    """that dimension holds the tokens of all samples, N·t entries instead of N"""
+    dim: int = 0  # the dimension the samples lie along
+    flat: bool = False  # that dimension holds the tokens of all samples, N·t entries instead of N
     inner: bool = False
     """in a flat dimension samples alternate at every token (t0n0 t0n1 …) instead of following each other"""
-    single: bool = False
-    """the batch has one sample, so every entry belongs to it"""
+    single: bool = False  # the batch has one sample, so every entry belongs to it
 
     def fits(self, x: Tensor, N: int) -> bool:
         """Whether a tensor can hold N samples in this layout."""

@@ -42,8 +42,7 @@ class RecordedLayer:
     label: str
     module: nn.Module
     rule: GradientRule
-    names: Mapping[str, str]
-    """attribute of the module -> name of the parameter, for those that are measured"""
+    names: Mapping[str, str]  # attribute of the module -> name of the parameter, for those that are measured
 
 
 class Recorder:
@@ -60,10 +59,8 @@ class Recorder:
         self.model, self.emit = model, emit
         self.N = 0
         self.masks = PaddingMasks()
-        self.unsupported: dict[str, str] = {}
-        """parameters that cannot be measured, and why"""
-        self.matrices: set[str] = set()
-        """parameters that multiply tokens as one matrix"""
+        self.unsupported: dict[str, str] = {}  # parameters that cannot be measured, and why
+        self.matrices: set[str] = set()  # parameters that multiply tokens as one matrix
         self.parameters = {name: p for name, p in model.named_parameters() if name in names}
         by_id = {id(p): name for name, p in self.parameters.items()}
         self.layers: list[RecordedLayer] = []
@@ -71,12 +68,10 @@ class Recorder:
             self._find_layers(label, module, by_id)
         supported = {name for layer in self.layers for name in layer.names.values()}
         self.unsupported |= {name: UNKNOWN for name in self.parameters if name not in supported}
-        self.mode = "off"
-        """off, probe, expand (a trial, see `expanding_output`), forward or backward"""
+        self.mode = "off"  # off, probe, expand (a trial, see `expanding_output`), forward or backward
         self.layouts: dict[tuple[str, int], Layout | None] = {}
         """(layer, how many times it was called before) -> where its output keeps its samples"""
-        self.probed: dict[tuple[str, int], Tensor] = {}
-        """the same -> its output on the first `probe_size` samples"""
+        self.probed: dict[tuple[str, int], Tensor] = {}  # the same -> its output on the first `probe_size` samples
         self.probe_size = 0
         self.shared_outputs: dict[str, None] = {}
         """layers whose output was one for all samples in the last trial, in order"""
@@ -85,12 +80,10 @@ class Recorder:
         self._trial = ""
         self._totals: dict[str, tuple[Any, Any]] = {}
         """parameter -> the sum of its per-sample gradients so far, and by how much rounding may have changed it"""
-        self._checks: list[tuple[str, Tensor]] = []
-        """(parameter, a boolean tensor that must be True)"""
+        self._checks: list[tuple[str, Tensor]] = []  # (parameter, a boolean tensor that must be True)
         self._calls: Counter[str] = Counter()
         self._forward_calls: Counter[str] = Counter()
-        self._expected: Counter[str] = Counter()
-        """parameter -> how many times the forward pass used it"""
+        self._expected: Counter[str] = Counter()  # parameter -> how many times the forward pass used it
         self._incomplete: defaultdict[str, list[SampleGradients]] = defaultdict(list)
         self._loss_scale, self._checking_layouts = 1.0, False
         self._without_grad: set[str] = set()

@@ -110,10 +110,8 @@ class Labels:
     def __init__(self, policy: str, loss_fn: Loss, seed: int) -> None:
         self.policy, self.loss_fn = policy, loss_fn
         self.generator = torch.Generator().manual_seed(seed)
-        self.seen = 0
-        """number of samples before this batch"""
-        self.targets: Any = None
-        """the targets of the last loss that `passes` yielded"""
+        self.seen = 0  # number of samples before this batch
+        self.targets: Any = None  # the targets of the last loss that `passes` yielded
         self.shift: int | None = None
         """the offset between a target and the logits it is compared with, in a sequence loss"""
 

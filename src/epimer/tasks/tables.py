@@ -28,13 +28,11 @@ KEPT = 1 << 30  # bytes of row groups of a .parquet file that are kept once read
 class Table(ABC):
     """Rows by number; a row is parsed when it is accessed, where the format allows it."""
 
-    name: str
-    """its name in messages, without the path"""
+    name: str  # its name in messages, without the path
     columns: list[str]
     classes: list[str] | None = None
     """the names of the class folders of a folder of images"""
-    folder: Path
-    """what paths in its rows are relative to"""
+    folder: Path  # what paths in its rows are relative to
 
     @abstractmethod
     def __len__(self) -> int:

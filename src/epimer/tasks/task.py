@@ -60,19 +60,15 @@ class Task:
 
     kind: str
     model: nn.Module
-    names: dict[str, str]
-    """parameter -> its tensor in the checkpoint on disk"""
-    unmatched: list[str]
-    """parameters that match no tensor on disk"""
+    names: dict[str, str]  # parameter -> its tensor in the checkpoint on disk
+    unmatched: list[str]  # parameters that match no tensor on disk
     checkpoint: Checkpoint
     classes: int | None
     """the number of classes; None for causal-lm"""
-    reader: Any
-    """the checkpoint's tokenizer or image processor"""
+    reader: Any  # the checkpoint's tokenizer or image processor
     device: torch.device
     label2id: dict[str, int] = field(default_factory=dict)
-    require_labels: bool = False
-    """whether data without labels is an error"""
+    require_labels: bool = False  # whether data without labels is an error
 
     loss = staticmethod(sample_losses)
 
