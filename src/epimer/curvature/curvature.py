@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 import epimer
+from epimer.curvature.distributed import ranks
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.errors import CurvatureError, listed
 from epimer.geometry.metric import Metric, Projected
@@ -29,8 +31,7 @@ class Provenance:
 
     kind: str
     samples: int | None = None
-    tokens: int | None = None
-    """tokens without padding, of the tensor that has most; equal to samples where there is no sequence"""
+    tokens: int | None = None  # without padding, of the tensor that has most; equal to samples without sequences
     labels: str | None = None
     seed: int | None = None
     dtype: str = "float32"  # dtype of the sums
@@ -147,17 +148,31 @@ class Curvature(Mapping[str, Metric]):
             raise CurvatureError(f"only curvature can be added to curvature, got {type(other).__name__}.")
         provenances = [self.provenance, other.provenance]
         provenance = combined_provenance(provenances)
-        odd = set(self) ^ set(other)
-        if odd:
+        if odd := set(self) ^ set(other):
             raise CurvatureError(f"only one of the measurements has {listed(sorted(odd))}; measure the same layers.")
         pairs = {name: [self.metrics[name], other.metrics[name]] for name in self}
         return Curvature({name: add_metrics(name, pair, provenances) for name, pair in pairs.items()}, provenance)
 
     def summed_over_ranks(self) -> Curvature:
-        """Return the measurement of all ranks' data together, on every rank of torch.distributed."""
-        from epimer.curvature.distributed import sum_over_ranks
-
-        return sum_over_ranks(self)
+        """Return the measurement of all ranks' data together, on every rank; one tensor is exchanged at a time."""
+        _, count = ranks()
+        if count == 1:
+            return self
+        gathered: list[Any] = [None] * count
+        dist.all_gather_object(gathered, (self.provenance, list(self)))
+        provenances = [provenance for provenance, _ in gathered]
+        combined = combined_provenance(provenances)
+        if any(names != list(self) for _, names in gathered):
+            raise CurvatureError("the ranks measured different tensors; give every rank the same model and layers.")
+        total: dict[str, Any] = {}
+        for name, metric in self.metrics.items():
+            dtype = next(iter(tensors_of(metric).values())).dtype
+            own: Any = metric.to(torch.device("cpu"), dtype)
+            dist.all_gather_object(gathered, replace(own, basis=None) if isinstance(own, Projected) else own)
+            total[name] = add_metrics(name, gathered, provenances)
+            if isinstance(own, Projected):
+                total[name] = replace(total[name], basis=own.basis)  # every rank has it, so it is not sent
+        return Curvature(total, combined)
 
 
 def _clip(metric: Projected) -> tuple[Tensor, float]:

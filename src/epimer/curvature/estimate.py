@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -148,7 +150,7 @@ class _Measurement:
     def __init__(self, model: nn.Module, chosen: dict[str, Tensor], labels: Labels) -> None:
         self.model, self.labels = model, labels
         self.device = next(iter(chosen.values())).device
-        self.half = any(p.dtype == torch.float16 for p in chosen.values())
+        self.loss_scale = LOSS_SCALE if any(p.dtype == torch.float16 for p in chosen.values()) else 1.0
         self.left_out: dict[str, str] = {}
         self.seen = 0
 
@@ -176,14 +178,11 @@ class _Measurement:
                 self.labels.seen = collector.samples = self.seen
                 stage.advance(batch.N, "")
         metrics = collector.finish()
-        self.left_out = dict(recorder.unsupported)
-        for name in metrics:
-            if collector.matrices_only and name not in recorder.matrices:
-                self.left_out.setdefault(name, NOT_TWO_SIDED)
+        vectors = [name for name in metrics if collector.matrices_only and name not in recorder.matrices]
+        self.left_out = dict.fromkeys(vectors, NOT_TWO_SIDED) | recorder.unsupported
         kept = {name: metric for name, metric in metrics.items() if name not in self.left_out}
         _check_finite(kept)
-        unreached = [name for name in kept if name not in reached]
-        if unreached:
+        if unreached := [name for name in kept if name not in reached]:
             warnings.warn(
                 f"no gradient reached {listed(unreached)}: the loss does not depend on them, so their curvature is 0.",
                 EpimerWarning,
@@ -199,36 +198,29 @@ class _Measurement:
                 check_sum(self.labels.loss_fn, outputs, batch.targets, batch.N)
             collector.repeated = False
             passes = self.labels.passes(outputs, batch.targets, recorder.masks.outermost, batch.N)
-            losses = next(passes, None)
-            while losses is not None:
+            for losses, following in pairwise(chain(passes, (None,))):
+                assert losses is not None
                 self._check_losses(losses)
-                following = next(passes, None)
-                scale = LOSS_SCALE if self.half else 1.0
-                recorder.backward(losses.sum(), again=following is not None, loss_scale=scale)
-                collector.repeated, losses = True, following
+                recorder.backward(losses.sum(), again=following is not None, loss_scale=self.loss_scale)
+                collector.repeated = True
 
     def _check_losses(self, losses: Tensor) -> None:
         """Name the first sample whose loss is NaN or Inf."""
-        bad = (~torch.isfinite(losses.detach().flatten())).nonzero().flatten().tolist()
-        if bad:
-            where = f"sample {self.seen + bad[0]}" if losses.dim() else f"a batch that starts at sample {self.seen}"
-            value = float(losses.detach().flatten()[bad[0]])
-            raise SampleError(
-                f"the loss of {where} is {value}; look at that sample, or run the model in float32 or bfloat16.",
-                self.seen + bad[0],
-            )
+        values = losses.detach().flatten()
+        if bad := (~torch.isfinite(values)).nonzero().flatten().tolist():
+            sample, value = self.seen + bad[0], float(values[bad[0]])
+            where = f"sample {sample}" if losses.dim() else f"a batch that starts at sample {self.seen}"
+            remedy = "look at that sample, or run the model in float32 or bfloat16"
+            raise SampleError(f"the loss of {where} is {value}; {remedy}.", sample)
 
     def _learn(self, recorder: Recorder, batch: Batch) -> None:
         """Learn on the first few samples where layers keep their samples, and check that gradients add up."""
-        k = 2 if batch.N > 2 else 1
         for variant in (batch, replace(batch, squares=True)):
-            first = variant.part(0, k)
-            failure = attempt(lambda first=first: self._probe(recorder, first))  # type: ignore[misc]
-            if failure is None:
+            if attempt(partial(self._probe, recorder, variant.part(0, 2 if batch.N > 2 else 1))) is None:
                 break
         else:  # a model that takes batches of one size only, or inputs whose first dimension is not the samples
             recorder.probed.clear()
-            failure = attempt(lambda: self._probe(recorder, batch))
+            failure = attempt(partial(self._probe, recorder, batch))
             recorder.probed.clear()
             if isinstance(failure, EpimerError):
                 raise failure
@@ -237,15 +229,12 @@ class _Measurement:
         if batch.N > 1:
             two = variant.part(0, 2)
             outputs = self._with_expanded(recorder, "", two)
-            logits, shared = find_logits(outputs), list(recorder.shared_outputs)
+            logits, shared = find_logits(outputs), dict.fromkeys(recorder.shared_outputs)
             self._check_sum(two, outputs)
-            recorder.expanded = {
-                label
-                for label in shared
-                if logits is not None
-                and (expanded := find_logits(self._with_expanded(recorder, label, two))) is not None
-                and agree(logits, expanded)
-            }
+            for label in () if logits is None else shared:
+                expanded = find_logits(self._with_expanded(recorder, label, two))
+                if expanded is not None and agree(logits, expanded):
+                    recorder.expanded.add(label)
             self._check_layouts(recorder, variant.part(0, FEW))
 
     def _probe(self, recorder: Recorder, batch: Batch) -> None:
@@ -280,12 +269,11 @@ class _Measurement:
 
     def _check_sum(self, two: Batch, outputs: Any) -> None:
         """Refuse a loss of two samples that is not the sum of theirs: a batch mean, or samples that interact."""
-        losses = []
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for part in (two, two.part(0, 1), two.part(1, 2)):
-                part_outputs = outputs if part is two else part.run(self.model)
-                losses.append(plain_loss(self.labels.loss_fn, part_outputs, part.targets, part.N).double())
+            parts = [(part, part.run(self.model)) for part in (two.part(0, 1), two.part(1, 2))]
+            runs = [(two, outputs), *parts]
+            losses = [plain_loss(self.labels.loss_fn, out, part.targets, part.N).double() for part, out in runs]
         both, first, second = (float(loss.sum()) for loss in losses)
         if not all(map(math.isfinite, (both, first, second))) or abs(both - first - second) <= 0.02 * abs(both) + 1e-6:
             return
@@ -299,11 +287,10 @@ class _Measurement:
 
 def _check_finite(metrics: Mapping[str, Metric]) -> None:
     """Refuse sums that overflowed; all are checked in one tensor, to synchronise a GPU once."""
-    sums = {name: [value.sum() for value in tensors_of(metric).values()] for name, metric in metrics.items()}
-    if not sums or torch.isfinite(torch.stack([total for totals in sums.values() for total in totals])).all():
-        return
-    for name, totals in sums.items():
-        if not torch.isfinite(torch.stack(totals)).all():
+    sums = [(name, value.sum()) for name, metric in metrics.items() for value in tensors_of(metric).values()]
+    finite = torch.isfinite(torch.stack([total for _, total in sums])).tolist() if sums else []
+    for (name, _), ok in zip(sums, finite, strict=True):
+        if not ok:
             raise CurvatureError(
                 f"the curvature of {name!r} came out as NaN or Inf: gradients overflowed; "
                 "run the model in float32 or bfloat16."
@@ -327,17 +314,14 @@ def _chosen(
     """Return the parameters to measure: those that match a pattern of `layers` and are in the basis, if any."""
     patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
     named = set(matching(patterns, parameters, "the model"))
-    missing = [name for name in basis or () if name not in parameters]
-    if missing:
+    if missing := [name for name in basis or () if name not in parameters]:
         raise CurvatureError(
             f"the basis has {missing[0]!r}, which is not in the model.{nearest(missing[0], parameters)} "
             "Build the basis from models with these names."
         )
     chosen = {name: p for name, p in parameters.items() if name in named and (basis is None or name in basis)}
     if not chosen:
-        raise CurvatureError(
-            "none of the model's tensors is in the basis and fits layers=; there is nothing to measure."
-        )
+        raise CurvatureError("none of the model's tensors is in the basis and fits layers=: nothing to measure.")
     return chosen
 
 
@@ -352,8 +336,7 @@ def _check_basis(basis: Mapping[str, Any] | None, kind: str, parameters: Mapping
     for name, subspace in basis.items():
         if not isinstance(subspace, Basis):
             raise CurvatureError(f"basis[{name!r}] must be made by epimer.build_basis, got {type(subspace).__name__}.")
-        shape = len(subspace.U), len(subspace.V)
-        W = parameters[name]
+        shape, W = (len(subspace.U), len(subspace.V)), parameters[name]
         if shape != (len(W), W[0].numel()):
             raise CurvatureError(
                 f"basis[{name!r}] is of {shape[0]} x {shape[1]} matrices, but the model's has shape {tuple(W.shape)}; "

@@ -53,8 +53,7 @@ class Recorder:
     ) -> None:
         """Find the layers of the parameters in `names`.
 
-        `emit` is called with a parameter's name and its per-sample gradients in the batch, one entry for each time
-        that it is used (a shared layer is called several times), as soon as all of them are known.
+        `emit` takes a parameter's name and its per-sample gradients in the batch, one entry for each time it is used.
         """
         self.model, self.emit = model, emit
         self.N = 0
@@ -65,21 +64,18 @@ class Recorder:
         by_id = {id(p): name for name, p in self.parameters.items()}
         self.layers: list[RecordedLayer] = []
         for label, module in model.named_modules():
-            self._find_layers(label, module, by_id)
+            self._add_layers(label, module, by_id)
         supported = {name for layer in self.layers for name in layer.names.values()}
         self.unsupported |= {name: UNKNOWN for name in self.parameters if name not in supported}
         self.mode = "off"  # off, probe, expand (a trial, see `expanding_output`), forward or backward
+        # (layer, how many times it was called before) -> where its output keeps its samples
         self.layouts: dict[tuple[str, int], Layout | None] = {}
-        """(layer, how many times it was called before) -> where its output keeps its samples"""
         self.probed: dict[tuple[str, int], Tensor] = {}  # the same -> its output on the first `probe_size` samples
         self.probe_size = 0
-        self.shared_outputs: dict[str, None] = {}
-        """layers whose output was one for all samples in the last trial, in order"""
-        self.expanded: set[str] = set()
-        """layers whose output is one for all samples and is expanded to N copies (position embeddings)"""
+        self.shared_outputs: list[str] = []  # layers whose output was one for all samples in the last trial
+        self.expanded: set[str] = set()  # those whose output is expanded to N copies (position embeddings)
         self._trial = ""
-        self._totals: dict[str, tuple[Any, Any]] = {}
-        """parameter -> the sum of its per-sample gradients so far, and by how much rounding may have changed it"""
+        self._totals: dict[str, tuple[Any, Any]] = {}  # parameter -> its gradient so far, and the rounding in it
         self._checks: list[tuple[str, Tensor]] = []  # (parameter, a boolean tensor that must be True)
         self._calls: Counter[str] = Counter()
         self._forward_calls: Counter[str] = Counter()
@@ -89,24 +85,18 @@ class Recorder:
         self._without_grad: set[str] = set()
         self._with_grad: set[str] = set()
 
-    def _find_layers(self, label: str, module: nn.Module, by_id: Mapping[int, str]) -> None:
+    def _add_layers(self, label: str, module: nn.Module, by_id: Mapping[int, str]) -> None:
         """Add the layers that a module's own parameters make up."""
-        names = {
-            attribute: by_id[id(p)]
-            for attribute, p in module.named_parameters(recurse=False, remove_duplicate=False)
-            if id(p) in by_id
-        }
-        if not names:
-            return
-        rule = gradient_rule(module)
-        if rule is not None:
-            self.layers.append(RecordedLayer(label, module, rule, names))
-        elif is_supported(module):
-            for part, rule in projection_rules(module).items():
-                self.layers.append(RecordedLayer(f"{label}.{part}", module, rule, names))
-        else:
-            return
-        self.matrices |= {name for attribute, name in names.items() if is_weight_matrix(module, attribute)}
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        names = {attribute: by_id[id(p)] for attribute, p in own if id(p) in by_id}
+        rules = {}
+        if names and (rule := gradient_rule(module)) is not None:
+            rules = {label: rule}
+        elif names and is_supported(module):
+            rules = {f"{label}.{part}": rule for part, rule in projection_rules(module).items()}
+        if rules:
+            self.layers += [RecordedLayer(layer, module, rule, names) for layer, rule in rules.items()]
+            self.matrices |= {name for attribute, name in names.items() if is_weight_matrix(module, attribute)}
 
     @contextmanager
     def attached(self) -> Iterator[Recorder]:
@@ -141,26 +131,22 @@ class Recorder:
     def probing(self, k: int) -> Iterator[None]:
         """Keep the outputs on k samples; `check_gradients` follows within the block."""
         self.probed.clear()
-        self._begin("probe", k)
         self.probe_size = k
         grads = {name: p.grad for name, p in self.parameters.items()}
-        handles = []
-        try:
-            for name, p in self.parameters.items():
-                p.grad = None
-                if name not in self.unsupported:
-                    p.requires_grad_()
-                    handles.append(p.register_post_accumulate_grad_hook(partial(self._compare, name)))  # type: ignore[no-untyped-call]
-            with torch.enable_grad():
+        with self._running("probe", k), torch.enable_grad(), ExitStack() as hooks:
+            try:
+                for name, p in self.parameters.items():
+                    p.grad = None
+                    if name not in self.unsupported:
+                        p.requires_grad_()
+                        compare = partial(self._compare, name)
+                        hooks.callback(p.register_post_accumulate_grad_hook(compare).remove)  # type: ignore[no-untyped-call]
                 yield
-        finally:
-            self.mode = "off"
-            self._totals.clear()
-            for handle in handles:
-                handle.remove()
-            for name, p in self.parameters.items():
-                p.requires_grad_(False)
-                p.grad = grads[name]
+            finally:
+                self._totals.clear()
+                for name, p in self.parameters.items():
+                    p.requires_grad_(False)
+                    p.grad = grads[name]
 
     def check_gradients(self, loss: Tensor) -> None:
         """Leave out every parameter whose per-sample gradients do not add up to its gradient from autograd."""
@@ -175,9 +161,9 @@ class Recorder:
             self.mode, self._checking_layouts = "backward", True
             try:
                 torch.autograd.backward(loss)
-                self._leave_out_failed(MIXED)
             finally:
                 self._checking_layouts = False
+            self._leave_out_failed(MIXED)
 
     def _leave_out_failed(self, reason: str) -> None:
         """Leave out the parameters that failed a check; all results are read at once, to synchronise a GPU once."""
@@ -195,38 +181,37 @@ class Recorder:
     @contextmanager
     def expanding_output(self, label: str, N: int) -> Iterator[None]:
         """Expand the output of one layer to N copies, to see whether the model's result stays the same."""
-        self._begin("expand", N)
-        self._trial, self.shared_outputs = label, {}
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.mode = "off"
+        self._trial, self.shared_outputs = label, []
+        with self._running("expand", N), torch.no_grad():
+            yield
 
     # --- measuring ---
 
     @contextmanager
     def recording(self, N: int) -> Iterator[None]:
         """Record the forward pass of a batch of N samples; `backward` follows within the block."""
-        self._begin("forward", N)
-        self.masks.clear()
+        self.masks = PaddingMasks()
         self._expected.clear()
+        try:
+            with self._running("forward", N):
+                yield
+        finally:
+            self._incomplete.clear()
+            self.probed.clear()
+
+    @contextmanager
+    def _running(self, mode: str, N: int) -> Iterator[None]:
+        self.mode, self.N = mode, N
+        self._calls.clear()
         try:
             yield
         finally:
             self.mode = "off"
-            self._incomplete.clear()
-            self.probed.clear()
-
-    def _begin(self, mode: str, N: int) -> None:
-        self.mode, self.N = mode, N
-        self._calls.clear()
 
     def backward(self, loss: Tensor, *, again: bool, loss_scale: float = 1.0) -> None:
-        """Emit the per-sample gradients of `loss` in the recorded pass.
+        """Emit the per-sample gradients of `loss` in the recorded pass; `again` keeps the graph for another one.
 
-        `again` keeps the graph for another backward pass. `loss_scale` magnifies gradients on their way, where they
-        would underflow in float16; what is emitted is divided by it.
+        `loss_scale` magnifies gradients that would underflow in float16; what is emitted is divided by it.
         """
         if not loss.requires_grad:
             raise CurvatureError(
@@ -241,8 +226,7 @@ class Recorder:
             for name, gradients in self._incomplete.items():
                 self.emit(name, gradients)
         self._incomplete.clear()
-        without = self._without_grad - self._with_grad
-        if without:
+        if without := self._without_grad - self._with_grad:
             raise CurvatureError(
                 f"layer {min(without)!r} ran without gradients (torch.no_grad, or reentrant checkpointing of frozen "
                 "inputs); run it with gradients, or leave it out with layers=."
@@ -284,7 +268,7 @@ class Recorder:
                 return y
             case "expand":
                 if y.dim() > 2 and len(y) == 1:  # position embeddings: [1, tokens, width]
-                    self.shared_outputs[layer.label] = None
+                    self.shared_outputs.append(layer.label)
                 return y.expand(self.N, *y.shape[1:]) if layer.label == self._trial else y
             case "probe":
                 self.probed[layer.label, ordinal] = y.detach()
@@ -336,11 +320,8 @@ class Recorder:
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
                 try:
                     gradients = layer.rule(layer.module, x, g, Layout(single=True), 1)
-                    totals = {
-                        name: gradients[attribute].total(self.parameters[name].shape)
-                        for attribute, name in layer.names.items()
-                        if attribute in gradients
-                    }
+                    used = {name: gradients[part] for part, name in layer.names.items() if part in gradients}
+                    totals = {name: use.total(self.parameters[name].shape) for name, use in used.items()}
                 except Exception:  # a layer that does not work as its class says
                     self.unsupported |= dict.fromkeys(layer.names.values(), ELSEWHERE)
                     return
@@ -395,9 +376,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def _masked(gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
     """Return per-sample gradients with the first mask of their shape [N, tokens]."""
-    shape = gradients.per_token.shape[:2]
-    mask = next((mask for mask in masks if mask.shape == shape), None)
-    return replace(gradients, mask=mask)  # type: ignore[type-var]
+    fitting = (mask for mask in masks if mask.shape == gradients.per_token.shape[:2])
+    return replace(gradients, mask=next(fitting, None))  # type: ignore[type-var]
 
 
 def attempt(run: Callable[[], Any]) -> Any:

@@ -112,30 +112,26 @@ class Labels:
         self.generator = torch.Generator().manual_seed(seed)
         self.seen = 0  # number of samples before this batch
         self.targets: Any = None  # the targets of the last loss that `passes` yielded
-        self.shift: int | None = None
-        """the offset between a target and the logits it is compared with, in a sequence loss"""
+        self.shift: int | None = None  # by how many positions a target lies after the logits it is compared with
 
     def passes(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
         """Yield the losses of one backward pass after the other; the second moments of their gradients are summed."""
         if self.policy == "true":
             if targets is None:
                 raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
-            try:
-                losses = self._losses(outputs, targets, N)
-            except (IndexError, RuntimeError):
-                self.check_range(find_logits(outputs), targets)
-                raise
-            yield losses
-            return
-        logits = logits_of(outputs)
-        if isinstance(targets, Tensor) and targets.is_floating_point():
-            yield from self._gaussian(outputs, logits.detach(), targets, N)
+            yield self._losses(outputs, targets, N)
+        elif isinstance(targets, Tensor) and targets.is_floating_point():
+            yield from self._gaussian(outputs, logits_of(outputs).detach(), targets, N)
         else:
-            yield from self._categorical(outputs, logits.detach(), targets, mask, N)
+            yield from self._categorical(outputs, logits_of(outputs).detach(), targets, mask, N)
 
     def _losses(self, outputs: Any, targets: Any, N: int) -> Tensor:
         self.targets = targets
-        return per_sample(self.loss_fn(outputs, targets), N)
+        try:
+            return per_sample(self.loss_fn(outputs, targets), N)
+        except (IndexError, RuntimeError):
+            self.check_range(find_logits(outputs), targets)
+            raise
 
     def _categorical(self, outputs: Any, logits: Tensor, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
         if targets is None:
@@ -212,8 +208,7 @@ class Labels:
 
     def _check_finite(self, totals: Tensor, live: Tensor) -> None:
         """Refuse probabilities that are NaN or Inf, and name the sample."""
-        bad = (~torch.isfinite(totals)).nonzero().flatten().tolist()
-        if bad:
+        if bad := (~torch.isfinite(totals)).nonzero().flatten().tolist():
             sample = self.seen + int(live.nonzero()[bad[0], 0])
             raise SampleError(f"the logits of sample {sample} are NaN or Inf; look at it, and at the model.", sample)
 
@@ -227,21 +222,16 @@ class Labels:
         bad = ((targets >= classes) | ((targets < 0) & (targets != IGNORED))).nonzero()
         if len(bad):
             sample, value = self.seen + int(bad[0, 0]), int(targets[tuple(bad[0])])
-            raise SampleError(
-                f"the target of sample {sample} is {value}, expected 0 to {classes - 1}, or -100.", sample
-            )
+            expected = f"0 to {classes - 1}, or -100"
+            raise SampleError(f"the target of sample {sample} is {value}, expected {expected}.", sample)
 
     def _weighted(
         self, outputs: Any, targets: Tensor, live: Tensor, p: Tensor, place: int | None, label: int, N: int
     ) -> Tensor:
         """Return each sample's loss for one label at one position, times the root of the label's probability."""
-        if place is None:
-            chosen, weight = torch.where(live, label, targets), p[..., label] * live
-        else:
-            chosen = torch.full_like(targets, IGNORED).flatten(1)
-            there = live.flatten(1)[:, place]
-            chosen[:, place] = torch.where(there, label, IGNORED)
-            chosen, weight = chosen.view_as(targets), p.flatten(1, -2)[:, place, label] * there
+        chosen, weight = torch.where(live, label, targets), p[..., label] * live
+        if place is not None:
+            chosen, weight = _only(chosen, place), weight.flatten(1)[:, place]
         losses = self._losses(outputs, chosen, N)
         if not losses.dim():
             raise CurvatureError("labels='expected' needs a loss per sample; let loss_fn return N losses, not a sum.")
@@ -254,9 +244,7 @@ class Labels:
             full = per_sample(self.loss_fn(outputs, targets), N)
             total = torch.zeros_like(full)
             for place in places:
-                only = torch.full_like(targets, IGNORED).flatten(1)
-                only[:, place] = targets.flatten(1)[:, place]
-                total += torch.nan_to_num(per_sample(self.loss_fn(outputs, only.view_as(targets)), N))
+                total += torch.nan_to_num(per_sample(self.loss_fn(outputs, _only(targets, place)), N))
         if not torch.allclose(total, full, rtol=1e-2, atol=1e-4):
             raise CurvatureError(
                 "labels='expected' needs a loss that sums over a sample's places (-100 left out); "
@@ -284,11 +272,9 @@ class Labels:
         live = (targets != IGNORED).sum(0)
         live[0] = 0 if len(live) > 1 else live[0]
         place = int(live.argmax())
-        only = torch.full_like(targets, IGNORED)
-        only[:, place] = torch.where(targets[:, place] != IGNORED, targets[:, place], IGNORED)
         probe = logits.clone().requires_grad_()
         with torch.enable_grad():
-            loss = self.loss_fn(with_logits(outputs, probe), only)
+            loss = self.loss_fn(with_logits(outputs, probe), _only(targets, place))
             (gradient,) = torch.autograd.grad(torch.nan_to_num(loss).sum(), probe, allow_unused=True)
         touched = [] if gradient is None else gradient.abs().sum((0, 2)).nonzero().flatten().tolist()
         if len(touched) != 1 or place - touched[0] not in (0, 1):
@@ -301,9 +287,8 @@ class Labels:
     def _gaussian(self, outputs: Any, mean: Tensor, targets: Tensor, N: int) -> Iterator[Tensor]:
         """Yield the losses of a squared error, under labels from a normal distribution around the model's output."""
         if targets.shape != mean.shape:
-            raise CurvatureError(
-                f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(mean.shape)}."
-            )
+            shapes = tuple(targets.shape), tuple(mean.shape)
+            raise CurvatureError(f"targets of shape {shapes[0]} do not fit outputs of shape {shapes[1]}.")
         noise = torch.randn(mean.shape, generator=self.generator, dtype=torch.float64).to(mean)
         width = self._width(outputs, mean, noise)
         if self.policy == "model":
@@ -327,14 +312,20 @@ class Labels:
 
         near, far = gradient(mean - noise), gradient(mean - 2 * noise)
         second = float((near * noise).sum() / noise.square().sum())
-        if second <= 0 or any(
-            float((g - times * second * noise).norm()) > 1e-2 * float(g.norm()) for g, times in ((near, 1), (far, 2))
-        ):
+        residuals = [(g - times * second * noise, g) for g, times in ((near, 1), (far, 2))]
+        if second <= 0 or any(float(residual.norm()) > 1e-2 * float(g.norm()) for residual, g in residuals):
             raise CurvatureError(
                 f"labels={self.policy!r} knows cross-entropy (integer targets) and squared error; "
                 "for any other loss use labels='true'."
             )
         return float(second**-0.5)
+
+
+def _only(targets: Tensor, place: int) -> Tensor:
+    """Return targets that are ignored at every position but one."""
+    only = torch.full_like(targets, IGNORED).flatten(1)
+    only[:, place] = targets.flatten(1)[:, place]
+    return only.view_as(targets)
 
 
 def with_logits(outputs: Any, logits: Tensor) -> Any:

@@ -63,8 +63,7 @@ class Task:
     names: dict[str, str]  # parameter -> its tensor in the checkpoint on disk
     unmatched: list[str]  # parameters that match no tensor on disk
     checkpoint: Checkpoint
-    classes: int | None
-    """the number of classes; None for causal-lm"""
+    classes: int | None  # the number of classes; None for causal-lm
     reader: Any  # the checkpoint's tokenizer or image processor
     device: torch.device
     label2id: dict[str, int] = field(default_factory=dict)
@@ -120,10 +119,8 @@ class Task:
             if len(row) < fewest:
                 raise DataError(f"{table.where(i)} has {len(row)} token, expected at least {fewest}; leave it out.")
             if max(row) >= self._vocabulary:
-                raise DataError(
-                    f"{table.where(i)} has token {max(row)}, but the model knows {self._vocabulary} tokens; "
-                    "is this its tokenizer?"
-                )
+                problem = f"has token {max(row)}, but the model knows {self._vocabulary} tokens"
+                raise DataError(f"{table.where(i)} {problem}; is this its tokenizer?")
         inputs = {"input_ids": _padded(ids, self._padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
         if "token_type_ids" in encoded:
             inputs["token_type_ids"] = _padded(encoded["token_type_ids"], 0)
@@ -174,10 +171,10 @@ class Task:
         if all(name.isdecimal() for name in folders):
             return {name: int(name) for name in folders}
         if len(folders) != self.classes:
-            named = f" ({listed(self.label2id)})" if self.label2id else ""
+            classes = f"{self.classes} classes" + (f" ({listed(self.label2id)})" if self.label2id else "")
             raise DataError(
-                f"{table.name} has {len(folders)} class folders ({listed(folders)}), but the model has {self.classes} "
-                f"classes{named}; name the folders as the model's classes, or by their numbers."
+                f"{table.name} has {len(folders)} class folders ({listed(folders)}), but the model has {classes}; "
+                "name the folders as the model's classes, or by their numbers."
             )
         return {name: i for i, name in enumerate(folders)}
 
@@ -191,18 +188,15 @@ class Task:
         if value is None or value == "":
             raise DataError(f"{where} has no label in {column!r}; give every row one, or leave the row out.")
         if isinstance(value, str) and names:
-            raise DataError(
-                f"{where} has label {short(value)}, which is no class of the model: {listed(names, 6)}."
-                f"{nearest(value, names)}"
-            )
+            known = f"{listed(names, 6)}.{nearest(value, names)}"
+            raise DataError(f"{where} has label {short(value)}, which is no class of the model: {known}")
         if isinstance(value, int) and value < 0 and not self.require_labels:
             return 0  # -1 marks a row without a label; its label is not used
         if not isinstance(value, int):
             raise DataError(f"{where} has label {short(value)}, expected a class's number or name.")
         if not 0 <= value < self.classes:
-            raise DataError(
-                f"{where} has label {value}, but the model's {self.classes} classes are 0 to {self.classes - 1}."
-            )
+            known = f"the model's {self.classes} classes are 0 to {self.classes - 1}"
+            raise DataError(f"{where} has label {value}, but {known}.")
         return int(value)
 
 
@@ -219,16 +213,13 @@ def load_task(
     """Load a model folder, a hub id or `base+adapter` for a task; `head` replaces the head it may have."""
     for name, value, known in (("task", task, tuple(AUTO)), ("pooling", pooling, POOLINGS)):
         if value not in known:
-            raise ParameterError(
-                f"The {name!r} parameter must be one of {', '.join(known)}. Got {value!r} instead."
-                f"{nearest(str(value), known)}"
-            )
+            problem = f"The {name!r} parameter must be one of {', '.join(known)}. Got {value!r} instead."
+            raise ParameterError(problem + nearest(str(value), known))
     transformers()
     checkpoint = open_checkpoint(model, progress=progress)
     loaded, names, unmatched = load_model(checkpoint, task, head, pooling, dtype, progress=progress)
     reader = _load_reader(checkpoint, task)
-    label2id: dict[str, int] = {}
-    classes = None
+    label2id, classes = dict[str, int](), None
     if isinstance(loaded, WithHead):
         classes = loaded.head.out_features
     elif task != CAUSAL_LM:
@@ -250,9 +241,7 @@ def _load_reader(checkpoint: Checkpoint, task: str) -> Any:
     options = {"local_files_only": True, "trust_remote_code": False}
     if task != IMAGE and not any(next(folder.glob(name), None) for name in VOCABULARIES):
         # transformers would build one with an empty vocabulary
-        raise CheckpointError(
-            f"{where} has no tokenizer; copy tokenizer.json and tokenizer_config.json into its folder."
-        )
+        raise CheckpointError(f"{where} has no tokenizer; copy tokenizer.json and tokenizer_config.json into it.")
     if task == IMAGE and not any((folder / name).is_file() for name in PROCESSORS):
         raise CheckpointError(f"{where} has no image processor; copy preprocessor_config.json into its folder.")
     try:
@@ -266,10 +255,9 @@ def _load_reader(checkpoint: Checkpoint, task: str) -> Any:
 
 def _no_column(table: Table, usual: Sequence[str], what: str, option: str) -> DataError:
     """Return the error for a table without any of the usual columns."""
-    return DataError(
-        f"{table.name} has no column {' or '.join(map(repr, usual))}; it has {listed(table.columns, 12)}: "
-        f"name the one for the {what} with --{option}."
-    )
+    missing, columns = " or ".join(map(repr, usual)), listed(table.columns, 12)
+    remedy = f"name the one for the {what} with --{option}"
+    return DataError(f"{table.name} has no column {missing}; it has {columns}: {remedy}.")
 
 
 def _text(table: Table, i: int, column: str) -> str:
