@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
-import epimer
+from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.curvature.distributed import ranks
+from epimer.curvature.format import Provenance, StoredMetrics, model_fingerprint, save_curvature
 from epimer.curvature.kinds import KINDS, tensors_of
+from epimer.curvature.optimizer_state import moments
 from epimer.errors import CurvatureError, listed
 from epimer.geometry.metric import Metric, Projected
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from epimer.checkpoints.safetensors import SafetensorsFile
-
 SEQUENCES = ("expand", "reduce")
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """What was measured, on what, and how; the keys of `curvature.json`."""
-
-    kind: str
-    samples: int | None = None
-    tokens: int | None = None  # without padding, of the tensor that has most; equal to samples without sequences
-    labels: str | None = None
-    seed: int | None = None
-    dtype: str = "float32"  # dtype of the sums
-    compute: str | None = None  # dtype of the model
-    sequence: str = "expand"  # how a sample's tokens enter Kronecker factors: expand or reduce
-    source: str = "data"  # data, or the moment of an optimiser's state that was read
-    model: str | None = None  # fingerprint of the measured tensors, see `model_fingerprint`
-    basis: str | None = None  # fingerprint of the basis it was measured in
-    version: str = epimer.__version__
-    counts: Mapping[str, int] = field(default_factory=dict)  # tensor -> its tokens without padding
-    left_out: Mapping[str, str] = field(default_factory=dict)  # tensors that were not measured, and why
-    ties: Mapping[str, str] = field(default_factory=dict)  # other names of a tensor -> the one it is stored under
 
 
 class Curvature(Mapping[str, Metric]):
@@ -102,16 +78,15 @@ class Curvature(Mapping[str, Metric]):
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write a folder that recipes and `Curvature.load` read; an interrupted write leaves no folder."""
-        from epimer.curvature.format import save_curvature
-
-        save_curvature(self, Path(folder), overwrite=overwrite)
+        save_curvature(self.metrics, self.provenance, Path(folder), overwrite=overwrite)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Curvature:
-        """Open a curvature folder; each tensor is read from disk when it is accessed."""
-        from epimer.curvature.format import open_curvature
-
-        return open_curvature(Path(folder).expanduser())
+    def load(cls, folder: str | Path, where: str = "") -> Curvature:
+        """Open a curvature folder, called `where` in messages; each tensor is read from disk when it is accessed."""
+        stored = StoredMetrics(Path(folder).expanduser(), where)
+        curvature = cls(stored, stored.provenance, where=stored.where)
+        curvature.file = stored.file
+        return curvature
 
     @classmethod
     def from_optimizer(
@@ -125,9 +100,6 @@ class Curvature(Mapping[str, Metric]):
             moment: second, Adam's mean of squared gradients; or first, its squared mean gradient.
             names: the parameters' names in the optimiser's order, where the order is ambiguous.
         """
-        from epimer.curvature.format import model_fingerprint
-        from epimer.curvature.optimizer_state import moments
-
         metrics = moments(path, model, moment=moment, names=names)
         fingerprint = model_fingerprint({name: p for name, p in model.named_parameters() if name in metrics})
         return cls(metrics, Provenance("diagonal", source=f"optimizer, {moment} moment", model=fingerprint))

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from epimer.curvature.basis import basis_fingerprint
 from epimer.curvature.collectors import Collector
-from epimer.curvature.curvature import SEQUENCES, Curvature, Provenance
+from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.exact import projected_hessians
-from epimer.curvature.format import model_fingerprint
+from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.per_sample_gradients import SampleGradients, agree
 from epimer.curvature.recorder import Recorder, attempt

@@ -25,9 +25,10 @@ class SampleGradients(ABC):
     mask: Tensor | None  # [N, t], False at padding; None where no token is padding
 
     @property
-    @abstractmethod
     def per_token(self) -> Tensor:
-        """A tensor that begins with the dimensions [N, t]."""
+        """The first field, a tensor that begins with the dimensions [N, t]."""
+        first: Tensor = next(iter(vars(self).values()))
+        return first
 
     @abstractmethod
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -47,10 +48,6 @@ class OuterProducts(SampleGradients):
     inputs: int = 1  # the stored weight's dimension that the layer's inputs belong to: 1 (`right`), or 0 (`left`)
     mask: Tensor | None = None
 
-    @property
-    def per_token(self) -> Tensor:
-        return self.left
-
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         left, right = self.left.flatten(0, 1), self.right.flatten(0, 1).to(self.left)
         return (left.T @ right).reshape(shape), (left.float().norm(dim=1) * right.float().norm(dim=1)).norm()
@@ -67,10 +64,6 @@ class TableRows(SampleGradients):
     g: Tensor  # [N, t, width]
     mask: Tensor | None = None
 
-    @property
-    def per_token(self) -> Tensor:
-        return self.ids
-
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         g = self.g.flatten(0, 1)
         return torch.zeros(shape, dtype=g.dtype, device=g.device).index_add_(0, self.ids.flatten(), g), g.norm()
@@ -85,10 +78,6 @@ class TokenSums(SampleGradients):
 
     parts: Tensor  # [N, t, *the parameter's shape]
     mask: Tensor | None = None
-
-    @property
-    def per_token(self) -> Tensor:
-        return self.parts
 
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         return self.parts.sum((0, 1)).reshape(shape), self.parts.norm()

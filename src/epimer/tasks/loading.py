@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -165,13 +164,6 @@ def quiet_transformers(*, shown: bool) -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def accepted(model: nn.Module) -> frozenset[str]:
-    """Return the names of a network's inputs."""
-    inner = model.backbone if isinstance(model, WithHead) else model
-    assert isinstance(inner, nn.Module)
-    return frozenset(inspect.signature(inner.forward).parameters)
 
 
 def _from_pretrained(

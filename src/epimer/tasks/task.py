@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +23,6 @@ from epimer.tasks.loading import (
     IMAGE,
     POOLINGS,
     WithHead,
-    accepted,
     failed,
     load_model,
     quiet_transformers,
@@ -95,7 +95,7 @@ class Task:
             raise _no_column(table, LABELS, "labels", "label")
         numbers = {} if labels is None else self._class_numbers(table)
         read = self._images if self.kind == IMAGE else partial(self._texts, longest=self._longest(max_length))
-        taken = accepted(self.model)
+        taken = inspect.signature(self._backbone.forward).parameters
 
         def batch(rows: Sequence[int]) -> InputsAndTargets:
             inputs, targets = read(table, rows, column), None
