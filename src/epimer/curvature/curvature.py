@@ -160,17 +160,13 @@ def combined_provenance(provenances: Sequence[Provenance]) -> Provenance:
     """Return the provenance of measurements of disjoint data together; refuse those that cannot be added."""
     first = provenances[0]
     if fixed := [provenance.kind for provenance in provenances if KINDS[provenance.kind].add is None]:
-        raise CurvatureError(
-            f"{fixed[0]} curvature cannot be added: each measurement has coordinates of its own; "
-            f"measure kind={fixed[0]!r} on all data at once, or add kind='kronecker'."
-        )
+        problem = f"{fixed[0]} curvature cannot be added: each measurement has coordinates of its own"
+        raise CurvatureError(f"{problem}; measure kind={fixed[0]!r} on all data at once, or add kind='kronecker'.")
     for key in ("kind", "model", "basis", "labels", "sequence"):
-        values = [getattr(provenance, key) for provenance in provenances]
-        if len(set(values)) > 1:
-            raise CurvatureError(
-                f"curvature of different {key} cannot be added: {values[0]} and "
-                f"{next(value for value in values if value != values[0])}; measure both alike."
-            )
+        values = list(dict.fromkeys(getattr(provenance, key) for provenance in provenances))
+        if len(values) > 1:
+            problem = f"curvature of different {key} cannot be added: {values[0]} and {values[1]}"
+            raise CurvatureError(f"{problem}; measure both alike.")
     if any(provenance.samples is None for provenance in provenances):
         raise CurvatureError("an optimiser's moments cannot be added: they are not a mean over samples.")
     return replace(

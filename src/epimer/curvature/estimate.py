@@ -121,10 +121,8 @@ def estimate_curvature(
                 metrics = measurement.run(read, second, bar.begin("correcting", samples or total))
     if not metrics:
         why = f" ({next(iter(left_out.values()))})" if left_out else ""
-        raise CurvatureError(
-            f"none of the chosen tensors can be measured as {kind}{why}; "
-            "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms."
-        )
+        known = "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms"
+        raise CurvatureError(f"none of the chosen tensors can be measured as {kind}{why}; {known}.")
     counts = {name: tokens[name] for name in metrics if name in tokens}
     provenance = Provenance(
         kind=kind,
@@ -278,10 +276,8 @@ class _Measurement:
         if not all(map(math.isfinite, (both, first, second))) or abs(both - first - second) <= 0.02 * abs(both) + 1e-6:
             return
         if losses[0].dim():
-            raise CurvatureError(
-                "a sample's output depends on the other samples of its batch, so it has no curvature of its own; "
-                "measure with batches of one sample."
-            )
+            problem = "a sample's output depends on the other samples of its batch, so it has no curvature of its own"
+            raise CurvatureError(f"{problem}; measure with batches of one sample.")
         refuse_sum(both, first, second)
 
 
@@ -291,20 +287,16 @@ def _check_finite(metrics: Mapping[str, Metric]) -> None:
     finite = torch.isfinite(torch.stack([total for _, total in sums])).tolist() if sums else []
     for (name, _), ok in zip(sums, finite, strict=True):
         if not ok:
-            raise CurvatureError(
-                f"the curvature of {name!r} came out as NaN or Inf: gradients overflowed; "
-                "run the model in float32 or bfloat16."
-            )
+            problem = f"the curvature of {name!r} came out as NaN or Inf: gradients overflowed"
+            raise CurvatureError(f"{problem}; run the model in float32 or bfloat16.")
 
 
 def matching(patterns: Sequence[str], names: Collection[str], where: str) -> list[str]:
     """Return the names that match any of the patterns; refuse a pattern that matches none."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise CurvatureError(
-                f"{where} has no tensor {pattern!r}.{nearest(pattern, names)} "
-                f"It has {listed(names)}; a pattern is a glob over the whole name."
-            )
+            problem = f"{where} has no tensor {pattern!r}.{nearest(pattern, names)} It has {listed(names)}"
+            raise CurvatureError(f"{problem}; a pattern is a glob over the whole name.")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
@@ -315,10 +307,8 @@ def _chosen(
     patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
     named = set(matching(patterns, parameters, "the model"))
     if missing := [name for name in basis or () if name not in parameters]:
-        raise CurvatureError(
-            f"the basis has {missing[0]!r}, which is not in the model.{nearest(missing[0], parameters)} "
-            "Build the basis from models with these names."
-        )
+        problem = f"the basis has {missing[0]!r}, which is not in the model.{nearest(missing[0], parameters)}"
+        raise CurvatureError(f"{problem} Build the basis from models with these names.")
     chosen = {name: p for name, p in parameters.items() if name in named and (basis is None or name in basis)}
     if not chosen:
         raise CurvatureError("none of the model's tensors is in the basis and fits layers=: nothing to measure.")
@@ -338,16 +328,12 @@ def _check_basis(basis: Mapping[str, Any] | None, kind: str, parameters: Mapping
             raise CurvatureError(f"basis[{name!r}] must be made by epimer.build_basis, got {type(subspace).__name__}.")
         shape, W = (len(subspace.U), len(subspace.V)), parameters[name]
         if shape != (len(W), W[0].numel()):
-            raise CurvatureError(
-                f"basis[{name!r}] is of {shape[0]} x {shape[1]} matrices, but the model's has shape {tuple(W.shape)}; "
-                "build it from models of this shape."
-            )
+            matrices = f"{shape[0]} x {shape[1]} matrices, but the model's has shape {tuple(W.shape)}"
+            raise CurvatureError(f"basis[{name!r}] is of {matrices}; build it from models of this shape.")
         if not isinstance(subspace, KINDS[kind].bases):
             pairs = subspace.U.shape[1] * subspace.V.shape[1]
-            raise CurvatureError(
-                f"kind={kind!r} on all pairs of a tensor basis would take {pairs} squared numbers; "
-                "build a tagged basis, or measure kronecker."
-            )
+            problem = f"kind={kind!r} on all pairs of a tensor basis would take {pairs} squared numbers"
+            raise CurvatureError(f"{problem}; build a tagged basis, or measure kronecker.")
 
 
 def _ties(model: nn.Module, metrics: Mapping[str, object]) -> dict[str, str]:

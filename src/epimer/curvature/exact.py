@@ -112,7 +112,5 @@ def _derivatives(f: Callable[[Tensor], Tensor], at: Tensor, directions: Tensor) 
     try:
         return torch.stack([torch.func.jvp(f, (at,), (along,))[1].detach() for along in directions])
     except (RuntimeError, NotImplementedError) as error:
-        raise CurvatureError(
-            f"the model has no second derivative that torch can form ({str(error).splitlines()[0][:160]}); "
-            "use attn_implementation='eager', or another kind."
-        ) from error
+        problem = f"the model has no second derivative that torch can form ({str(error).splitlines()[0][:160]})"
+        raise CurvatureError(f"{problem}; use attn_implementation='eager', or another kind.") from error

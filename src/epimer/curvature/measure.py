@@ -120,10 +120,9 @@ def _load(request: Request) -> Task:
     )
     for name, W in task.model.named_parameters():
         if bad := nonfinite(W.detach()):
-            raise CheckpointError(
-                f"{task.checkpoint.where}[{task.names.get(name, name)!r}] holds NaN or Inf in {bad} of {W.numel()} "
-                f"entries, in {request.dtype}; repair the model, or take another --dtype."
-            )
+            where = f"{task.checkpoint.where}[{task.names.get(name, name)!r}]"
+            problem = f"{where} holds NaN or Inf in {bad} of {W.numel()} entries, in {request.dtype}"
+            raise CheckpointError(f"{problem}; repair the model, or take another --dtype.")
     return task
 
 
@@ -190,10 +189,8 @@ def _for_model(basis: StoredBasis, task: Task) -> dict[str, Any]:
     """Return a basis by the names of the parameters in memory."""
     loaded = {stored: name for name, stored in task.names.items()}
     if missing := [name for name in basis if name not in loaded]:
-        raise CurvatureError(
-            f"{basis.where} has a basis for {missing[0]!r}, which {task.checkpoint.where} does not hold; "
-            "build it from a recipe with this model."
-        )
+        problem = f"{basis.where} has a basis for {missing[0]!r}, which {task.checkpoint.where} does not hold"
+        raise CurvatureError(f"{problem}; build it from a recipe with this model.")
     return {loaded[name]: basis[name] for name in basis}
 
 

@@ -214,10 +214,8 @@ class Recorder:
         `loss_scale` magnifies gradients that would underflow in float16; what is emitted is divided by it.
         """
         if not loss.requires_grad:
-            raise CurvatureError(
-                "the loss does not depend on any layer that is measured; "
-                "let loss_fn use the model's output, without torch.no_grad() or detach()."
-            )
+            problem = "the loss does not depend on any layer that is measured"
+            raise CurvatureError(f"{problem}; let loss_fn use the model's output, without torch.no_grad() or detach().")
         if self.mode == "forward":
             self._forward_calls = Counter(self._calls)
         self.mode, self._loss_scale = "backward", loss_scale
@@ -227,10 +225,9 @@ class Recorder:
                 self.emit(name, gradients)
         self._incomplete.clear()
         if without := self._without_grad - self._with_grad:
-            raise CurvatureError(
-                f"layer {min(without)!r} ran without gradients (torch.no_grad, or reentrant checkpointing of frozen "
-                "inputs); run it with gradients, or leave it out with layers=."
-            )
+            cause = "(torch.no_grad, or reentrant checkpointing of frozen inputs)"
+            remedy = "run it with gradients, or leave it out with layers="
+            raise CurvatureError(f"layer {min(without)!r} ran without gradients {cause}; {remedy}.")
 
     # --- hooks ---
 
@@ -294,10 +291,9 @@ class Recorder:
 
         def on_gradient(g: Tensor) -> None:
             if x._version != version:
-                raise CurvatureError(
-                    f"the input of layer {layer.label!r} was changed in place after its use, so its curvature cannot "
-                    "be measured; use an operation that is not in place there."
-                )
+                problem = f"the input of layer {layer.label!r} was changed in place after its use"
+                remedy = "use an operation that is not in place there"
+                raise CurvatureError(f"{problem}, so its curvature cannot be measured; {remedy}.")
             if self._checking_layouts:
                 if not layout.single:
                     zero = ~layout.samples_first(g, N)[1::2].any()

@@ -73,9 +73,8 @@ def read_batches(batches: Iterable[Any], samples: int | None, device: torch.devi
     seen = 0
     for i, pair in enumerate(batches):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise CurvatureError(
-                f"batch {i} is {type(pair).__name__}, expected a pair (inputs, targets); targets may be None."
-            )
+            problem = f"batch {i} is {type(pair).__name__}, expected a pair (inputs, targets)"
+            raise CurvatureError(f"{problem}; targets may be None.")
         inputs, targets = pair
         first = targets if isinstance(targets, Tensor) and targets.dim() else _first(inputs)
         if first is None:

@@ -34,10 +34,8 @@ def logits_of(outputs: Any) -> Tensor:
     """Return the logits of a model's output; refuse an output without any."""
     logits = find_logits(outputs)
     if logits is None:
-        raise CurvatureError(
-            f"labels='model' and 'expected' need logits: a tensor, or an output with .logits; "
-            f"the model returned {type(outputs).__name__}. Wrap it, or use labels='true'."
-        )
+        problem = "labels='model' and 'expected' need logits: a tensor, or an output with .logits"
+        raise CurvatureError(f"{problem}; the model returned {type(outputs).__name__}. Wrap it, or use labels='true'.")
     return logits
 
 
@@ -46,10 +44,8 @@ def per_sample(losses: Any, N: int) -> Tensor:
     if not isinstance(losses, Tensor):
         raise CurvatureError(f"loss_fn must return a tensor with a loss per sample, got {type(losses).__name__}.")
     if losses.dim() and len(losses) != N:
-        raise CurvatureError(
-            f"loss_fn returned losses of shape {tuple(losses.shape)} for {N} samples; "
-            "return one per sample (reduction='none', a sample's tokens summed), or their sum."
-        )
+        remedy = "return one per sample (reduction='none', a sample's tokens summed), or their sum"
+        raise CurvatureError(f"loss_fn returned losses of shape {tuple(losses.shape)} for {N} samples; {remedy}.")
     return losses.flatten(1).sum(1) if losses.dim() > 1 else losses
 
 
@@ -89,11 +85,10 @@ def _loss_of(loss_fn: Loss, outputs: Any, targets: Any, N: int, part: slice) -> 
 def refuse_sum(total: float, first: float, second: float) -> None:
     """Raise an error for a loss that is not the sum over samples, from the loss of a batch and of its halves."""
     mean = min(first, second) * 0.98 <= total <= max(first, second) * 1.02
-    raise CurvatureError(
-        f"loss_fn returned {total:.4g} for a batch whose halves give {first:.4g} and {second:.4g}: that is "
-        f"{'the batch mean' if mean else 'not the sum over samples'}; return a loss per sample "
-        "(reduction='none'), or their sum (reduction='sum')."
-    )
+    problem = f"loss_fn returned {total:.4g} for a batch whose halves give {first:.4g} and {second:.4g}"
+    reason = "the batch mean" if mean else "not the sum over samples"
+    remedy = "return a loss per sample (reduction='none'), or their sum (reduction='sum')"
+    raise CurvatureError(f"{problem}: that is {reason}; {remedy}.")
 
 
 class SampleError(CurvatureError):
@@ -150,10 +145,8 @@ class Labels:
         classes = probabilities.shape[-1]
         places = live.flatten(1).any(0).nonzero().flatten().tolist() if targets.dim() > 1 else [None]
         if classes * len(places) > PASSES:
-            raise CurvatureError(
-                f"labels='expected' would take {classes * len(places)} backward passes per batch "
-                f"({classes} classes at {len(places)} places); use labels='model'."
-            )
+            passes = f"{classes * len(places)} backward passes per batch ({classes} classes at {len(places)} places)"
+            raise CurvatureError(f"labels='expected' would take {passes}; use labels='model'.")
         if len(places) > 1:
             self._check_additive(outputs, targets, places, N)
         for place in places:
@@ -246,10 +239,8 @@ class Labels:
             for place in places:
                 total += torch.nan_to_num(per_sample(self.loss_fn(outputs, _only(targets, place)), N))
         if not torch.allclose(total, full, rtol=1e-2, atol=1e-4):
-            raise CurvatureError(
-                "labels='expected' needs a loss that sums over a sample's places (-100 left out); "
-                "sum instead of averaging, or use labels='model'."
-            )
+            problem = "labels='expected' needs a loss that sums over a sample's places (-100 left out)"
+            raise CurvatureError(f"{problem}; sum instead of averaging, or use labels='model'.")
 
     def _aligned(self, outputs: Any, logits: Tensor, targets: Tensor, N: int) -> Tensor:
         """Return the logits that belong to each target, classes last."""
@@ -258,10 +249,9 @@ class Labels:
         if targets.dim() == 1 and logits.dim() == 2 and len(targets) == len(logits):
             return logits
         if targets.dim() != 2 or logits.dim() != 3 or len(targets) != len(logits):
-            raise CurvatureError(
-                f"labels={self.policy!r} cannot tell which of the logits {tuple(logits.shape)} belong to "
-                f"targets {tuple(targets.shape)}; give a target for every place, or use labels='true'."
-            )
+            pair = f"the logits {tuple(logits.shape)} belong to targets {tuple(targets.shape)}"
+            remedy = "give a target for every place, or use labels='true'"
+            raise CurvatureError(f"labels={self.policy!r} cannot tell which of {pair}; {remedy}.")
         if self.shift is None:
             self.shift = self._find_shift(outputs, logits, targets)
         index = torch.arange(targets.shape[1], device=logits.device) - self.shift
@@ -278,10 +268,9 @@ class Labels:
             (gradient,) = torch.autograd.grad(torch.nan_to_num(loss).sum(), probe, allow_unused=True)
         touched = [] if gradient is None else gradient.abs().sum((0, 2)).nonzero().flatten().tolist()
         if len(touched) != 1 or place - touched[0] not in (0, 1):
-            raise CurvatureError(
-                f"labels={self.policy!r} cannot tell which logits a target is compared with: target {place} depends on "
-                f"places {touched[:5]} of the logits; use labels='true', or a loss that keeps -100 ignored."
-            )
+            cause = f"target {place} depends on places {touched[:5]} of the logits"
+            problem = f"labels={self.policy!r} cannot tell which logits a target is compared with: {cause}"
+            raise CurvatureError(f"{problem}; use labels='true', or a loss that keeps -100 ignored.")
         return place - touched[0]
 
     def _gaussian(self, outputs: Any, mean: Tensor, targets: Tensor, N: int) -> Iterator[Tensor]:
@@ -314,10 +303,8 @@ class Labels:
         second = float((near * noise).sum() / noise.square().sum())
         residuals = [(g - times * second * noise, g) for g, times in ((near, 1), (far, 2))]
         if second <= 0 or any(float(residual.norm()) > 1e-2 * float(g.norm()) for residual, g in residuals):
-            raise CurvatureError(
-                f"labels={self.policy!r} knows cross-entropy (integer targets) and squared error; "
-                "for any other loss use labels='true'."
-            )
+            problem = f"labels={self.policy!r} knows cross-entropy (integer targets) and squared error"
+            raise CurvatureError(f"{problem}; for any other loss use labels='true'.")
         return float(second**-0.5)
 
 

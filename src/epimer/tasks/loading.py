@@ -127,10 +127,8 @@ def check_folder(checkpoint: Checkpoint) -> Path:
         raise CheckpointError(f"{folder.name} {problem}: remove the other.")
     for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
         if (folder / name).exists() and (code := _foreign_code(read_json(inside(folder, name), f"{where}/{name}"))):
-            raise CheckpointError(
-                f"{where}/{name} asks for code that is not part of transformers ({code}), which is never run; "
-                "give a model that transformers knows by itself."
-            )
+            problem = f"{where}/{name} asks for code that is not part of transformers ({code}), which is never run"
+            raise CheckpointError(f"{problem}; give a model that transformers knows by itself.")
     return folder
 
 
@@ -178,9 +176,8 @@ def _from_pretrained(
         if "Unrecognized configuration class" in str(error):
             kind = read_json(inside(folder, "config.json"), f"{where}/config.json").get("model_type")
             remedy = "" if auto in (AUTO[CAUSAL_LM], "AutoModel") else ", or a head with --head"
-            raise CheckpointError(
-                f"{where} is a {kind} model, for which transformers has no {auto}; give a model of that kind{remedy}."
-            ) from error
+            problem = f"{where} is a {kind} model, for which transformers has no {auto}"
+            raise CheckpointError(f"{problem}; give a model of that kind{remedy}.") from error
         raise failed(where, "the model", error) from error
     return model, sorted(info["missing_keys"])
 

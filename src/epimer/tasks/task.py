@@ -172,10 +172,8 @@ class Task:
             return {name: int(name) for name in folders}
         if len(folders) != self.classes:
             classes = f"{self.classes} classes" + (f" ({listed(self.label2id)})" if self.label2id else "")
-            raise DataError(
-                f"{table.name} has {len(folders)} class folders ({listed(folders)}), but the model has {classes}; "
-                "name the folders as the model's classes, or by their numbers."
-            )
+            problem = f"{table.name} has {len(folders)} class folders ({listed(folders)}), but the model has {classes}"
+            raise DataError(f"{problem}; name the folders as the model's classes, or by their numbers.")
         return {name: i for i, name in enumerate(folders)}
 
     def _label(self, table: Table, i: int, column: str, names: dict[str, int]) -> int:
