@@ -203,8 +203,9 @@ class KroneckerCollector(Collector):
         tokens = self.samples if self.reduce else max(1, self.tokens[name])
         counts = [tokens if side == inputs else self.samples for side in (0, 1)]
         G, A = (symmetric(self.take((name, side), size, size)).div_(counts[side]) for side, size in enumerate(sizes))
-        factors = {"A": A, "G": G, "inputs": inputs}
-        return Kronecker(**factors) if basis is None else Projected(**factors, basis=basis)
+        if basis is None:
+            return Kronecker(A=A, G=G, inputs=inputs)
+        return Projected(A=A, G=G, inputs=inputs, basis=basis)
 
 
 def add_gram(total: Tensor, rows: Tensor) -> None:

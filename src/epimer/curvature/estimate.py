@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,17 +26,7 @@ from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Basis
 from epimer.progress import Progress, Stage
 from epimer.tasks.batches import Batch, read_batches
-from epimer.tasks.labels import (
-    POLICIES,
-    Labels,
-    Loss,
-    SampleError,
-    check_sum,
-    every_second,
-    find_logits,
-    plain_loss,
-    refuse_sum,
-)
+from epimer.tasks.labels import POLICIES, Labels, Loss, SampleError, check_sum, every_second, find_logits, plain_loss
 
 NOT_TWO_SIDED = "a table, a vector or a grouped convolution has no two-sided curvature"
 FEW = 4  # samples on which the layouts are checked
@@ -121,8 +110,8 @@ def estimate_curvature(
                 metrics = measurement.run(read, second, bar.begin("correcting", samples or total))
     if not metrics:
         why = f" ({next(iter(left_out.values()))})" if left_out else ""
-        known = "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms"
-        raise CurvatureError(f"none of the chosen tensors can be measured as {kind}{why}; {known}.")
+        remedy = "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms"
+        raise CurvatureError(f"none of the chosen tensors can be measured as {kind}{why}; {remedy}.")
     counts = {name: tokens[name] for name in metrics if name in tokens}
     provenance = Provenance(
         kind=kind,
@@ -177,15 +166,12 @@ class _Measurement:
                 stage.advance(batch.N, "")
         metrics = collector.finish()
         vectors = [name for name in metrics if collector.matrices_only and name not in recorder.matrices]
-        self.left_out = dict.fromkeys(vectors, NOT_TWO_SIDED) | recorder.unsupported
+        self.left_out = dict.fromkeys((*recorder.unsupported, *vectors), NOT_TWO_SIDED) | recorder.unsupported
         kept = {name: metric for name, metric in metrics.items() if name not in self.left_out}
         _check_finite(kept)
         if unreached := [name for name in kept if name not in reached]:
-            warnings.warn(
-                f"no gradient reached {listed(unreached)}: the loss does not depend on them, so their curvature is 0.",
-                EpimerWarning,
-                stacklevel=4,
-            )
+            reason = "the loss does not depend on them, so their curvature is 0"
+            warnings.warn(f"no gradient reached {listed(unreached)}: {reason}.", EpimerWarning, stacklevel=4)
         return kept
 
     def _measure(self, recorder: Recorder, batch: Batch, collector: Collector) -> None:
@@ -228,10 +214,10 @@ class _Measurement:
             two = variant.part(0, 2)
             outputs = self._with_expanded(recorder, "", two)
             logits, shared = find_logits(outputs), dict.fromkeys(recorder.shared_outputs)
-            self._check_sum(two, outputs)
-            for label in () if logits is None else shared:
+            self.labels.check_independent(self.model, two, outputs)
+            for label in shared:
                 expanded = find_logits(self._with_expanded(recorder, label, two))
-                if expanded is not None and agree(logits, expanded):
+                if logits is not None and expanded is not None and agree(logits, expanded):
                     recorder.expanded.add(label)
             self._check_layouts(recorder, variant.part(0, FEW))
 
@@ -264,21 +250,6 @@ class _Measurement:
                 raise
             if half is not None:
                 recorder.check_layouts(half)
-
-    def _check_sum(self, two: Batch, outputs: Any) -> None:
-        """Refuse a loss of two samples that is not the sum of theirs: a batch mean, or samples that interact."""
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parts = [(part, part.run(self.model)) for part in (two.part(0, 1), two.part(1, 2))]
-            runs = [(two, outputs), *parts]
-            losses = [plain_loss(self.labels.loss_fn, out, part.targets, part.N).double() for part, out in runs]
-        both, first, second = (float(loss.sum()) for loss in losses)
-        if not all(map(math.isfinite, (both, first, second))) or abs(both - first - second) <= 0.02 * abs(both) + 1e-6:
-            return
-        if losses[0].dim():
-            problem = "a sample's output depends on the other samples of its batch, so it has no curvature of its own"
-            raise CurvatureError(f"{problem}; measure with batches of one sample.")
-        refuse_sum(both, first, second)
 
 
 def _check_finite(metrics: Mapping[str, Metric]) -> None:

@@ -66,12 +66,12 @@ class StoredMetrics(StoredParts[Metric]):
                 f"and one of {', '.join(KINDS)}: measure it again, or update epimer."
             )
         self.provenance = _read_provenance(header, f"{self.where}/{HEADER}")
-        self.metric: type[Any] = KINDS[kind].metric if self.provenance.basis is None else Projected
+        self.metric: Any = KINDS[kind].metric if self.provenance.basis is None else Projected
         if self.provenance.basis is None and self.metric is Projected:
             raise CurvatureError(f"{self.where} holds {kind} curvature without a basis; measure it again.")
         names = header.get("inputs_first")
         self.inputs_first = names if isinstance(names, list) else []
-        self.fields = {field.name for field in fields(self.metric)}
+        self.fields = {field.name for field in fields(self.metric)}  # type: ignore[arg-type]
         super().__init__(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}", self.fields)
 
     def __getitem__(self, name: str) -> Metric:

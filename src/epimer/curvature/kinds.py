@@ -20,8 +20,8 @@ from epimer.curvature.collectors import Collector, padded
 from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
 from epimer.geometry.subspace import Basis, Tagged, TensorProduct
 
+# (one tensor's curvature on each data set, samples of each, tokens of each) -> its curvature on all of them
 Add = Callable[[Sequence[Any], Sequence[int], Sequence[int]], Metric]
-"""(one tensor's curvature on each data set, samples of each, tokens of each) -> its curvature on all of them"""
 
 
 def tensors_of(metric: Metric) -> dict[str, Tensor]:

@@ -124,9 +124,6 @@ def _number(value: object) -> float | None:
         return None
 
 
-# --- the file ---
-
-
 def _read_groups(path: Path, where: str) -> list[list[Slot]]:
     """Return the parameters of each of the optimiser's groups, in order."""
     file = _find(path, where)
@@ -213,9 +210,6 @@ def _not_adam(entries: list[str]) -> str | None:
     if "exp_avg_sq" not in entries:
         return "SGD or Muon" if "momentum_buffer" in entries else "another optimiser"
     return None
-
-
-# --- names of the parameters ---
 
 
 def _assign(groups: list[list[Slot]], model: nn.Module, names: Sequence[str] | None, where: str) -> list[str]:

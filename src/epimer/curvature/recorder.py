@@ -62,10 +62,10 @@ class Recorder:
         self.matrices: set[str] = set()  # parameters that multiply tokens as one matrix
         self.parameters = {name: p for name, p in model.named_parameters() if name in names}
         by_id = {id(p): name for name, p in self.parameters.items()}
-        self.layers: list[RecordedLayer] = []
+        self.layers: dict[str, RecordedLayer] = {}  # by label
         for label, module in model.named_modules():
             self._add_layers(label, module, by_id)
-        supported = {name for layer in self.layers for name in layer.names.values()}
+        supported = {name for layer in self.layers.values() for name in layer.names.values()}
         self.unsupported |= {name: UNKNOWN for name in self.parameters if name not in supported}
         self.mode = "off"  # off, probe, expand (a trial, see `expanding_output`), forward or backward
         # (layer, how many times it was called before) -> where its output keeps its samples
@@ -95,7 +95,7 @@ class Recorder:
         elif names and is_supported(module):
             rules = {f"{label}.{part}": rule for part, rule in projection_rules(module).items()}
         if rules:
-            self.layers += [RecordedLayer(layer, module, rule, names) for layer, rule in rules.items()]
+            self.layers |= {layer: RecordedLayer(layer, module, rule, names) for layer, rule in rules.items()}
             self.matrices |= {name for attribute, name in names.items() if is_weight_matrix(module, attribute)}
 
     @contextmanager
@@ -106,7 +106,7 @@ class Recorder:
             try:
                 for p in flags:
                     p.requires_grad_(False)
-                for layer in self.layers:
+                for layer in self.layers.values():
                     if not isinstance(layer.module, nn.MultiheadAttention):
                         handle = layer.module.register_forward_hook(partial(self._hook, layer), with_kwargs=True)
                         stack.callback(handle.remove)
@@ -115,7 +115,7 @@ class Recorder:
                         stack.callback(module.register_forward_hook(self._require_grad).remove)
                     if is_supported(module):
                         stack.callback(delattr, module, "forward")
-                        module.forward = visible_forward(module, self._record_projection(label))
+                        module.forward = visible_forward(module, partial(self._record_projection, label))
                     if takes_mask(module) or module is self.model:
                         note = partial(self._note_masks, label)
                         stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
@@ -234,23 +234,18 @@ class Recorder:
     def _hook(
         self, layer: RecordedLayer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if self.mode == "off" or not isinstance(output, Tensor):
-            return None
-        return self._record(layer, args[0] if args else next(iter(kwargs.values())), output)
+        if self.mode != "off" and isinstance(output, Tensor):
+            return self._record(layer, args[0] if args else next(iter(kwargs.values())), output)
+        return None
 
     def _require_grad(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.mode in ("forward", "backward") and torch.is_grad_enabled() and not output.requires_grad:
             return output.detach().requires_grad_().clone()
         return output
 
-    def _record_projection(self, label: str) -> Callable[[str, Tensor, Tensor], Tensor]:
-        layers = {layer.label: layer for layer in self.layers}
-
-        def record(part: str, x: Tensor, y: Tensor) -> Tensor:
-            layer = layers.get(f"{label}.{part}")
-            return y if layer is None else self._record(layer, x, y)
-
-        return record
+    def _record_projection(self, attention: str, part: str, x: Tensor, y: Tensor) -> Tensor:
+        layer = self.layers.get(f"{attention}.{part}")
+        return y if layer is None else self._record(layer, x, y)
 
     def _note_masks(self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.mode == "forward":

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from functools import partial
 from pathlib import Path, PurePosixPath
 from random import Random
 
@@ -64,9 +63,6 @@ def _open_file(path: Path, split: str | None, subset: str | None) -> Table:
     return READERS[path.suffix.lower()](path)
 
 
-# --- folders ---------------------------------------------------------------------------------------------------------
-
-
 def _open_folder(folder: Path, split: str | None, subset: str | None) -> Table:
     """Open a folder: parquet files if it holds any, else images in two or more folders, else other data files."""
     name = folder.resolve().name
@@ -112,9 +108,6 @@ def _join(folder: Path, files: Sequence[str], name: str) -> Table:
     table = parts[0] if len(parts) == 1 else Joined(name, parts)
     table.name = name
     return table
-
-
-# --- the hub's layout ------------------------------------------------------------------------------------------------
 
 
 def pick(files: Iterable[str], name: str, split: str | None, subset: str | None) -> list[str]:
@@ -191,23 +184,18 @@ def _check_complete(files: Sequence[str], name: str) -> None:
         raise DataError(f"{name} has {present}; download the rest.")
 
 
-# --- the hub ---------------------------------------------------------------------------------------------------------
-
-
 def _open_hub(text: str, split: str | None, subset: str | None, *, progress: bool) -> Table:
     from epimer.checkpoints.hub import fetch_repo, is_hub_id  # imports torch, which local files do not need
 
     if text.lower().endswith(tuple(READERS)) or not is_hub_id(text):
         remedy = f"give a file ({', '.join(READERS)}), a folder or a hub dataset (org/name@revision)"
         raise DataError(f"{text} does not exist; {remedy}.")
-    choose = partial(_needed, text=text, split=split, subset=subset)
-    folder, name = fetch_repo(text, "dataset", choose, DataError, progress=progress)
-    return _join(folder, _needed(files_under(folder), text, split, subset), name)
 
+    def needed(files: Iterable[str]) -> list[str]:
+        data = [file for file in files if _is_data(file)]
+        if not data:
+            raise DataError(f"{text} holds no data files that can be read: expected {', '.join(READERS)}.")
+        return pick(data, text, split, subset)
 
-def _needed(files: Iterable[str], text: str, split: str | None, subset: str | None) -> list[str]:
-    """Return the files of a hub data set that hold the split."""
-    data = [file for file in files if _is_data(file)]
-    if not data:
-        raise DataError(f"{text} holds no data files that can be read: expected {', '.join(READERS)}.")
-    return pick(data, text, split, subset)
+    folder, name = fetch_repo(text, "dataset", needed, DataError, progress=progress)
+    return _join(folder, needed(files_under(folder)), name)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from epimer.errors import CurvatureError
+from epimer.tasks.batches import Batch
 
 POLICIES = ("true", "model", "expected")
 IGNORED = -100  # the target that adds nothing to a loss, as in torch
@@ -64,7 +66,7 @@ def check_sum(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> None:
         first, second = (float(loss) for loss in parts if loss is not None)
     total, summed = float(full), first + second
     if math.isfinite(total) and math.isfinite(summed) and abs(total - summed) > 0.02 * abs(summed) + 1e-12:
-        refuse_sum(total, first, second)
+        _refuse_sum(total, first, second)
 
 
 def every_second(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor | None:
@@ -82,7 +84,7 @@ def _loss_of(loss_fn: Loss, outputs: Any, targets: Any, N: int, part: slice) -> 
     return plain_loss(loss_fn, with_logits(outputs, some), None if targets is None else targets[part], len(some))
 
 
-def refuse_sum(total: float, first: float, second: float) -> None:
+def _refuse_sum(total: float, first: float, second: float) -> None:
     """Raise an error for a loss that is not the sum over samples, from the loss of a batch and of its halves."""
     mean = min(first, second) * 0.98 <= total <= max(first, second) * 1.02
     problem = f"loss_fn returned {total:.4g} for a batch whose halves give {first:.4g} and {second:.4g}"
@@ -217,6 +219,20 @@ class Labels:
             sample, value = self.seen + int(bad[0, 0]), int(targets[tuple(bad[0])])
             expected = f"0 to {classes - 1}, or -100"
             raise SampleError(f"the target of sample {sample} is {value}, expected {expected}.", sample)
+
+    def check_independent(self, model: nn.Module, two: Batch, outputs: Any) -> None:
+        """Refuse a loss of two samples that is not the sum of theirs: a batch mean, or samples that interact."""
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runs = [(two, outputs), *((part, part.run(model)) for part in (two.part(0, 1), two.part(1, 2)))]
+            losses = [plain_loss(self.loss_fn, out, part.targets, part.N).double() for part, out in runs]
+        both, first, second = (float(loss.sum()) for loss in losses)
+        if not all(map(math.isfinite, (both, first, second))) or abs(both - first - second) <= 0.02 * abs(both) + 1e-6:
+            return
+        if losses[0].dim():
+            problem = "a sample's output depends on the other samples of its batch, so it has no curvature of its own"
+            raise CurvatureError(f"{problem}; measure with batches of one sample.")
+        _refuse_sum(both, first, second)
 
     def _weighted(
         self, outputs: Any, targets: Tensor, live: Tensor, p: Tensor, place: int | None, label: int, N: int

@@ -26,6 +26,8 @@ AUTO = {
 }
 POOLINGS = ("auto", "pooler", "cls", "mean")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 class Output(NamedTuple):
@@ -125,7 +127,7 @@ def check_folder(checkpoint: Checkpoint) -> Path:
     if (folder / "adapter_config.json").exists():
         problem = "holds adapter_config.json beside a whole model; only one can be meant"
         raise CheckpointError(f"{folder.name} {problem}: remove the other.")
-    for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
+    for name in ("config.json", "tokenizer_config.json", *PROCESSORS):
         if (folder / name).exists() and (code := _foreign_code(read_json(inside(folder, name), f"{where}/{name}"))):
             problem = f"{where}/{name} asks for code that is not part of transformers ({code}), which is never run"
             raise CheckpointError(f"{problem}; give a model that transformers knows by itself.")
@@ -207,6 +209,25 @@ def _load_backbone(
     return _from_pretrained("AutoModel", folder, where, dtype, config=config)
 
 
+def load_reader(checkpoint: Checkpoint, task: str) -> Any:
+    """Load the checkpoint's tokenizer or image processor."""
+    folder, where = checkpoint.folder, checkpoint.where
+    assert folder is not None
+    options = {"local_files_only": True, "trust_remote_code": False}
+    if task != IMAGE and not any(next(folder.glob(name), None) for name in VOCABULARIES):
+        # transformers would build one with an empty vocabulary
+        raise CheckpointError(f"{where} has no tokenizer; copy tokenizer.json and tokenizer_config.json into it.")
+    if task == IMAGE and not any((folder / name).is_file() for name in PROCESSORS):
+        raise CheckpointError(f"{where} has no image processor; copy preprocessor_config.json into its folder.")
+    try:
+        with quiet_transformers(shown=False):
+            if task == IMAGE:  # always Pillow: pixels must not depend on whether torchvision is installed
+                return transformers().AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
+            return transformers().AutoTokenizer.from_pretrained(folder, **options)
+    except Exception as error:  # see _from_pretrained
+        raise failed(where, "the image processor" if task == IMAGE else "the tokenizer", error) from error
+
+
 def _refuse_fresh(where: str, missing: list[str], task: str, *, backbone: bool = False) -> None:
     remedy = "give the whole model" + ("" if task == CAUSAL_LM or backbone else ", or a trained head with --head")
     problem = "which would be random numbers, and so would the curvature"
@@ -222,9 +243,6 @@ def _check_objective(config: Any, where: str, task: str) -> None:
     elif config.num_labels < 2 or getattr(config, "problem_type", None) in ("regression", "multi_label_classification"):
         problem = getattr(config, "problem_type", None) or "one output, a regression"
         raise CheckpointError(f"{where} was trained for {problem}; expected one of two or more classes per sample.")
-
-
-# --- names on disk ---------------------------------------------------------------------------------------------------
 
 
 def _adapted(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], list[str]]:

@@ -15,26 +15,14 @@ from torch.nn.functional import cross_entropy
 
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
-from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, listed, nearest, short
+from epimer.errors import CurvatureError, DataError, ParameterError, listed, nearest, short
 from epimer.tasks.labels import IGNORED, logits_of
-from epimer.tasks.loading import (
-    AUTO,
-    CAUSAL_LM,
-    IMAGE,
-    POOLINGS,
-    WithHead,
-    failed,
-    load_model,
-    quiet_transformers,
-    transformers,
-)
+from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, WithHead, load_model, load_reader, transformers
 from epimer.tasks.tables import Table
 
 TEXTS = ("text", "sentence", "content", "input", "review", "document", "prompt")
 LABELS = ("label", "labels")
 IMAGES = ("image", "img")
-VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken")
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 InputsAndTargets = tuple[dict[str, Tensor], Tensor | None]
 
@@ -107,8 +95,6 @@ class Task:
 
         return (batch(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size))
 
-    # --- texts
-
     def _texts(self, table: Table, rows: Sequence[int], column: str, *, longest: int) -> dict[str, Tensor]:
         """Return tokens, padded on the right to the longest text of the batch, and their attention mask."""
         texts = [_text(table, i, column) for i in rows]
@@ -151,8 +137,6 @@ class Task:
             limits.append(places - max(skipped, default=0))  # RoBERTa's positions start after the padding's
         return int(min(limits))
 
-    # --- images
-
     def _images(self, table: Table, rows: Sequence[int], column: str) -> dict[str, Tensor]:
         images = [table.image(i, column) for i in rows]
         try:
@@ -160,8 +144,6 @@ class Task:
         except ValueError as error:
             raise DataError(f"{table.where(rows[0])}: the image processor failed: {short(str(error))}") from error
         return {"pixel_values": pixels.to(next(self.model.parameters()).dtype)}
-
-    # --- labels
 
     def _class_numbers(self, table: Table) -> dict[str, int]:
         """Return class name -> number: by the model's own names, or the class folders in their order."""
@@ -216,7 +198,7 @@ def load_task(
     transformers()
     checkpoint = open_checkpoint(model, progress=progress)
     loaded, names, unmatched = load_model(checkpoint, task, head, pooling, dtype, progress=progress)
-    reader = _load_reader(checkpoint, task)
+    reader = load_reader(checkpoint, task)
     label2id, classes = dict[str, int](), None
     if isinstance(loaded, WithHead):
         classes = loaded.head.out_features
@@ -230,25 +212,6 @@ def load_task(
     except (RuntimeError, AssertionError) as error:
         raise CurvatureError(f"device {device!r} cannot hold the model: {str(error).splitlines()[0]}") from error
     return Task(task, loaded, names, unmatched, checkpoint, classes, reader, torch.device(device), label2id)
-
-
-def _load_reader(checkpoint: Checkpoint, task: str) -> Any:
-    """Load the checkpoint's tokenizer or image processor."""
-    folder, where = checkpoint.folder, checkpoint.where
-    assert folder is not None
-    options = {"local_files_only": True, "trust_remote_code": False}
-    if task != IMAGE and not any(next(folder.glob(name), None) for name in VOCABULARIES):
-        # transformers would build one with an empty vocabulary
-        raise CheckpointError(f"{where} has no tokenizer; copy tokenizer.json and tokenizer_config.json into it.")
-    if task == IMAGE and not any((folder / name).is_file() for name in PROCESSORS):
-        raise CheckpointError(f"{where} has no image processor; copy preprocessor_config.json into its folder.")
-    try:
-        with quiet_transformers(shown=False):
-            if task == IMAGE:  # always Pillow: pixels must not depend on whether torchvision is installed
-                return transformers().AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
-            return transformers().AutoTokenizer.from_pretrained(folder, **options)
-    except Exception as error:  # transformers raises errors of many types for damaged files
-        raise failed(where, "the image processor" if task == IMAGE else "the tokenizer", error) from error
 
 
 def _no_column(table: Table, usual: Sequence[str], what: str, option: str) -> DataError:
