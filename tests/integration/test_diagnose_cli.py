@@ -19,7 +19,6 @@ import torch
 import yaml
 
 import epimer
-from epimer.curvature.format import open_curvature
 
 transformers = pytest.importorskip("transformers")
 
@@ -151,7 +150,7 @@ def test_a_diagnosis_from_another_folder_has_the_numbers_of_its_tensors(here, cu
         models,
         rank=3,
         names=list(tiny.TASKS),
-        curvature=[open_curvature(folder) for folder in folders] if curved else None,
+        curvature=[epimer.Curvature.load(folder) for folder in folders] if curved else None,
     )
     plain = json.loads(json.dumps(expected.to_dict()))
     assert yaml.safe_load(found["recipe"])["merge_method"] == "tsv"

@@ -23,8 +23,7 @@ from epimer.curvature.per_sample_gradients import (
 
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
-Record = Callable[[str, Tensor, Tensor], Tensor]
-"""(projection, its input, its output) -> the output to continue with"""
+Record = Callable[[str, Tensor, Tensor], Tensor]  # (projection, its input, its output) -> the output to continue with
 
 
 def is_supported(module: nn.Module) -> bool:
@@ -62,20 +61,15 @@ def _third(i: int, own: str | None) -> GradientRule:
 def visible_forward(module: Any, record: Record) -> Callable[..., Any]:
     """Return a replacement of the module's forward that passes every projection through `record`."""
 
-    def projected(x: Tensor, part: str, W: Tensor, bias: Tensor | None) -> Tensor:
-        return record(part, x, functional.linear(x, W, bias))
-
-    def project(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        bias = module.in_proj_bias
-        if module.in_proj_weight is not None and query is key and key is value:
-            return list(projected(query, "in_proj", module.in_proj_weight, bias).chunk(3, dim=-1))
+    def project(*inputs: Tensor) -> list[Tensor]:
+        W, bias = module.in_proj_weight, module.in_proj_bias
+        if W is not None and all(x is inputs[0] for x in inputs):
+            return list(record("in_proj", inputs[0], functional.linear(inputs[0], W, bias)).chunk(3, dim=-1))
+        weights = [getattr(module, name) for name in SEPARATE] if W is None else W.chunk(3)
+        labels = SEPARATE if W is None else [f"in_proj.{i}" for i in range(3)]
         biases = [None] * 3 if bias is None else bias.chunk(3)
-        if module.in_proj_weight is None:
-            named = {name: getattr(module, name) for name in SEPARATE}
-        else:
-            named = {f"in_proj.{i}": W for i, W in enumerate(module.in_proj_weight.chunk(3))}
-        inputs = (query, key, value)
-        return [projected(x, part, W, b) for x, (part, W), b in zip(inputs, named.items(), biases, strict=True)]
+        rows = zip(labels, inputs, weights, biases, strict=True)
+        return [record(label, x, functional.linear(x, W, b)) for label, x, W, b in rows]
 
     def forward(
         query: Tensor,
@@ -88,34 +82,26 @@ def visible_forward(module: Any, record: Record) -> Callable[..., Any]:
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         H, batched = module.num_heads, query.dim() == 3
-        q, k, v = project(query, key, value)
-        if not batched:
-            q, k, v = q[:, None], k[:, None], v[:, None]
-        if module.batch_first and batched:
-            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        q, k, v = (torch.unflatten(t, -1, (H, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
+        first = batched and module.batch_first  # whether the samples are the first dimension, or the tokens
+        projections = (t.transpose(0, 1) if first else t if batched else t[:, None] for t in project(query, key, value))
+        q, k, v = (torch.unflatten(t, -1, (H, -1)).permute(1, 2, 0, 3) for t in projections)
         N, L, S = len(q), q.shape[2], k.shape[2]
         mask = torch.zeros(N, H, L, S, dtype=q.dtype, device=q.device)
         if attn_mask is not None:
             mask = mask + _additive(attn_mask, q).expand(N * H, L, S).reshape(N, H, L, S)
         if key_padding_mask is not None:
             mask = mask + _additive(key_padding_mask, q).reshape(N, 1, 1, S)
+        weights = None
         if need_weights:
             weights = ((q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5 + mask).softmax(-1)
             mixed = weights @ v
-        else:
-            unmasked = attn_mask is None and key_padding_mask is None
-            weights = None
-            mixed = functional.scaled_dot_product_attention(q, k, v, None if unmasked else mask)
-        mixed = mixed.permute(2, 0, 1, 3).flatten(2)  # tokens, batch, width
-        if not batched:
-            mixed = mixed[:, 0]
-        elif module.batch_first:
-            mixed = mixed.transpose(0, 1)
-        if weights is not None:
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights[0]
-        return module.out_proj(mixed), weights
+        else:
+            unmasked = attn_mask is None and key_padding_mask is None
+            mixed = functional.scaled_dot_product_attention(q, k, v, None if unmasked else mask)
+        mixed = mixed.permute(2, 0, 1, 3).flatten(2)  # tokens, batch, width
+        return module.out_proj(mixed.transpose(0, 1) if first else mixed if batched else mixed[:, 0]), weights
 
     return forward
 

@@ -38,14 +38,13 @@ class StoredBasis(StoredParts[Basis]):
                 f"expected format {FORMAT}, tagged or tensor: build it again, or update epimer."
             )
         self.rank, models = header.get("rank"), header.get("models")
+        # fingerprints of the base and the models it was built from, where they are known
         self.models = [str(model) for model in models] if isinstance(models, list) else None
-        """fingerprints of the base and the models it was built from, where they are known"""
         super().__init__(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}", PARTS)
 
     def __getitem__(self, name: str) -> Basis:
         parts = self.read(name)
-        missing = {"U", "V", "sigma", "owner"} - parts.keys()
-        if missing:
+        if missing := {"U", "V", "sigma", "owner"} - parts.keys():
             raise CurvatureError(f"{self.where} has no {sorted(missing)[0]} for {name!r}; build it again.")
         atoms = Tagged(parts["U"], parts["V"], parts["sigma"], parts["owner"], parts.get("mix"))
         if self.kind == "tagged":
@@ -75,11 +74,7 @@ def _combined(fingerprints: Iterable[tuple[str, str]]) -> str:
 
 
 def save_basis(
-    bases: Iterable[tuple[str, Basis]],
-    folder: Path,
-    *,
-    about: Mapping[str, Any],
-    overwrite: bool = False,
+    bases: Iterable[tuple[str, Basis]], folder: Path, *, about: Mapping[str, Any], overwrite: bool = False
 ) -> None:
     """Write bases into a new folder, with `about` in its header; an interrupted write leaves no folder."""
     with whole_folder(folder, HEADER, overwrite=overwrite) as draft:

@@ -28,8 +28,7 @@ WIDEST = 16384  # longest side of a Kronecker factor; a vocabulary's would be to
 class Collector(ABC):
     """Accumulates one kind of curvature; a subclass says what it keeps of a parameter's per-sample gradients."""
 
-    matrices_only: ClassVar[bool] = True
-    """whether only parameters that multiply tokens as a matrix can be measured"""
+    matrices_only: ClassVar[bool] = True  # whether only parameters that multiply tokens as a matrix can be measured
 
     def __init__(
         self,
@@ -40,25 +39,17 @@ class Collector(ABC):
         basis: Mapping[str, Basis] | None = None,
         reduce: bool = False,
     ) -> None:
-        """Prepare to measure parameters of these shapes.
-
-        With `basis`, only the part of the curvature that lies in it is kept. `reduce` replaces a sample's tokens by
-        their mean input and their summed gradient, where the kind distinguishes tokens.
-        """
+        """Measure in `basis`, if any; `reduce` takes a sample's mean input and summed gradient, not its tokens."""
         self.shapes = {name: shape for name, shape in shapes.items() if len(shape) > 1 or not self.matrices_only}
         self.dtype, self.device, self.reduce = dtype, device, reduce
         self.basis: dict[str, Any] | None = None if basis is None else {name: basis[name] for name in self.shapes}
         like = torch.empty(0, dtype=dtype, device=device)
         self.projection = {name: subspace.to(like) for name, subspace in (self.basis or {}).items()}
-        """the basis in the dtype and on the device of the sums"""
-        self.totals: dict[Hashable, Tensor] = {}
-        """sums over the samples so far, by keys of the subclass"""
+        self.totals: dict[Hashable, Tensor] = {}  # sums over the samples so far, by keys of the subclass
         self.tokens: dict[str, int] = dict.fromkeys(self.shapes, 0)
-        self.refused: dict[str, str] = {}
-        """parameters that this kind of curvature cannot describe, and why"""
+        self.refused: dict[str, str] = {}  # parameters that this kind of curvature cannot describe, and why
         self.samples = 0
-        self.repeated = False
-        """whether this pass differs from the previous one only in its labels, so that its inputs have been counted"""
+        self.repeated = False  # whether only the labels differ from the previous pass, so that inputs are counted
 
     @abstractmethod
     def add(self, name: str, gradients: Sequence[SampleGradients]) -> None:
@@ -102,8 +93,7 @@ class Collector(ABC):
         self.tokens[name] += sum(shape.numel() if mask is None else int(mask.sum()) for shape, mask in pairs)
         if all(mask is None for _, mask in pairs):
             return None
-        every = (torch.ones(shape, dtype=torch.bool, device=self.device) for shape, _ in pairs)
-        return torch.cat([ones if mask is None else mask for ones, (_, mask) in zip(every, pairs, strict=True)], dim=1)
+        return torch.cat([torch.ones(s, dtype=torch.bool, device=self.device) if m is None else m for s, m in pairs], 1)
 
 
 class DiagonalCollector(Collector):
@@ -185,12 +175,11 @@ class KroneckerCollector(Collector):
         outer = self.concatenated(name, gradients)
         if outer is None:
             return
-        self.inputs[name] = outer.inputs
-        sides = outer.left, outer.right
-        g, x = sides[1 - outer.inputs], sides[outer.inputs]
-        self._add(name, 1 - outer.inputs, g.to(self.dtype).sum(1) if self.reduce else g.flatten(0, 1))
+        inputs = self.inputs[name] = outer.inputs
+        x, g = (outer.right, outer.left) if inputs else (outer.left, outer.right)
+        self._add(name, 1 - inputs, g.to(self.dtype).sum(1) if self.reduce else g.flatten(0, 1))
         if not self.repeated:
-            self._add(name, outer.inputs, self._input_rows(x, self.count(name, gradients)))
+            self._add(name, inputs, self._input_rows(x, self.count(name, gradients)))
 
     def _input_rows(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Return the tokens that are not padding, or each sample's mean over them."""
@@ -205,22 +194,18 @@ class KroneckerCollector(Collector):
         """Add rows to the factor of dimension `side` of the stored weight."""
         rows = rows.to(self.dtype)
         if self.basis is not None:
-            basis = self.projection[name]
-            rows = rows @ (basis.V if side else basis.U)
-        size = rows.shape[1]
-        add_gram(self.total((name, side), size, size), rows)
+            rows = rows @ (self.projection[name].V if side else self.projection[name].U)
+        add_gram(self.total((name, side), rows.shape[1], rows.shape[1]), rows)
 
     def metric(self, name: str, shape: torch.Size) -> Metric:
-        inputs = self.inputs.get(name, 1)
-        sizes = shape[0], shape[1:].numel()
-        if self.basis is not None:
-            sizes = self.basis[name].U.shape[1], self.basis[name].V.shape[1]
+        inputs, basis = self.inputs.get(name, 1), None if self.basis is None else self.basis[name]
+        sizes = (shape[0], shape[1:].numel()) if basis is None else (basis.U.shape[1], basis.V.shape[1])
         tokens = self.samples if self.reduce else max(1, self.tokens[name])
         counts = [tokens if side == inputs else self.samples for side in (0, 1)]
         G, A = (symmetric(self.take((name, side), size, size)).div_(counts[side]) for side, size in enumerate(sizes))
-        if self.basis is None:
+        if basis is None:
             return Kronecker(A=A, G=G, inputs=inputs)
-        return Projected(A=A, G=G, inputs=inputs, basis=self.basis[name])
+        return Projected(A=A, G=G, inputs=inputs, basis=basis)
 
 
 def add_gram(total: Tensor, rows: Tensor) -> None:
@@ -257,17 +242,15 @@ class SamplesCollector(Collector):
         s_np = ((left @ atoms.U) * (right @ atoms.V)).sum(1)
         if atoms.mix is not None:
             s_np = s_np @ atoms.mix.to(s_np)
-        size = s_np.shape[1]
-        add_gram(self.total(name, size, size), s_np)
+        add_gram(self.total(name, s_np.shape[1], s_np.shape[1]), s_np)
 
     def metric(self, name: str, shape: torch.Size) -> Metric:
         if self.basis is not None:
             atoms = self.basis[name]
             size = atoms.U.shape[1] if atoms.mix is None else atoms.mix.shape[1]
             return Projected(H=symmetric(self.take(name, size, size)).div_(self.samples), basis=atoms)
-        factors = self.factors.pop(name, [])
-        if not factors:
-            factors = [(torch.zeros(self.samples, 1, shape[0]), torch.zeros(self.samples, 1, shape[1:].numel()))]
+        none = torch.zeros(self.samples, 1, shape[0]), torch.zeros(self.samples, 1, shape[1:].numel())
+        factors = self.factors.pop(name, [none])
         left, right = (padded([pair[side] for pair in factors]).to(self.dtype) for side in (0, 1))
         # under labels='expected' a sample occurs once per class, its gradient times the root of the probability
         return Samples(g=left * math.sqrt(len(left) / self.samples), x=right)
@@ -283,11 +266,11 @@ class EKFACCollector(Collector):
     """EKFAC's second pass: the second moments of the gradients along the eigenvectors of the Kronecker factors."""
 
     def __init__(self, factors: Mapping[str, Metric], dtype: torch.dtype, device: torch.device) -> None:
-        self.eigenvectors: dict[str, tuple[Tensor, ...]] = {}
+        self.eigenvectors: dict[str, list[Tensor]] = {}
         for name, metric in factors.items():
             assert isinstance(metric, Kronecker)
             sides = [side for side in (metric.G, metric.A) if side is not None]
-            self.eigenvectors[name] = tuple(torch.linalg.eigh(M.double()).eigenvectors.to(dtype) for M in sides)
+            self.eigenvectors[name] = [torch.linalg.eigh(M.double()).eigenvectors.to(dtype) for M in sides]
         shapes = {name: torch.Size((len(P), len(Q))) for name, (P, Q) in self.eigenvectors.items()}
         super().__init__(shapes, dtype, device)
 

@@ -3,55 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch import distributed as dist
 
-import epimer
+from epimer.checkpoints.safetensors import SafetensorsFile
+from epimer.curvature.distributed import ranks
+from epimer.curvature.format import Provenance, StoredMetrics, model_fingerprint, save_curvature
 from epimer.curvature.kinds import KINDS, tensors_of
+from epimer.curvature.optimizer_state import moments
 from epimer.errors import CurvatureError, listed
 from epimer.geometry.metric import Metric, Projected
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from epimer.checkpoints.safetensors import SafetensorsFile
-
 SEQUENCES = ("expand", "reduce")
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """What was measured, on what, and how; the keys of `curvature.json`."""
-
-    kind: str
-    samples: int | None = None
-    tokens: int | None = None
-    """tokens without padding, of the tensor that has most; equal to samples where there is no sequence"""
-    labels: str | None = None
-    seed: int | None = None
-    dtype: str = "float32"
-    """dtype of the sums"""
-    compute: str | None = None
-    """dtype of the model"""
-    sequence: str = "expand"
-    """how a sample's tokens enter Kronecker factors: expand or reduce"""
-    source: str = "data"
-    """data, or the moment of an optimiser's state that was read"""
-    model: str | None = None
-    """fingerprint of the measured tensors, see `model_fingerprint`"""
-    basis: str | None = None
-    """fingerprint of the basis it was measured in"""
-    version: str = epimer.__version__
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """tensor -> its tokens without padding"""
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    """tensors that were not measured, and why"""
-    ties: Mapping[str, str] = field(default_factory=dict)
-    """other names of a tensor -> the one it is stored under"""
 
 
 class Curvature(Mapping[str, Metric]):
@@ -62,8 +30,7 @@ class Curvature(Mapping[str, Metric]):
 
     def __init__(self, metrics: Mapping[str, Metric], provenance: Provenance, *, where: str = "curvature") -> None:
         self.metrics, self.provenance, self.where = metrics, provenance, where
-        self.file: SafetensorsFile | None = None
-        """the file it was loaded from"""
+        self.file: SafetensorsFile | None = None  # the file it was loaded from
 
     @property
     def kind(self) -> str:
@@ -111,16 +78,15 @@ class Curvature(Mapping[str, Metric]):
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write a folder that recipes and `Curvature.load` read; an interrupted write leaves no folder."""
-        from epimer.curvature.format import save_curvature
-
-        save_curvature(self, Path(folder), overwrite=overwrite)
+        save_curvature(self.metrics, self.provenance, Path(folder), overwrite=overwrite)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Curvature:
-        """Open a curvature folder; each tensor is read from disk when it is accessed."""
-        from epimer.curvature.format import open_curvature
-
-        return open_curvature(Path(folder).expanduser())
+    def load(cls, folder: str | Path, where: str = "") -> Curvature:
+        """Open a curvature folder, called `where` in messages; each tensor is read from disk when it is accessed."""
+        stored = StoredMetrics(Path(folder).expanduser(), where)
+        curvature = cls(stored, stored.provenance, where=stored.where)
+        curvature.file = stored.file
+        return curvature
 
     @classmethod
     def from_optimizer(
@@ -134,9 +100,6 @@ class Curvature(Mapping[str, Metric]):
             moment: second, Adam's mean of squared gradients; or first, its squared mean gradient.
             names: the parameters' names in the optimiser's order, where the order is ambiguous.
         """
-        from epimer.curvature.format import model_fingerprint
-        from epimer.curvature.optimizer_state import moments
-
         metrics = moments(path, model, moment=moment, names=names)
         fingerprint = model_fingerprint({name: p for name, p in model.named_parameters() if name in metrics})
         return cls(metrics, Provenance("diagonal", source=f"optimizer, {moment} moment", model=fingerprint))
@@ -157,17 +120,31 @@ class Curvature(Mapping[str, Metric]):
             raise CurvatureError(f"only curvature can be added to curvature, got {type(other).__name__}.")
         provenances = [self.provenance, other.provenance]
         provenance = combined_provenance(provenances)
-        odd = set(self) ^ set(other)
-        if odd:
+        if odd := set(self) ^ set(other):
             raise CurvatureError(f"only one of the measurements has {listed(sorted(odd))}; measure the same layers.")
         pairs = {name: [self.metrics[name], other.metrics[name]] for name in self}
         return Curvature({name: add_metrics(name, pair, provenances) for name, pair in pairs.items()}, provenance)
 
     def summed_over_ranks(self) -> Curvature:
-        """Return the measurement of all ranks' data together, on every rank of torch.distributed."""
-        from epimer.curvature.distributed import sum_over_ranks
-
-        return sum_over_ranks(self)
+        """Return the measurement of all ranks' data together, on every rank; one tensor is exchanged at a time."""
+        _, count = ranks()
+        if count == 1:
+            return self
+        gathered: list[Any] = [None] * count
+        dist.all_gather_object(gathered, (self.provenance, list(self)))
+        provenances = [provenance for provenance, _ in gathered]
+        combined = combined_provenance(provenances)
+        if any(names != list(self) for _, names in gathered):
+            raise CurvatureError("the ranks measured different tensors; give every rank the same model and layers.")
+        total: dict[str, Any] = {}
+        for name, metric in self.metrics.items():
+            dtype = next(iter(tensors_of(metric).values())).dtype
+            own: Any = metric.to(torch.device("cpu"), dtype)
+            dist.all_gather_object(gathered, replace(own, basis=None) if isinstance(own, Projected) else own)
+            total[name] = add_metrics(name, gathered, provenances)
+            if isinstance(own, Projected):
+                total[name] = replace(total[name], basis=own.basis)  # every rank has it, so it is not sent
+        return Curvature(total, combined)
 
 
 def _clip(metric: Projected) -> tuple[Tensor, float]:
@@ -183,17 +160,13 @@ def combined_provenance(provenances: Sequence[Provenance]) -> Provenance:
     """Return the provenance of measurements of disjoint data together; refuse those that cannot be added."""
     first = provenances[0]
     if fixed := [provenance.kind for provenance in provenances if KINDS[provenance.kind].add is None]:
-        raise CurvatureError(
-            f"{fixed[0]} curvature cannot be added: each measurement has coordinates of its own; "
-            f"measure kind={fixed[0]!r} on all data at once, or add kind='kronecker'."
-        )
+        problem = f"{fixed[0]} curvature cannot be added: each measurement has coordinates of its own"
+        raise CurvatureError(f"{problem}; measure kind={fixed[0]!r} on all data at once, or add kind='kronecker'.")
     for key in ("kind", "model", "basis", "labels", "sequence"):
-        values = [getattr(provenance, key) for provenance in provenances]
-        if len(set(values)) > 1:
-            raise CurvatureError(
-                f"curvature of different {key} cannot be added: {values[0]} and "
-                f"{next(value for value in values if value != values[0])}; measure both alike."
-            )
+        values = list(dict.fromkeys(getattr(provenance, key) for provenance in provenances))
+        if len(values) > 1:
+            problem = f"curvature of different {key} cannot be added: {values[0]} and {values[1]}"
+            raise CurvatureError(f"{problem}; measure both alike.")
     if any(provenance.samples is None for provenance in provenances):
         raise CurvatureError("an optimiser's moments cannot be added: they are not a mean over samples.")
     return replace(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 from epimer.curvature.basis import basis_fingerprint
 from epimer.curvature.collectors import Collector
-from epimer.curvature.curvature import SEQUENCES, Curvature, Provenance
+from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.exact import projected_hessians
-from epimer.curvature.format import model_fingerprint
+from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.per_sample_gradients import SampleGradients, agree
 from epimer.curvature.recorder import Recorder, attempt
@@ -25,17 +26,7 @@ from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Basis
 from epimer.progress import Progress, Stage
 from epimer.tasks.batches import Batch, read_batches
-from epimer.tasks.labels import (
-    POLICIES,
-    Labels,
-    Loss,
-    SampleError,
-    check_sum,
-    every_second,
-    find_logits,
-    plain_loss,
-    refuse_sum,
-)
+from epimer.tasks.labels import POLICIES, Labels, Loss, SampleError, check_sum, every_second, find_logits, plain_loss
 
 NOT_TWO_SIDED = "a table, a vector or a grouped convolution has no two-sided curvature"
 FEW = 4  # samples on which the layouts are checked
@@ -119,10 +110,8 @@ def estimate_curvature(
                 metrics = measurement.run(read, second, bar.begin("correcting", samples or total))
     if not metrics:
         why = f" ({next(iter(left_out.values()))})" if left_out else ""
-        raise CurvatureError(
-            f"none of the chosen tensors can be measured as {kind}{why}; "
-            "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms."
-        )
+        remedy = "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms"
+        raise CurvatureError(f"none of the chosen tensors can be measured as {kind}{why}; {remedy}.")
     counts = {name: tokens[name] for name in metrics if name in tokens}
     provenance = Provenance(
         kind=kind,
@@ -148,7 +137,7 @@ class _Measurement:
     def __init__(self, model: nn.Module, chosen: dict[str, Tensor], labels: Labels) -> None:
         self.model, self.labels = model, labels
         self.device = next(iter(chosen.values())).device
-        self.half = any(p.dtype == torch.float16 for p in chosen.values())
+        self.loss_scale = LOSS_SCALE if any(p.dtype == torch.float16 for p in chosen.values()) else 1.0
         self.left_out: dict[str, str] = {}
         self.seen = 0
 
@@ -176,19 +165,13 @@ class _Measurement:
                 self.labels.seen = collector.samples = self.seen
                 stage.advance(batch.N, "")
         metrics = collector.finish()
-        self.left_out = dict(recorder.unsupported)
-        for name in metrics:
-            if collector.matrices_only and name not in recorder.matrices:
-                self.left_out.setdefault(name, NOT_TWO_SIDED)
+        vectors = [name for name in metrics if collector.matrices_only and name not in recorder.matrices]
+        self.left_out = dict.fromkeys((*recorder.unsupported, *vectors), NOT_TWO_SIDED) | recorder.unsupported
         kept = {name: metric for name, metric in metrics.items() if name not in self.left_out}
         _check_finite(kept)
-        unreached = [name for name in kept if name not in reached]
-        if unreached:
-            warnings.warn(
-                f"no gradient reached {listed(unreached)}: the loss does not depend on them, so their curvature is 0.",
-                EpimerWarning,
-                stacklevel=4,
-            )
+        if unreached := [name for name in kept if name not in reached]:
+            reason = "the loss does not depend on them, so their curvature is 0"
+            warnings.warn(f"no gradient reached {listed(unreached)}: {reason}.", EpimerWarning, stacklevel=4)
         return kept
 
     def _measure(self, recorder: Recorder, batch: Batch, collector: Collector) -> None:
@@ -199,36 +182,29 @@ class _Measurement:
                 check_sum(self.labels.loss_fn, outputs, batch.targets, batch.N)
             collector.repeated = False
             passes = self.labels.passes(outputs, batch.targets, recorder.masks.outermost, batch.N)
-            losses = next(passes, None)
-            while losses is not None:
+            for losses, following in pairwise(chain(passes, (None,))):
+                assert losses is not None
                 self._check_losses(losses)
-                following = next(passes, None)
-                scale = LOSS_SCALE if self.half else 1.0
-                recorder.backward(losses.sum(), again=following is not None, loss_scale=scale)
-                collector.repeated, losses = True, following
+                recorder.backward(losses.sum(), again=following is not None, loss_scale=self.loss_scale)
+                collector.repeated = True
 
     def _check_losses(self, losses: Tensor) -> None:
         """Name the first sample whose loss is NaN or Inf."""
-        bad = (~torch.isfinite(losses.detach().flatten())).nonzero().flatten().tolist()
-        if bad:
-            where = f"sample {self.seen + bad[0]}" if losses.dim() else f"a batch that starts at sample {self.seen}"
-            value = float(losses.detach().flatten()[bad[0]])
-            raise SampleError(
-                f"the loss of {where} is {value}; look at that sample, or run the model in float32 or bfloat16.",
-                self.seen + bad[0],
-            )
+        values = losses.detach().flatten()
+        if bad := (~torch.isfinite(values)).nonzero().flatten().tolist():
+            sample, value = self.seen + bad[0], float(values[bad[0]])
+            where = f"sample {sample}" if losses.dim() else f"a batch that starts at sample {self.seen}"
+            remedy = "look at that sample, or run the model in float32 or bfloat16"
+            raise SampleError(f"the loss of {where} is {value}; {remedy}.", sample)
 
     def _learn(self, recorder: Recorder, batch: Batch) -> None:
         """Learn on the first few samples where layers keep their samples, and check that gradients add up."""
-        k = 2 if batch.N > 2 else 1
         for variant in (batch, replace(batch, squares=True)):
-            first = variant.part(0, k)
-            failure = attempt(lambda first=first: self._probe(recorder, first))  # type: ignore[misc]
-            if failure is None:
+            if attempt(partial(self._probe, recorder, variant.part(0, 2 if batch.N > 2 else 1))) is None:
                 break
         else:  # a model that takes batches of one size only, or inputs whose first dimension is not the samples
             recorder.probed.clear()
-            failure = attempt(lambda: self._probe(recorder, batch))
+            failure = attempt(partial(self._probe, recorder, batch))
             recorder.probed.clear()
             if isinstance(failure, EpimerError):
                 raise failure
@@ -237,15 +213,12 @@ class _Measurement:
         if batch.N > 1:
             two = variant.part(0, 2)
             outputs = self._with_expanded(recorder, "", two)
-            logits, shared = find_logits(outputs), list(recorder.shared_outputs)
-            self._check_sum(two, outputs)
-            recorder.expanded = {
-                label
-                for label in shared
-                if logits is not None
-                and (expanded := find_logits(self._with_expanded(recorder, label, two))) is not None
-                and agree(logits, expanded)
-            }
+            logits, shared = find_logits(outputs), dict.fromkeys(recorder.shared_outputs)
+            self.labels.check_independent(self.model, two, outputs)
+            for label in shared:
+                expanded = find_logits(self._with_expanded(recorder, label, two))
+                if logits is not None and expanded is not None and agree(logits, expanded):
+                    recorder.expanded.add(label)
             self._check_layouts(recorder, variant.part(0, FEW))
 
     def _probe(self, recorder: Recorder, batch: Batch) -> None:
@@ -278,46 +251,23 @@ class _Measurement:
             if half is not None:
                 recorder.check_layouts(half)
 
-    def _check_sum(self, two: Batch, outputs: Any) -> None:
-        """Refuse a loss of two samples that is not the sum of theirs: a batch mean, or samples that interact."""
-        losses = []
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for part in (two, two.part(0, 1), two.part(1, 2)):
-                part_outputs = outputs if part is two else part.run(self.model)
-                losses.append(plain_loss(self.labels.loss_fn, part_outputs, part.targets, part.N).double())
-        both, first, second = (float(loss.sum()) for loss in losses)
-        if not all(map(math.isfinite, (both, first, second))) or abs(both - first - second) <= 0.02 * abs(both) + 1e-6:
-            return
-        if losses[0].dim():
-            raise CurvatureError(
-                "a sample's output depends on the other samples of its batch, so it has no curvature of its own; "
-                "measure with batches of one sample."
-            )
-        refuse_sum(both, first, second)
-
 
 def _check_finite(metrics: Mapping[str, Metric]) -> None:
     """Refuse sums that overflowed; all are checked in one tensor, to synchronise a GPU once."""
-    sums = {name: [value.sum() for value in tensors_of(metric).values()] for name, metric in metrics.items()}
-    if not sums or torch.isfinite(torch.stack([total for totals in sums.values() for total in totals])).all():
-        return
-    for name, totals in sums.items():
-        if not torch.isfinite(torch.stack(totals)).all():
-            raise CurvatureError(
-                f"the curvature of {name!r} came out as NaN or Inf: gradients overflowed; "
-                "run the model in float32 or bfloat16."
-            )
+    sums = [(name, value.sum()) for name, metric in metrics.items() for value in tensors_of(metric).values()]
+    finite = torch.isfinite(torch.stack([total for _, total in sums])).tolist() if sums else []
+    for (name, _), ok in zip(sums, finite, strict=True):
+        if not ok:
+            problem = f"the curvature of {name!r} came out as NaN or Inf: gradients overflowed"
+            raise CurvatureError(f"{problem}; run the model in float32 or bfloat16.")
 
 
 def matching(patterns: Sequence[str], names: Collection[str], where: str) -> list[str]:
     """Return the names that match any of the patterns; refuse a pattern that matches none."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise CurvatureError(
-                f"{where} has no tensor {pattern!r}.{nearest(pattern, names)} "
-                f"It has {listed(names)}; a pattern is a glob over the whole name."
-            )
+            problem = f"{where} has no tensor {pattern!r}.{nearest(pattern, names)} It has {listed(names)}"
+            raise CurvatureError(f"{problem}; a pattern is a glob over the whole name.")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
@@ -327,17 +277,12 @@ def _chosen(
     """Return the parameters to measure: those that match a pattern of `layers` and are in the basis, if any."""
     patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
     named = set(matching(patterns, parameters, "the model"))
-    missing = [name for name in basis or () if name not in parameters]
-    if missing:
-        raise CurvatureError(
-            f"the basis has {missing[0]!r}, which is not in the model.{nearest(missing[0], parameters)} "
-            "Build the basis from models with these names."
-        )
+    if missing := [name for name in basis or () if name not in parameters]:
+        problem = f"the basis has {missing[0]!r}, which is not in the model.{nearest(missing[0], parameters)}"
+        raise CurvatureError(f"{problem} Build the basis from models with these names.")
     chosen = {name: p for name, p in parameters.items() if name in named and (basis is None or name in basis)}
     if not chosen:
-        raise CurvatureError(
-            "none of the model's tensors is in the basis and fits layers=; there is nothing to measure."
-        )
+        raise CurvatureError("none of the model's tensors is in the basis and fits layers=: nothing to measure.")
     return chosen
 
 
@@ -352,19 +297,14 @@ def _check_basis(basis: Mapping[str, Any] | None, kind: str, parameters: Mapping
     for name, subspace in basis.items():
         if not isinstance(subspace, Basis):
             raise CurvatureError(f"basis[{name!r}] must be made by epimer.build_basis, got {type(subspace).__name__}.")
-        shape = len(subspace.U), len(subspace.V)
-        W = parameters[name]
+        shape, W = (len(subspace.U), len(subspace.V)), parameters[name]
         if shape != (len(W), W[0].numel()):
-            raise CurvatureError(
-                f"basis[{name!r}] is of {shape[0]} x {shape[1]} matrices, but the model's has shape {tuple(W.shape)}; "
-                "build it from models of this shape."
-            )
+            matrices = f"{shape[0]} x {shape[1]} matrices, but the model's has shape {tuple(W.shape)}"
+            raise CurvatureError(f"basis[{name!r}] is of {matrices}; build it from models of this shape.")
         if not isinstance(subspace, KINDS[kind].bases):
             pairs = subspace.U.shape[1] * subspace.V.shape[1]
-            raise CurvatureError(
-                f"kind={kind!r} on all pairs of a tensor basis would take {pairs} squared numbers; "
-                "build a tagged basis, or measure kronecker."
-            )
+            problem = f"kind={kind!r} on all pairs of a tensor basis would take {pairs} squared numbers"
+            raise CurvatureError(f"{problem}; build a tagged basis, or measure kronecker.")
 
 
 def _ties(model: nn.Module, metrics: Mapping[str, object]) -> dict[str, str]:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import epimer
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside
 from epimer.checkpoints.tensor_parts import StoredParts, read_header
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
-from epimer.curvature.curvature import Curvature, Provenance
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.errors import CurvatureError, short
 from epimer.geometry.metric import Metric, Projected
@@ -32,19 +32,52 @@ TYPES: dict[str, type] = {"samples": int, "tokens": int, "counts": int, "left_ou
 MAPPINGS = ("counts", "left_out", "ties")
 
 
-class _StoredMetrics(StoredParts[Metric]):
-    """The metrics of a curvature folder, each read from disk when it is accessed."""
+@dataclass(frozen=True)
+class Provenance:
+    """What was measured, on what, and how; the keys of `curvature.json`."""
 
-    def __init__(self, folder: Path, metric: type[Any], where: str, inputs_first: set[str]) -> None:
-        self.metric, self.where, self.inputs_first = metric, where, inputs_first
-        self.fields = {field.name for field in fields(metric)}
-        self.required = {field.name for field in fields(metric) if field.default is MISSING}
-        super().__init__(inside(folder, NUMBERS), f"{where}/{NUMBERS}", self.fields)
+    kind: str
+    samples: int | None = None
+    tokens: int | None = None  # without padding, of the tensor that has most; equal to samples without sequences
+    labels: str | None = None
+    seed: int | None = None
+    dtype: str = "float32"  # dtype of the sums
+    compute: str | None = None  # dtype of the model
+    sequence: str = "expand"  # how a sample's tokens enter Kronecker factors: expand or reduce
+    source: str = "data"  # data, or the moment of an optimiser's state that was read
+    model: str | None = None  # fingerprint of the measured tensors, see `model_fingerprint`
+    basis: str | None = None  # fingerprint of the basis it was measured in
+    version: str = epimer.__version__
+    counts: Mapping[str, int] = field(default_factory=dict)  # tensor -> its tokens without padding
+    left_out: Mapping[str, str] = field(default_factory=dict)  # tensors that were not measured, and why
+    ties: Mapping[str, str] = field(default_factory=dict)  # other names of a tensor -> the one it is stored under
+
+
+class StoredMetrics(StoredParts[Metric]):
+    """A curvature folder: its provenance, and each tensor's metric, read from disk when it is accessed."""
+
+    def __init__(self, folder: Path, where: str = "") -> None:
+        self.where = where or str(folder)
+        header = read_header(folder, HEADER, "curvature", "measure one with `epimer curvature`", self.where)
+        kind = header.get("kind")
+        if header.get("format") != FORMAT or kind not in tuple(KINDS):
+            raise CurvatureError(
+                f"{self.where} holds {kind!r} curvature in format {header.get('format')!r}; expected format {FORMAT} "
+                f"and one of {', '.join(KINDS)}: measure it again, or update epimer."
+            )
+        self.provenance = _read_provenance(header, f"{self.where}/{HEADER}")
+        self.metric: Any = KINDS[kind].metric if self.provenance.basis is None else Projected
+        if self.provenance.basis is None and self.metric is Projected:
+            raise CurvatureError(f"{self.where} holds {kind} curvature without a basis; measure it again.")
+        names = header.get("inputs_first")
+        self.inputs_first = names if isinstance(names, list) else []
+        self.fields = {field.name for field in fields(self.metric)}  # type: ignore[arg-type]
+        super().__init__(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}", self.fields)
 
     def __getitem__(self, name: str) -> Metric:
         parts: dict[str, Any] = dict(self.read(name))
-        missing = sorted(self.required - parts.keys())
-        if missing:
+        required = {field.name for field in fields(self.metric) if field.default is MISSING}
+        if missing := sorted(required - parts.keys()):
             raise CurvatureError(f"{self.where} has no {missing[0]} for {name!r}; measure it again.")
         if "inputs" in self.fields:
             parts["inputs"] = 0 if name in self.inputs_first else 1
@@ -52,53 +85,30 @@ class _StoredMetrics(StoredParts[Metric]):
         return metric
 
 
-def open_curvature(folder: Path, where: str = "") -> Curvature:
-    """Open a curvature folder; each tensor is read from disk when it is accessed."""
-    where = where or str(folder)
-    header = read_header(folder, HEADER, "curvature", "measure one with `epimer curvature`", where)
-    kind = header.get("kind")
-    if header.get("format") != FORMAT or kind not in tuple(KINDS):
-        raise CurvatureError(
-            f"{where} holds {kind!r} curvature in format {header.get('format')!r}; expected format {FORMAT} "
-            f"and one of {', '.join(KINDS)}: measure it again, or update epimer."
-        )
-    provenance = _read_provenance(header, f"{where}/{HEADER}")
-    metric = KINDS[kind].metric if provenance.basis is None else Projected
-    if provenance.basis is None and metric is Projected:
-        raise CurvatureError(f"{where} holds {kind} curvature without a basis; measure it again.")
-    names = header.get("inputs_first")
-    inputs_first = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set[str]()
-    stored = _StoredMetrics(folder, metric, where, inputs_first)
-    curvature = Curvature(stored, provenance, where=where)
-    curvature.file = stored.file
-    return curvature
-
-
 def _read_provenance(header: Mapping[str, Any], where: str) -> Provenance:
     """Return the provenance in a header, or name the key whose value is of a wrong type."""
     known = [field.name for field in fields(Provenance)]
     values = {key: header[key] for key in known if header.get(key) is not None}
     for key, value in values.items():
-        mapping, expected = key in MAPPINGS, TYPES.get(key, object)
         entries = list(value.values()) if isinstance(value, dict) else [value]
-        if isinstance(value, dict) is not mapping or not all(isinstance(entry, expected) for entry in entries):
+        fits = all(isinstance(entry, TYPES.get(key, object)) for entry in entries)
+        if isinstance(value, dict) is not (key in MAPPINGS) or not fits:
             raise CurvatureError(f"{where}: {key} cannot be {short(value)}; measure it again.")
     return Provenance(**values)
 
 
-def save_curvature(curvature: Curvature, folder: Path, *, overwrite: bool = False) -> None:
+def save_curvature(metrics: Mapping[str, Metric], provenance: Provenance, folder: Path, *, overwrite: bool) -> None:
     """Write curvature into a new folder; an interrupted write leaves no folder."""
     tensors: dict[str, Tensor] = {}
     inputs_first: list[str] = []
-    for name, metric in curvature.metrics.items():  # one access each, as it may read from disk
+    for name, metric in metrics.items():  # one access each, as it may read from disk
         tensors |= {f"{name}.{part}": value.detach().cpu() for part, value in tensors_of(metric).items()}
         inputs_first += [name] if getattr(metric, "inputs", 1) == 0 else []
     if not tensors:
         raise CurvatureError("there is no curvature to save: no tensor was measured.")
-    header = {"format": FORMAT, **asdict(curvature.provenance), "inputs_first": inputs_first}
     with whole_folder(folder, HEADER, overwrite=overwrite) as draft:
         save_tensors(draft / NUMBERS, tensors)
-        (draft / HEADER).write_bytes(as_json(header))
+        (draft / HEADER).write_bytes(as_json({"format": FORMAT, **asdict(provenance), "inputs_first": inputs_first}))
 
 
 def model_fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -15,19 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.curvature.collectors import (
-    Collector,
-    DiagonalCollector,
-    EKFACCollector,
-    KroneckerCollector,
-    SamplesCollector,
-    padded,
-)
+from epimer.curvature import collectors
+from epimer.curvature.collectors import Collector, padded
 from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
 from epimer.geometry.subspace import Basis, Tagged, TensorProduct
 
+# (one tensor's curvature on each data set, samples of each, tokens of each) -> its curvature on all of them
 Add = Callable[[Sequence[Any], Sequence[int], Sequence[int]], Metric]
-"""(one tensor's curvature on each data set, samples of each, tokens of each) -> its curvature on all of them"""
 
 
 def tensors_of(metric: Metric) -> dict[str, Tensor]:
@@ -44,8 +38,8 @@ def add_means(metrics: Sequence[Any], samples: Sequence[int], tokens: Sequence[i
 def add_factors(metrics: Sequence[Any], samples: Sequence[int], tokens: Sequence[int]) -> Metric:
     """Return the mean of the gradients' factor, weighted by the samples, and of the inputs' factor, by the tokens."""
     gradients, inputs = ("G", "A") if metrics[0].inputs else ("A", "G")
-    changes = {gradients: _mean(metrics, gradients, samples), inputs: _mean(metrics, inputs, tokens)}
-    return replace(metrics[0], **changes)
+    means = {gradients: _mean(metrics, gradients, samples), inputs: _mean(metrics, inputs, tokens)}
+    return replace(metrics[0], **means)
 
 
 def add_samples(metrics: Sequence[Any], samples: Sequence[int], tokens: Sequence[int]) -> Metric:
@@ -70,25 +64,20 @@ def _mean(metrics: Sequence[Any], part: str, counts: Sequence[int]) -> Tensor:
 class Kind:
     """One kind of curvature."""
 
-    metric: type[Metric]
-    """holds one tensor's curvature; in a basis that is always Projected"""
-    collector: type[Collector] | None
-    """measures it from per-sample gradients; None: second derivatives in a basis (exact.py)"""
-    bases: tuple[type[Basis], ...] = ()
-    """the kinds of basis it can be measured in"""
-    add: Add | None = add_means
-    """adds measurements of disjoint data; None where the data must be measured at once"""
+    metric: type[Metric]  # holds one tensor's curvature; in a basis that is always Projected
+    collector: type[Collector] | None  # measures it from per-sample gradients; None: second derivatives (exact.py)
+    bases: tuple[type[Basis], ...] = ()  # the kinds of basis it can be measured in
+    add: Add | None = add_means  # adds measurements of disjoint data; None where the data must be measured at once
+    # from what the first pass over the data measured, the collector of a second one
     refine: Callable[[Mapping[str, Metric], torch.dtype, torch.device], Collector] | None = None
-    """the collector of a second pass over the data, from what the first one measured"""
-    indefinite: bool = False
-    """whether it may have negative eigenvalues, which are taken as 0"""
+    indefinite: bool = False  # whether it may have negative eigenvalues, which are taken as 0
 
 
 KINDS: dict[str, Kind] = {
-    "diagonal": Kind(Diagonal, DiagonalCollector, bases=(Tagged,)),
-    "kronecker": Kind(Kronecker, KroneckerCollector, bases=(Tagged, TensorProduct), add=add_factors),
-    "ekfac": Kind(EKFAC, KroneckerCollector, add=None, refine=EKFACCollector),
-    "samples": Kind(Samples, SamplesCollector, bases=(Tagged,), add=add_samples),
+    "diagonal": Kind(Diagonal, collectors.DiagonalCollector, bases=(Tagged,)),
+    "kronecker": Kind(Kronecker, collectors.KroneckerCollector, bases=(Tagged, TensorProduct), add=add_factors),
+    "ekfac": Kind(EKFAC, collectors.KroneckerCollector, add=None, refine=collectors.EKFACCollector),
+    "samples": Kind(Samples, collectors.SamplesCollector, bases=(Tagged,), add=add_samples),
     "hessian": Kind(Projected, None, bases=(Tagged,), indefinite=True),
     "ggn": Kind(Projected, None, bases=(Tagged,)),
 }

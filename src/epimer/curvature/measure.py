@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import SEQUENCES, Curvature
-from epimer.curvature.distributed import ranks
+from epimer.curvature.distributed import process_group, ranks
 from epimer.curvature.estimate import estimate_curvature, matching
 from epimer.curvature.format import HEADER, stored_fingerprint
 from epimer.curvature.kinds import KINDS
@@ -39,7 +36,6 @@ CHOICES: dict[str, Collection[str]] = {
     "dtype": DTYPES,
 }
 SAMPLES = 256
-TIMEOUT = timedelta(hours=12)  # for the slowest rank
 
 
 @dataclass(frozen=True)
@@ -57,12 +53,10 @@ class Request:
     image: str | None = None
     head: Path | None = None
     pooling: str = "auto"
-    kind: str | None = None
-    """by default kronecker, or diagonal for an optimiser's state"""
+    kind: str | None = None  # by default kronecker, or diagonal for an optimiser's state
     labels: str = "model"
     sequence: str = "expand"
-    samples: int | None = None
-    """by default 256, where `fraction` is None"""
+    samples: int | None = None  # by default 256, where `fraction` is None
     fraction: float | None = None
     seed: int = 0
     basis: Path | None = None
@@ -84,12 +78,11 @@ def measure(request: Request) -> Curvature | None:
         if value is not None and value not in known:
             raise ParameterError(f"--{name} must be one of {', '.join(known)}, got {value!r}.{nearest(value, known)}")
     for name in ("samples", "batch_size", "max_length"):
-        count = getattr(request, name)
-        if count is not None and count < 1:
+        if (count := getattr(request, name)) is not None and count < 1:
             raise ParameterError(f"--{name.replace('_', '-')} must be at least 1, got {count}.")
     if request.fraction is not None and not 0 < request.fraction <= 1:
         raise ParameterError(f"--fraction must be above 0 and at most 1, got {request.fraction}.")
-    if request.fraction is not None and request.samples is not None:
+    if None not in (request.fraction, request.samples):
         raise ParameterError("give either --samples or --fraction, not both.")
     if (request.data is None) == (request.optimizer is None):
         raise ParameterError("give either --data, to measure on, or --optimizer, an optimiser's state to read.")
@@ -103,13 +96,12 @@ def measure(request: Request) -> Curvature | None:
         raise ParameterError(f"--kind {request.kind} is measured in a basis only; make one with `epimer basis`.")
     check_new(request.out, HEADER, overwrite=request.overwrite)
     basis = None if request.basis is None else StoredBasis(request.basis.expanduser(), str(request.basis))
-    with _processes():
+    with process_group():
         rank, _ = ranks()
-        curvature = _from_optimizer(request) if request.optimizer else _from_data(request, basis)
-        if rank:
-            return None
-        curvature.save(request.out, overwrite=request.overwrite)
-    return curvature
+        curvature = _from_data(request, basis) if request.optimizer is None else _from_optimizer(request)
+        if rank == 0:
+            curvature.save(request.out, overwrite=request.overwrite)
+    return curvature if rank == 0 else None
 
 
 def _load(request: Request) -> Task:
@@ -128,10 +120,9 @@ def _load(request: Request) -> Task:
     )
     for name, W in task.model.named_parameters():
         if bad := nonfinite(W.detach()):
-            raise CheckpointError(
-                f"{task.checkpoint.where}[{task.names.get(name, name)!r}] holds NaN or Inf in {bad} of {W.numel()} "
-                f"entries, in {request.dtype}; repair the model, or take another --dtype."
-            )
+            where = f"{task.checkpoint.where}[{task.names.get(name, name)!r}]"
+            problem = f"{where} holds NaN or Inf in {bad} of {W.numel()} entries, in {request.dtype}"
+            raise CheckpointError(f"{problem}; repair the model, or take another --dtype.")
     return task
 
 
@@ -197,38 +188,17 @@ def _patterns(layers: tuple[str, ...], task: Task) -> list[str]:
 def _for_model(basis: StoredBasis, task: Task) -> dict[str, Any]:
     """Return a basis by the names of the parameters in memory."""
     loaded = {stored: name for name, stored in task.names.items()}
-    missing = [name for name in basis if name not in loaded]
-    if missing:
-        raise CurvatureError(
-            f"{basis.where} has a basis for {missing[0]!r}, which {task.checkpoint.where} does not hold; "
-            "build it from a recipe with this model."
-        )
+    if missing := [name for name in basis if name not in loaded]:
+        problem = f"{basis.where} has a basis for {missing[0]!r}, which {task.checkpoint.where} does not hold"
+        raise CurvatureError(f"{problem}; build it from a recipe with this model.")
     return {loaded[name]: basis[name] for name in basis}
 
 
 def _under_stored_names(curvature: Curvature, task: Task) -> Curvature:
     """Return curvature by the names of the tensors in the checkpoint on disk."""
     stored = curvature.renamed(task.names)
-    left_out = dict.fromkeys(task.unmatched, "it is not in the checkpoint under a name of its own")
-    provenance = replace(
-        stored.provenance,
-        model=stored_fingerprint(task.checkpoint, {name: name for name in stored.metrics}),
-        left_out={**stored.provenance.left_out, **left_out},
-        ties={name: twin for name, twin in stored.provenance.ties.items() if name in task.checkpoint.headers},
-    )
-    return Curvature(stored.metrics, provenance)
-
-
-@contextmanager
-def _processes() -> Iterator[None]:
-    """Join the process group of torchrun or accelerate, where one of them started this process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        yield
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    fingerprint = stored_fingerprint(task.checkpoint, {name: name for name in stored.metrics})
+    unnamed = dict.fromkeys(task.unmatched, "it is not in the checkpoint under a name of its own")
+    left_out = {**stored.provenance.left_out, **unnamed}
+    ties = {name: twin for name, twin in stored.provenance.ties.items() if name in task.checkpoint.headers}
+    return Curvature(stored.metrics, replace(stored.provenance, model=fingerprint, left_out=left_out, ties=ties))

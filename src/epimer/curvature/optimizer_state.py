@@ -47,7 +47,6 @@ class Slot:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of the parameter; None if it was never stepped."""
         return tuple(self.state["exp_avg_sq"].shape) if self.state else None
 
 
@@ -56,9 +55,8 @@ def moments(
 ) -> dict[str, Diagonal]:
     """Return the diagonal curvature in the state of Adam or AdamW, for every parameter that was stepped.
 
-    path: a saved `optimizer.state_dict()`, a checkpoint that holds one, or the folder of `optimizer.pt`.
-    model: names the parameters and gives their shapes; its values are not read, so it may be on the meta device.
-    names: the parameters' names in the optimiser's order, where the order is ambiguous.
+    The arguments are those of `Curvature.from_optimizer`. The model may be on the meta device: only its parameters'
+    names and shapes are read.
     """
     if moment not in MOMENTS:
         raise ParameterError(f"The 'moment' parameter must be {' or '.join(MOMENTS)}. Got {short(moment)} instead.")
@@ -126,9 +124,6 @@ def _number(value: object) -> float | None:
         return None
 
 
-# --- the file ---
-
-
 def _read_groups(path: Path, where: str) -> list[list[Slot]]:
     """Return the parameters of each of the optimiser's groups, in order."""
     file = _find(path, where)
@@ -159,16 +154,14 @@ def _find(path: Path, where: str) -> Path:
             raise CheckpointError(f"{where} is not a regular file; copy the optimiser's state to one.")
         return path
     entries = sorted(entry.name for entry in path.iterdir())
-    for name in FILES:
-        if name in entries:
-            return inside(path, name)
+    if files := [name for name in FILES if name in entries]:
+        return inside(path, files[0])
     if shards := [name for name in entries if SHARDS.search(name)]:
         raise CheckpointError(f"{where} holds a sharded optimiser's state ({listed(shards)}); {GATHER}.")
     if runs := [name for name in entries if re.fullmatch(r"checkpoint-\d+", name)]:
         raise CheckpointError(f"{where} is a whole run, expected one checkpoint of it; give one of {listed(runs)}.")
-    raise CheckpointError(
-        f"{where} holds no {FILES[0]}; expected a Trainer's checkpoint folder, saved without save_only_model."
-    )
+    expected = "expected a Trainer's checkpoint folder, saved without save_only_model"
+    raise CheckpointError(f"{where} holds no {FILES[0]}; {expected}.")
 
 
 def _unnest(loaded: Any, where: str) -> Mapping[str, Any]:
@@ -184,10 +177,8 @@ def _unnest(loaded: Any, where: str) -> Mapping[str, Any]:
         if isinstance(entry, Mapping) and "param_groups" in entry:
             return entry
     holds = listed(map(str, outer)) if outer else f"a {type(loaded).__name__}"
-    raise CheckpointError(
-        f"{where} holds no optimiser's state but {holds}; expected optimizer.state_dict(), alone or under "
-        f"{', '.join(NESTED)}."
-    )
+    expected = f"expected optimizer.state_dict(), alone or under {', '.join(NESTED)}"
+    raise CheckpointError(f"{where} holds no optimiser's state but {holds}; {expected}.")
 
 
 def _check_adam(state: Mapping[Any, Any], groups: list[Mapping[str, Any]], where: str) -> None:
@@ -221,9 +212,6 @@ def _not_adam(entries: list[str]) -> str | None:
     return None
 
 
-# --- names of the parameters ---
-
-
 def _assign(groups: list[list[Slot]], model: nn.Module, names: Sequence[str] | None, where: str) -> list[str]:
     """Return the name of each parameter in the optimiser's order."""
     slots = [slot for group in groups for slot in group]
@@ -231,24 +219,22 @@ def _assign(groups: list[list[Slot]], model: nn.Module, names: Sequence[str] | N
         if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(n, str) for n in names):
             raise ParameterError(f"The 'names' parameter must be a list of names. Got {short(names)} instead.")
         if len(names) != len(slots):
-            raise ParameterError(
-                f"names has {len(names)} entries for the {len(slots)} parameters in {where}; {GIVE_NAMES}."
-            )
+            count = f"{len(names)} entries for the {len(slots)} parameters in {where}"
+            raise ParameterError(f"names has {count}; {GIVE_NAMES}.")
         return _checked(list(names), slots, model, "names", where)
     if stored := _stored_names(groups, where):
         return _checked(stored, slots, model, where, where)
     shapes = _shapes(model)
     fitting = [(label, order) for label, order in _orders(groups, model) if not _mismatch(order, slots, shapes)]
     if not fitting:
-        raise CurvatureError(_why_none_fits(slots, model, where))
+        remedy = f"give the model that was trained, or {GIVE_NAMES}"
+        raise CurvatureError(f"{where} does not fit the model: {_why_none_fits(slots, model)}; {remedy}.")
     label, first = fitting[0]
     for other, order in fitting[1:]:
         for slot, name, other_name in zip(slots, first, order, strict=True):
             if name != other_name and slot.state:
-                raise CurvatureError(
-                    f"{where} fits the model in two ways: parameter {slot.key!r} is {name!r} with {label} and "
-                    f"{other_name!r} with {other}; {GIVE_NAMES}."
-                )
+                ways = f"parameter {slot.key!r} is {name!r} with {label} and {other_name!r} with {other}"
+                raise CurvatureError(f"{where} fits the model in two ways: {ways}; {GIVE_NAMES}.")
     return first
 
 
@@ -283,7 +269,8 @@ def _checked(names: list[str], slots: list[Slot], model: nn.Module, source: str,
 
 def _orders(groups: list[list[Slot]], model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield the usual orders of a model's parameters in an optimiser with groups of these sizes, and their labels."""
-    shapes, norms = _shapes(model), _layer_norms(model)
+    shapes, modules = _shapes(model), model.named_modules(remove_duplicate=False)
+    norms = tuple(f"{name}." for name, module in modules if name and isinstance(module, nn.LayerNorm))
     decays = {name for name in shapes if not name.startswith(norms) and not NO_DECAY.search(name.lower())}
     matrices = {name for name, shape in shapes.items() if len(shape) >= 2}
     for chosen in (_trained(model), list(shapes)):
@@ -292,11 +279,6 @@ def _orders(groups: list[list[Slot]], model: nn.Module) -> Iterator[tuple[str, l
             split = [[n for n in chosen if n in ahead], [n for n in chosen if n not in ahead]]
             if [len(part) for part in split] == [len(group) for group in groups]:
                 yield label, [*split[0], *split[1]]
-
-
-def _layer_norms(model: nn.Module) -> tuple[str, ...]:
-    modules = model.named_modules(remove_duplicate=False)
-    return tuple(f"{name}." for name, module in modules if name and isinstance(module, nn.LayerNorm))
 
 
 def _trained(model: nn.Module) -> list[str]:
@@ -317,12 +299,10 @@ def _mismatch(names: list[str], slots: list[Slot], shapes: Mapping[str, tuple[in
     return None
 
 
-def _why_none_fits(slots: list[Slot], model: nn.Module, where: str) -> str:
+def _why_none_fits(slots: list[Slot], model: nn.Module) -> str:
     """Return why no order fits: the counts, or the first shape that differs in the model's own order."""
     shapes, trained = _shapes(model), _trained(model)
-    chosen = next((order for order in (trained, list(shapes)) if len(order) == len(slots)), None)
-    if chosen is None:
-        why = f"it has {len(slots)} parameters, the model {len(shapes)} ({len(trained)} of them require a gradient)"
-    else:
-        why = f"in the model's order {_mismatch(chosen, slots, shapes)}, and no usual split into two groups fits"
-    return f"{where} does not fit the model: {why}; give the model that was trained, or {GIVE_NAMES}."
+    for order in (trained, list(shapes)):
+        if len(order) == len(slots):
+            return f"in the model's order {_mismatch(order, slots, shapes)}, and no usual split into two groups fits"
+    return f"it has {len(slots)} parameters, the model {len(shapes)} ({len(trained)} of them require a gradient)"

@@ -8,25 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# argument of a module's forward -> whether it is True at real tokens (else it is True at padding)
 MASKS = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
-"""argument of a module's forward -> whether it is True at real tokens (else it is True at padding)"""
 
 
 class PaddingMasks:
     """The padding masks of one forward pass; every mask is [N, tokens], True at real tokens."""
 
     def __init__(self) -> None:
-        self.outermost: Tensor | None = None
-        """the mask that the first module with one was called with"""
+        self.outermost: Tensor | None = None  # the mask that the first module with one was called with
         self._by_module: dict[str, list[Tensor]] = {}
-        self._by_memory: dict[int, Tensor] = {}
-        """address of an encoder's output, which a decoder reads -> its mask"""
-
-    def clear(self) -> None:
-        """Forget the last pass."""
-        self.outermost = None
-        self._by_module.clear()
-        self._by_memory.clear()
+        self._by_memory: dict[int, Tensor] = {}  # address of an encoder's output, which a decoder reads -> its mask
 
     def note(self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], N: int) -> None:
         """Keep the masks among the arguments of one module's call."""

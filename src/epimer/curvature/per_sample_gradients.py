@@ -22,13 +22,13 @@ from torch.nn import functional
 class SampleGradients(ABC):
     """One parameter's gradient for each of N samples, through one call of its layer."""
 
-    mask: Tensor | None
-    """[N, t], False at padding; None where no token is padding"""
+    mask: Tensor | None  # [N, t], False at padding; None where no token is padding
 
     @property
-    @abstractmethod
     def per_token(self) -> Tensor:
-        """A tensor that begins with the dimensions [N, t]."""
+        """The first field, a tensor that begins with the dimensions [N, t]."""
+        first: Tensor = next(iter(vars(self).values()))
+        return first
 
     @abstractmethod
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -43,17 +43,10 @@ class SampleGradients(ABC):
 class OuterProducts(SampleGradients):
     """Sample n has the gradient Σ_t left_nt ⊗ right_nt: a weight matrix that multiplies tokens."""
 
-    left: Tensor
-    """[N, t, rows of the stored weight]"""
-    right: Tensor
-    """[N, t, columns of the stored weight]"""
-    inputs: int = 1
-    """the stored weight's dimension that the layer's inputs belong to: 1 (`right`), or 0 (`left`)"""
+    left: Tensor  # [N, t, rows of the stored weight]
+    right: Tensor  # [N, t, columns of the stored weight]
+    inputs: int = 1  # the stored weight's dimension that the layer's inputs belong to: 1 (`right`), or 0 (`left`)
     mask: Tensor | None = None
-
-    @property
-    def per_token(self) -> Tensor:
-        return self.left
 
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         left, right = self.left.flatten(0, 1), self.right.flatten(0, 1).to(self.left)
@@ -67,15 +60,9 @@ class OuterProducts(SampleGradients):
 class TableRows(SampleGradients):
     """Sample n adds g_nt to row ids_nt of a table: an embedding."""
 
-    ids: Tensor
-    """[N, t]"""
-    g: Tensor
-    """[N, t, width]"""
+    ids: Tensor  # [N, t]
+    g: Tensor  # [N, t, width]
     mask: Tensor | None = None
-
-    @property
-    def per_token(self) -> Tensor:
-        return self.ids
 
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         g = self.g.flatten(0, 1)
@@ -89,13 +76,8 @@ class TableRows(SampleGradients):
 class TokenSums(SampleGradients):
     """Sample n has the gradient Σ_t parts_nt: a bias, a norm's weight, or a grouped convolution."""
 
-    parts: Tensor
-    """[N, t, *the parameter's shape]"""
+    parts: Tensor  # [N, t, *the parameter's shape]
     mask: Tensor | None = None
-
-    @property
-    def per_token(self) -> Tensor:
-        return self.parts
 
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         return self.parts.sum((0, 1)).reshape(shape), self.parts.norm()
@@ -108,14 +90,10 @@ class TokenSums(SampleGradients):
 class Layout:
     """Where a tensor of a layer keeps its samples."""
 
-    dim: int = 0
-    """the dimension the samples lie along"""
-    flat: bool = False
-    """that dimension holds the tokens of all samples, N·t entries instead of N"""
-    inner: bool = False
-    """in a flat dimension samples alternate at every token (t0n0 t0n1 …) instead of following each other"""
-    single: bool = False
-    """the batch has one sample, so every entry belongs to it"""
+    dim: int = 0  # the dimension the samples lie along
+    flat: bool = False  # that dimension holds the tokens of all samples, N·t entries instead of N
+    inner: bool = False  # in a flat dimension samples alternate (t0n0 t0n1 …) instead of following each other
+    single: bool = False  # the batch has one sample, so every entry belongs to it
 
     def fits(self, x: Tensor, N: int) -> bool:
         """Whether a tensor can hold N samples in this layout."""
@@ -141,10 +119,8 @@ class Layout:
 
 def find_layout(full: Tensor, probe: Tensor, N: int, k: int) -> Layout | None:
     """Infer a layer's layout from its output on N samples and on the first k of them; None where it is unclear."""
-    if full.dim() != probe.dim():
-        return None
-    dims = [i for i, (s, r) in enumerate(zip(full.shape, probe.shape, strict=True)) if s != r]
-    if len(dims) != 1:
+    dims = [i for i, (s, r) in enumerate(zip(full.shape, probe.shape, strict=False)) if s != r]
+    if full.dim() != probe.dim() or len(dims) != 1:
         return None
     dim = dims[0]
     tokens, rest = divmod(full.shape[dim], N)
@@ -174,18 +150,17 @@ GradientRule = Callable[[Any, Tensor, Tensor, Layout, int], dict[str, SampleGrad
 
 def gradient_rule(module: nn.Module) -> GradientRule | None:
     """Return the rule for a module's own parameters, or None for a module of an unknown kind."""
-    own = dict(module.named_parameters(recurse=False))
+    own, kind = {name for name, _ in module.named_parameters(recurse=False)}, type(module).__name__
     if isinstance(module, nn.Linear):
         return linear_rule()
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+    if kind == "Conv1D" and hasattr(module, "nf"):
         return linear_rule(inputs=0)
     if isinstance(module, nn.Conv1d | nn.Conv2d) and not isinstance(module, nn.modules.conv._ConvTransposeNd):
         return _convolution
     if isinstance(module, nn.Embedding):
         return None if module.max_norm is not None or module.scale_grad_by_freq else _embedding
-    if "Norm" in type(module).__name__ and "weight" in own and set(own) <= {"weight", "bias"}:
-        return None if any(True for _ in module.children()) else _norm
-    return None
+    norm = "Norm" in kind and "weight" in own and own <= {"weight", "bias"} and not list(module.children())
+    return _norm if norm else None
 
 
 def is_weight_matrix(module: nn.Module, attribute: str) -> bool:
@@ -230,13 +205,10 @@ def _convolution(module: Any, x: Tensor, g: Tensor, layout: Layout, N: int) -> d
 
 def _patches(module: Any, x: Tensor) -> Tensor:
     """Return the input patch of each output place of a convolution, as [batch, channels·kernel, places]."""
-    if module.padding_mode != "zeros" or isinstance(module.padding, str):
+    kernel, stride, dilation, padding = module.kernel_size, module.stride, module.dilation, module.padding
+    if module.padding_mode != "zeros" or isinstance(padding, str):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        x = functional.pad(x, module._reversed_padding_repeated_twice, mode)
-        padding: tuple[int, ...] = (0,) * (module.weight.dim() - 2)
-    else:
-        padding = module.padding
-    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+        x, padding = functional.pad(x, module._reversed_padding_repeated_twice, mode), (0,) * len(kernel)
     if module.weight.dim() == 3:  # one-dimensional: a picture of height 1
         x, kernel, stride, dilation, padding = x[:, :, None], (1, *kernel), (1, *stride), (1, *dilation), (0, *padding)
     if tuple(stride) == tuple(kernel) and not any(padding) and set(dilation) == {1}:

@@ -42,8 +42,7 @@ class RecordedLayer:
     label: str
     module: nn.Module
     rule: GradientRule
-    names: Mapping[str, str]
-    """attribute of the module -> name of the parameter, for those that are measured"""
+    names: Mapping[str, str]  # attribute of the module -> name of the parameter, for those that are measured
 
 
 class Recorder:
@@ -54,66 +53,50 @@ class Recorder:
     ) -> None:
         """Find the layers of the parameters in `names`.
 
-        `emit` is called with a parameter's name and its per-sample gradients in the batch, one entry for each time
-        that it is used (a shared layer is called several times), as soon as all of them are known.
+        `emit` takes a parameter's name and its per-sample gradients in the batch, one entry for each time it is used.
         """
         self.model, self.emit = model, emit
         self.N = 0
         self.masks = PaddingMasks()
-        self.unsupported: dict[str, str] = {}
-        """parameters that cannot be measured, and why"""
-        self.matrices: set[str] = set()
-        """parameters that multiply tokens as one matrix"""
+        self.unsupported: dict[str, str] = {}  # parameters that cannot be measured, and why
+        self.matrices: set[str] = set()  # parameters that multiply tokens as one matrix
         self.parameters = {name: p for name, p in model.named_parameters() if name in names}
         by_id = {id(p): name for name, p in self.parameters.items()}
-        self.layers: list[RecordedLayer] = []
+        self.layers: dict[str, RecordedLayer] = {}  # by label
         for label, module in model.named_modules():
-            self._find_layers(label, module, by_id)
-        supported = {name for layer in self.layers for name in layer.names.values()}
+            self._add_layers(label, module, by_id)
+        supported = {name for layer in self.layers.values() for name in layer.names.values()}
         self.unsupported |= {name: UNKNOWN for name in self.parameters if name not in supported}
-        self.mode = "off"
-        """off, probe, expand (a trial, see `expanding_output`), forward or backward"""
+        self.mode = "off"  # off, probe, expand (a trial, see `expanding_output`), forward or backward
+        # (layer, how many times it was called before) -> where its output keeps its samples
         self.layouts: dict[tuple[str, int], Layout | None] = {}
-        """(layer, how many times it was called before) -> where its output keeps its samples"""
-        self.probed: dict[tuple[str, int], Tensor] = {}
-        """the same -> its output on the first `probe_size` samples"""
+        self.probed: dict[tuple[str, int], Tensor] = {}  # the same -> its output on the first `probe_size` samples
         self.probe_size = 0
-        self.shared_outputs: dict[str, None] = {}
-        """layers whose output was one for all samples in the last trial, in order"""
-        self.expanded: set[str] = set()
-        """layers whose output is one for all samples and is expanded to N copies (position embeddings)"""
+        self.shared_outputs: list[str] = []  # layers whose output was one for all samples in the last trial
+        self.expanded: set[str] = set()  # those whose output is expanded to N copies (position embeddings)
         self._trial = ""
-        self._totals: dict[str, tuple[Any, Any]] = {}
-        """parameter -> the sum of its per-sample gradients so far, and by how much rounding may have changed it"""
-        self._checks: list[tuple[str, Tensor]] = []
-        """(parameter, a boolean tensor that must be True)"""
+        self._totals: dict[str, tuple[Any, Any]] = {}  # parameter -> its gradient so far, and the rounding in it
+        self._checks: list[tuple[str, Tensor]] = []  # (parameter, a boolean tensor that must be True)
         self._calls: Counter[str] = Counter()
         self._forward_calls: Counter[str] = Counter()
-        self._expected: Counter[str] = Counter()
-        """parameter -> how many times the forward pass used it"""
+        self._expected: Counter[str] = Counter()  # parameter -> how many times the forward pass used it
         self._incomplete: defaultdict[str, list[SampleGradients]] = defaultdict(list)
         self._loss_scale, self._checking_layouts = 1.0, False
         self._without_grad: set[str] = set()
         self._with_grad: set[str] = set()
 
-    def _find_layers(self, label: str, module: nn.Module, by_id: Mapping[int, str]) -> None:
+    def _add_layers(self, label: str, module: nn.Module, by_id: Mapping[int, str]) -> None:
         """Add the layers that a module's own parameters make up."""
-        names = {
-            attribute: by_id[id(p)]
-            for attribute, p in module.named_parameters(recurse=False, remove_duplicate=False)
-            if id(p) in by_id
-        }
-        if not names:
-            return
-        rule = gradient_rule(module)
-        if rule is not None:
-            self.layers.append(RecordedLayer(label, module, rule, names))
-        elif is_supported(module):
-            for part, rule in projection_rules(module).items():
-                self.layers.append(RecordedLayer(f"{label}.{part}", module, rule, names))
-        else:
-            return
-        self.matrices |= {name for attribute, name in names.items() if is_weight_matrix(module, attribute)}
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        names = {attribute: by_id[id(p)] for attribute, p in own if id(p) in by_id}
+        rules = {}
+        if names and (rule := gradient_rule(module)) is not None:
+            rules = {label: rule}
+        elif names and is_supported(module):
+            rules = {f"{label}.{part}": rule for part, rule in projection_rules(module).items()}
+        if rules:
+            self.layers |= {layer: RecordedLayer(layer, module, rule, names) for layer, rule in rules.items()}
+            self.matrices |= {name for attribute, name in names.items() if is_weight_matrix(module, attribute)}
 
     @contextmanager
     def attached(self) -> Iterator[Recorder]:
@@ -123,7 +106,7 @@ class Recorder:
             try:
                 for p in flags:
                     p.requires_grad_(False)
-                for layer in self.layers:
+                for layer in self.layers.values():
                     if not isinstance(layer.module, nn.MultiheadAttention):
                         handle = layer.module.register_forward_hook(partial(self._hook, layer), with_kwargs=True)
                         stack.callback(handle.remove)
@@ -132,7 +115,7 @@ class Recorder:
                         stack.callback(module.register_forward_hook(self._require_grad).remove)
                     if is_supported(module):
                         stack.callback(delattr, module, "forward")
-                        module.forward = visible_forward(module, self._record_projection(label))
+                        module.forward = visible_forward(module, partial(self._record_projection, label))
                     if takes_mask(module) or module is self.model:
                         note = partial(self._note_masks, label)
                         stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
@@ -148,26 +131,22 @@ class Recorder:
     def probing(self, k: int) -> Iterator[None]:
         """Keep the outputs on k samples; `check_gradients` follows within the block."""
         self.probed.clear()
-        self._begin("probe", k)
         self.probe_size = k
         grads = {name: p.grad for name, p in self.parameters.items()}
-        handles = []
-        try:
-            for name, p in self.parameters.items():
-                p.grad = None
-                if name not in self.unsupported:
-                    p.requires_grad_()
-                    handles.append(p.register_post_accumulate_grad_hook(partial(self._compare, name)))  # type: ignore[no-untyped-call]
-            with torch.enable_grad():
+        with self._running("probe", k), torch.enable_grad(), ExitStack() as hooks:
+            try:
+                for name, p in self.parameters.items():
+                    p.grad = None
+                    if name not in self.unsupported:
+                        p.requires_grad_()
+                        compare = partial(self._compare, name)
+                        hooks.callback(p.register_post_accumulate_grad_hook(compare).remove)  # type: ignore[no-untyped-call]
                 yield
-        finally:
-            self.mode = "off"
-            self._totals.clear()
-            for handle in handles:
-                handle.remove()
-            for name, p in self.parameters.items():
-                p.requires_grad_(False)
-                p.grad = grads[name]
+            finally:
+                self._totals.clear()
+                for name, p in self.parameters.items():
+                    p.requires_grad_(False)
+                    p.grad = grads[name]
 
     def check_gradients(self, loss: Tensor) -> None:
         """Leave out every parameter whose per-sample gradients do not add up to its gradient from autograd."""
@@ -182,9 +161,9 @@ class Recorder:
             self.mode, self._checking_layouts = "backward", True
             try:
                 torch.autograd.backward(loss)
-                self._leave_out_failed(MIXED)
             finally:
                 self._checking_layouts = False
+            self._leave_out_failed(MIXED)
 
     def _leave_out_failed(self, reason: str) -> None:
         """Leave out the parameters that failed a check; all results are read at once, to synchronise a GPU once."""
@@ -202,44 +181,41 @@ class Recorder:
     @contextmanager
     def expanding_output(self, label: str, N: int) -> Iterator[None]:
         """Expand the output of one layer to N copies, to see whether the model's result stays the same."""
-        self._begin("expand", N)
-        self._trial, self.shared_outputs = label, {}
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.mode = "off"
+        self._trial, self.shared_outputs = label, []
+        with self._running("expand", N), torch.no_grad():
+            yield
 
     # --- measuring ---
 
     @contextmanager
     def recording(self, N: int) -> Iterator[None]:
         """Record the forward pass of a batch of N samples; `backward` follows within the block."""
-        self._begin("forward", N)
-        self.masks.clear()
+        self.masks = PaddingMasks()
         self._expected.clear()
+        try:
+            with self._running("forward", N):
+                yield
+        finally:
+            self._incomplete.clear()
+            self.probed.clear()
+
+    @contextmanager
+    def _running(self, mode: str, N: int) -> Iterator[None]:
+        self.mode, self.N = mode, N
+        self._calls.clear()
         try:
             yield
         finally:
             self.mode = "off"
-            self._incomplete.clear()
-            self.probed.clear()
-
-    def _begin(self, mode: str, N: int) -> None:
-        self.mode, self.N = mode, N
-        self._calls.clear()
 
     def backward(self, loss: Tensor, *, again: bool, loss_scale: float = 1.0) -> None:
-        """Emit the per-sample gradients of `loss` in the recorded pass.
+        """Emit the per-sample gradients of `loss` in the recorded pass; `again` keeps the graph for another one.
 
-        `again` keeps the graph for another backward pass. `loss_scale` magnifies gradients on their way, where they
-        would underflow in float16; what is emitted is divided by it.
+        `loss_scale` magnifies gradients that would underflow in float16; what is emitted is divided by it.
         """
         if not loss.requires_grad:
-            raise CurvatureError(
-                "the loss does not depend on any layer that is measured; "
-                "let loss_fn use the model's output, without torch.no_grad() or detach()."
-            )
+            problem = "the loss does not depend on any layer that is measured"
+            raise CurvatureError(f"{problem}; let loss_fn use the model's output, without torch.no_grad() or detach().")
         if self.mode == "forward":
             self._forward_calls = Counter(self._calls)
         self.mode, self._loss_scale = "backward", loss_scale
@@ -248,35 +224,28 @@ class Recorder:
             for name, gradients in self._incomplete.items():
                 self.emit(name, gradients)
         self._incomplete.clear()
-        without = self._without_grad - self._with_grad
-        if without:
-            raise CurvatureError(
-                f"layer {min(without)!r} ran without gradients (torch.no_grad, or reentrant checkpointing of frozen "
-                "inputs); run it with gradients, or leave it out with layers=."
-            )
+        if without := self._without_grad - self._with_grad:
+            cause = "(torch.no_grad, or reentrant checkpointing of frozen inputs)"
+            remedy = "run it with gradients, or leave it out with layers="
+            raise CurvatureError(f"layer {min(without)!r} ran without gradients {cause}; {remedy}.")
 
     # --- hooks ---
 
     def _hook(
         self, layer: RecordedLayer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if self.mode == "off" or not isinstance(output, Tensor):
-            return None
-        return self._record(layer, args[0] if args else next(iter(kwargs.values())), output)
+        if self.mode != "off" and isinstance(output, Tensor):
+            return self._record(layer, args[0] if args else next(iter(kwargs.values())), output)
+        return None
 
     def _require_grad(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.mode in ("forward", "backward") and torch.is_grad_enabled() and not output.requires_grad:
             return output.detach().requires_grad_().clone()
         return output
 
-    def _record_projection(self, label: str) -> Callable[[str, Tensor, Tensor], Tensor]:
-        layers = {layer.label: layer for layer in self.layers}
-
-        def record(part: str, x: Tensor, y: Tensor) -> Tensor:
-            layer = layers.get(f"{label}.{part}")
-            return y if layer is None else self._record(layer, x, y)
-
-        return record
+    def _record_projection(self, attention: str, part: str, x: Tensor, y: Tensor) -> Tensor:
+        layer = self.layers.get(f"{attention}.{part}")
+        return y if layer is None else self._record(layer, x, y)
 
     def _note_masks(self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.mode == "forward":
@@ -291,7 +260,7 @@ class Recorder:
                 return y
             case "expand":
                 if y.dim() > 2 and len(y) == 1:  # position embeddings: [1, tokens, width]
-                    self.shared_outputs[layer.label] = None
+                    self.shared_outputs.append(layer.label)
                 return y.expand(self.N, *y.shape[1:]) if layer.label == self._trial else y
             case "probe":
                 self.probed[layer.label, ordinal] = y.detach()
@@ -317,10 +286,9 @@ class Recorder:
 
         def on_gradient(g: Tensor) -> None:
             if x._version != version:
-                raise CurvatureError(
-                    f"the input of layer {layer.label!r} was changed in place after its use, so its curvature cannot "
-                    "be measured; use an operation that is not in place there."
-                )
+                problem = f"the input of layer {layer.label!r} was changed in place after its use"
+                remedy = "use an operation that is not in place there"
+                raise CurvatureError(f"{problem}, so its curvature cannot be measured; {remedy}.")
             if self._checking_layouts:
                 if not layout.single:
                     zero = ~layout.samples_first(g, N)[1::2].any()
@@ -343,11 +311,8 @@ class Recorder:
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
                 try:
                     gradients = layer.rule(layer.module, x, g, Layout(single=True), 1)
-                    totals = {
-                        name: gradients[attribute].total(self.parameters[name].shape)
-                        for attribute, name in layer.names.items()
-                        if attribute in gradients
-                    }
+                    used = {name: gradients[part] for part, name in layer.names.items() if part in gradients}
+                    totals = {name: use.total(self.parameters[name].shape) for name, use in used.items()}
                 except Exception:  # a layer that does not work as its class says
                     self.unsupported |= dict.fromkeys(layer.names.values(), ELSEWHERE)
                     return
@@ -402,9 +367,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def _masked(gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
     """Return per-sample gradients with the first mask of their shape [N, tokens]."""
-    shape = gradients.per_token.shape[:2]
-    mask = next((mask for mask in masks if mask.shape == shape), None)
-    return replace(gradients, mask=mask)  # type: ignore[type-var]
+    fitting = (mask for mask in masks if mask.shape == gradients.per_token.shape[:2])
+    return replace(gradients, mask=next(fitting, None))  # type: ignore[type-var]
 
 
 def attempt(run: Callable[[], Any]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
-from epimer.curvature.format import open_curvature, stored_fingerprint
+from epimer.curvature.format import stored_fingerprint
 from epimer.curvature.kinds import tensors_of
 from epimer.errors import CurvatureError, EpimerError
 from epimer.geometry.metric import Metric
@@ -52,7 +52,7 @@ def open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerEr
             problems.append(CurvatureError(f"models[{t}] has no curvature, while others have; measure it for all."))
             continue
         try:
-            opened.append(open_curvature(Path(locate(path, folder)).expanduser(), path))
+            opened.append(Curvature.load(locate(path, folder), path))
         except EpimerError as error:
             problems.append(type(error)(f"curvature of models[{t}]: {error}"))
     return opened

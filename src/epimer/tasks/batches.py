@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from epimer.errors import CurvatureError
 
@@ -19,8 +19,7 @@ class Batch:
     inputs: Any
     targets: Any
     N: int
-    squares: bool = False
-    """whether an input of shape [N, N] belongs to all samples, as an attention mask over N tokens does"""
+    squares: bool = False  # whether an input of shape [N, N] belongs to all samples: a mask over N tokens
 
     @property
     def mask(self) -> Tensor | None:
@@ -28,7 +27,7 @@ class Batch:
         mask = self.inputs.get("attention_mask") if isinstance(self.inputs, Mapping) else None
         return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
-    def run(self, model: nn.Module) -> Any:
+    def run(self, model: Callable[..., Any]) -> Any:
         """Return the model's outputs."""
         if isinstance(self.inputs, Mapping):
             return model(**self.inputs)
@@ -42,9 +41,8 @@ class Batch:
             square = t is not first and t.shape == (self.N, self.N) and self.squares
             return t[start:stop] if t.dim() and len(t) == self.N and not square else t
 
-        return replace(
-            self, inputs=_each(self.inputs, cut), targets=_each(self.targets, cut), N=min(stop, self.N) - start
-        )
+        inputs, targets = _each(self.inputs, cut), _each(self.targets, cut)
+        return replace(self, inputs=inputs, targets=targets, N=min(stop, self.N) - start)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""
@@ -75,9 +73,8 @@ def read_batches(batches: Iterable[Any], samples: int | None, device: torch.devi
     seen = 0
     for i, pair in enumerate(batches):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise CurvatureError(
-                f"batch {i} is {type(pair).__name__}, expected a pair (inputs, targets); targets may be None."
-            )
+            problem = f"batch {i} is {type(pair).__name__}, expected a pair (inputs, targets)"
+            raise CurvatureError(f"{problem}; targets may be None.")
         inputs, targets = pair
         first = targets if isinstance(targets, Tensor) and targets.dim() else _first(inputs)
         if first is None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from functools import partial
 from pathlib import Path, PurePosixPath
 from random import Random
 
@@ -17,12 +16,11 @@ from epimer.tasks.tables import READERS, Images, Joined, Table, files_under
 IMAGES = (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "package.json")
 NOT_DATA_TEXT = re.compile(r"(readme|licen[cs]e|notice|requirements|classes|labels|copying)\b.*\.txt", re.IGNORECASE)
-SPLITS = {
+SPLITS = {  # word in a file's or folder's name -> the split it stands for
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""word in a file's or folder's name -> the split it stands for"""
 SHARD = re.compile(r"-(\d+)-of-(\d+)(?:-[0-9a-f]{16})?$")
 
 
@@ -57,16 +55,12 @@ def choose(count: int, *, samples: int | None, fraction: float | None, seed: int
 
 def _open_file(path: Path, split: str | None, subset: str | None) -> Table:
     if path.suffix.lower() not in READERS or not path.is_file():
-        raise DataError(
-            f"{path.name} is not data that can be read: expected {', '.join(READERS)}, or a folder of images."
-        )
+        expected = f"expected {', '.join(READERS)}, or a folder of images"
+        raise DataError(f"{path.name} is not data that can be read: {expected}.")
     for option, value in (("--split", split), ("--subset", subset)):
         if value is not None:
             raise DataError(f"{path.name} is one file, of which {option} {value} cannot be chosen; leave it out.")
     return READERS[path.suffix.lower()](path)
-
-
-# --- folders ---------------------------------------------------------------------------------------------------------
 
 
 def _open_folder(folder: Path, split: str | None, subset: str | None) -> Table:
@@ -78,9 +72,8 @@ def _open_folder(folder: Path, split: str | None, subset: str | None) -> Table:
         if images is not None and (not files or len(images.classes or ()) > 1):
             return images
     if not files:
-        raise DataError(
-            f"{name} holds no data: expected images in one folder per class, or files that end in {', '.join(READERS)}."
-        )
+        expected = f"expected images in one folder per class, or files that end in {', '.join(READERS)}"
+        raise DataError(f"{name} holds no data: {expected}.")
     return _join(folder, pick(files, name, split, subset), name)
 
 
@@ -117,14 +110,10 @@ def _join(folder: Path, files: Sequence[str], name: str) -> Table:
     return table
 
 
-# --- the hub's layout ------------------------------------------------------------------------------------------------
-
-
 def pick(files: Iterable[str], name: str, split: str | None, subset: str | None) -> list[str]:
     """Return the files of one split of one subset, from the names of a data set's files."""
-    kinds = list(READERS)
     suffixes = {PurePosixPath(file).suffix.lower() for file in files}
-    kind = min(suffixes, key=kinds.index)
+    kind = min(suffixes, key=list(READERS).index)
     subsets: dict[str, dict[str, list[str]]] = {}
     for file in sorted(files):
         if file.lower().endswith(kind):
@@ -145,13 +134,12 @@ def _choose_split(splits: Sequence[str], requested: str | None, name: str) -> st
         return splits[0]
     wanted = requested or "train"
     meaning = SPLITS.get(wanted.lower(), wanted)
-    tests: tuple[Callable[[str], bool], ...] = (
-        lambda split: split == wanted,
-        lambda split: SPLITS.get(split.lower(), split) == meaning,
-        lambda split: any(_has_word(split, word) for word in (wanted, *(w for w in SPLITS if SPLITS[w] == meaning))),
-    )
-    for test in tests:
-        fitting = [split for split in splits if test(split)]
+    words = (wanted, *(word for word in SPLITS if SPLITS[word] == meaning))
+    for fitting in (
+        [split for split in splits if split == wanted],
+        [split for split in splits if SPLITS.get(split.lower(), split) == meaning],
+        [split for split in splits if any(_has_word(split, word) for word in words)],
+    ):
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
@@ -178,11 +166,9 @@ def _subset(file: str) -> str:
 
 def _split(file: str) -> str:
     """Return the split of a file: its folder, where that is the word for one, or its name without a number."""
-    named = [part for part in _folders(file) if part.lower() in SPLITS]
-    if named:
+    if named := [part for part in _folders(file) if part.lower() in SPLITS]:
         return named[-1]
-    stem = PurePosixPath(file).stem
-    return re.sub(r"[-_.]?\d+$", "", SHARD.sub("", stem)) or "train"
+    return re.sub(r"[-_.]?\d+$", "", SHARD.sub("", PurePosixPath(file).stem)) or "train"
 
 
 def _has_word(name: str, word: str) -> bool:
@@ -192,31 +178,24 @@ def _has_word(name: str, word: str) -> bool:
 
 def _check_complete(files: Sequence[str], name: str) -> None:
     """Refuse a split with missing shards; `train-00000-of-00002` says how many there are."""
-    counts = {int(found[2]) for file in files if (found := SHARD.search(PurePosixPath(file).stem))}
+    counts = {int(shard[2]) for file in files if (shard := SHARD.search(PurePosixPath(file).stem))}
     if counts and counts != {len(files)}:
-        raise DataError(
-            f"{name} has {len(files)} of the {max(counts)} files that {files[0]} says there are; download the rest."
-        )
-
-
-# --- the hub ---------------------------------------------------------------------------------------------------------
+        present = f"{len(files)} of the {max(counts)} files that {files[0]} says there are"
+        raise DataError(f"{name} has {present}; download the rest.")
 
 
 def _open_hub(text: str, split: str | None, subset: str | None, *, progress: bool) -> Table:
     from epimer.checkpoints.hub import fetch_repo, is_hub_id  # imports torch, which local files do not need
 
     if text.lower().endswith(tuple(READERS)) or not is_hub_id(text):
-        raise DataError(
-            f"{text} does not exist; give a file ({', '.join(READERS)}), a folder or a hub dataset (org/name@revision)."
-        )
-    choose = partial(_needed, text=text, split=split, subset=subset)
-    folder, name = fetch_repo(text, "dataset", choose, DataError, progress=progress)
-    return _join(folder, _needed(files_under(folder), text, split, subset), name)
+        remedy = f"give a file ({', '.join(READERS)}), a folder or a hub dataset (org/name@revision)"
+        raise DataError(f"{text} does not exist; {remedy}.")
 
+    def needed(files: Iterable[str]) -> list[str]:
+        data = [file for file in files if _is_data(file)]
+        if not data:
+            raise DataError(f"{text} holds no data files that can be read: expected {', '.join(READERS)}.")
+        return pick(data, text, split, subset)
 
-def _needed(files: Iterable[str], text: str, split: str | None, subset: str | None) -> list[str]:
-    """Return the files of a hub data set that hold the split."""
-    data = [file for file in files if _is_data(file)]
-    if not data:
-        raise DataError(f"{text} holds no data files that can be read: expected {', '.join(READERS)}.")
-    return pick(data, text, split, subset)
+    folder, name = fetch_repo(text, "dataset", needed, DataError, progress=progress)
+    return _join(folder, needed(files_under(folder)), name)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from epimer.errors import CurvatureError
+from epimer.tasks.batches import Batch
 
 POLICIES = ("true", "model", "expected")
 IGNORED = -100  # the target that adds nothing to a loss, as in torch
@@ -34,10 +36,8 @@ def logits_of(outputs: Any) -> Tensor:
     """Return the logits of a model's output; refuse an output without any."""
     logits = find_logits(outputs)
     if logits is None:
-        raise CurvatureError(
-            f"labels='model' and 'expected' need logits: a tensor, or an output with .logits; "
-            f"the model returned {type(outputs).__name__}. Wrap it, or use labels='true'."
-        )
+        problem = "labels='model' and 'expected' need logits: a tensor, or an output with .logits"
+        raise CurvatureError(f"{problem}; the model returned {type(outputs).__name__}. Wrap it, or use labels='true'.")
     return logits
 
 
@@ -46,10 +46,8 @@ def per_sample(losses: Any, N: int) -> Tensor:
     if not isinstance(losses, Tensor):
         raise CurvatureError(f"loss_fn must return a tensor with a loss per sample, got {type(losses).__name__}.")
     if losses.dim() and len(losses) != N:
-        raise CurvatureError(
-            f"loss_fn returned losses of shape {tuple(losses.shape)} for {N} samples; "
-            "return one per sample (reduction='none', a sample's tokens summed), or their sum."
-        )
+        remedy = "return one per sample (reduction='none', a sample's tokens summed), or their sum"
+        raise CurvatureError(f"loss_fn returned losses of shape {tuple(losses.shape)} for {N} samples; {remedy}.")
     return losses.flatten(1).sum(1) if losses.dim() > 1 else losses
 
 
@@ -68,7 +66,7 @@ def check_sum(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> None:
         first, second = (float(loss) for loss in parts if loss is not None)
     total, summed = float(full), first + second
     if math.isfinite(total) and math.isfinite(summed) and abs(total - summed) > 0.02 * abs(summed) + 1e-12:
-        refuse_sum(total, first, second)
+        _refuse_sum(total, first, second)
 
 
 def every_second(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor | None:
@@ -86,14 +84,13 @@ def _loss_of(loss_fn: Loss, outputs: Any, targets: Any, N: int, part: slice) -> 
     return plain_loss(loss_fn, with_logits(outputs, some), None if targets is None else targets[part], len(some))
 
 
-def refuse_sum(total: float, first: float, second: float) -> None:
+def _refuse_sum(total: float, first: float, second: float) -> None:
     """Raise an error for a loss that is not the sum over samples, from the loss of a batch and of its halves."""
     mean = min(first, second) * 0.98 <= total <= max(first, second) * 1.02
-    raise CurvatureError(
-        f"loss_fn returned {total:.4g} for a batch whose halves give {first:.4g} and {second:.4g}: that is "
-        f"{'the batch mean' if mean else 'not the sum over samples'}; return a loss per sample "
-        "(reduction='none'), or their sum (reduction='sum')."
-    )
+    problem = f"loss_fn returned {total:.4g} for a batch whose halves give {first:.4g} and {second:.4g}"
+    reason = "the batch mean" if mean else "not the sum over samples"
+    remedy = "return a loss per sample (reduction='none'), or their sum (reduction='sum')"
+    raise CurvatureError(f"{problem}: that is {reason}; {remedy}.")
 
 
 class SampleError(CurvatureError):
@@ -110,34 +107,28 @@ class Labels:
     def __init__(self, policy: str, loss_fn: Loss, seed: int) -> None:
         self.policy, self.loss_fn = policy, loss_fn
         self.generator = torch.Generator().manual_seed(seed)
-        self.seen = 0
-        """number of samples before this batch"""
-        self.targets: Any = None
-        """the targets of the last loss that `passes` yielded"""
-        self.shift: int | None = None
-        """the offset between a target and the logits it is compared with, in a sequence loss"""
+        self.seen = 0  # number of samples before this batch
+        self.targets: Any = None  # the targets of the last loss that `passes` yielded
+        self.shift: int | None = None  # by how many positions a target lies after the logits it is compared with
 
     def passes(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
         """Yield the losses of one backward pass after the other; the second moments of their gradients are summed."""
         if self.policy == "true":
             if targets is None:
                 raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
-            try:
-                losses = self._losses(outputs, targets, N)
-            except (IndexError, RuntimeError):
-                self.check_range(find_logits(outputs), targets)
-                raise
-            yield losses
-            return
-        logits = logits_of(outputs)
-        if isinstance(targets, Tensor) and targets.is_floating_point():
-            yield from self._gaussian(outputs, logits.detach(), targets, N)
+            yield self._losses(outputs, targets, N)
+        elif isinstance(targets, Tensor) and targets.is_floating_point():
+            yield from self._gaussian(outputs, logits_of(outputs).detach(), targets, N)
         else:
-            yield from self._categorical(outputs, logits.detach(), targets, mask, N)
+            yield from self._categorical(outputs, logits_of(outputs).detach(), targets, mask, N)
 
     def _losses(self, outputs: Any, targets: Any, N: int) -> Tensor:
         self.targets = targets
-        return per_sample(self.loss_fn(outputs, targets), N)
+        try:
+            return per_sample(self.loss_fn(outputs, targets), N)
+        except (IndexError, RuntimeError):
+            self.check_range(find_logits(outputs), targets)
+            raise
 
     def _categorical(self, outputs: Any, logits: Tensor, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
         if targets is None:
@@ -156,10 +147,8 @@ class Labels:
         classes = probabilities.shape[-1]
         places = live.flatten(1).any(0).nonzero().flatten().tolist() if targets.dim() > 1 else [None]
         if classes * len(places) > PASSES:
-            raise CurvatureError(
-                f"labels='expected' would take {classes * len(places)} backward passes per batch "
-                f"({classes} classes at {len(places)} places); use labels='model'."
-            )
+            passes = f"{classes * len(places)} backward passes per batch ({classes} classes at {len(places)} places)"
+            raise CurvatureError(f"labels='expected' would take {passes}; use labels='model'.")
         if len(places) > 1:
             self._check_additive(outputs, targets, places, N)
         for place in places:
@@ -214,8 +203,7 @@ class Labels:
 
     def _check_finite(self, totals: Tensor, live: Tensor) -> None:
         """Refuse probabilities that are NaN or Inf, and name the sample."""
-        bad = (~torch.isfinite(totals)).nonzero().flatten().tolist()
-        if bad:
+        if bad := (~torch.isfinite(totals)).nonzero().flatten().tolist():
             sample = self.seen + int(live.nonzero()[bad[0], 0])
             raise SampleError(f"the logits of sample {sample} are NaN or Inf; look at it, and at the model.", sample)
 
@@ -229,21 +217,30 @@ class Labels:
         bad = ((targets >= classes) | ((targets < 0) & (targets != IGNORED))).nonzero()
         if len(bad):
             sample, value = self.seen + int(bad[0, 0]), int(targets[tuple(bad[0])])
-            raise SampleError(
-                f"the target of sample {sample} is {value}, expected 0 to {classes - 1}, or -100.", sample
-            )
+            expected = f"0 to {classes - 1}, or -100"
+            raise SampleError(f"the target of sample {sample} is {value}, expected {expected}.", sample)
+
+    def check_independent(self, model: nn.Module, two: Batch, outputs: Any) -> None:
+        """Refuse a loss of two samples that is not the sum of theirs: a batch mean, or samples that interact."""
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runs = [(two, outputs), *((part, part.run(model)) for part in (two.part(0, 1), two.part(1, 2)))]
+            losses = [plain_loss(self.loss_fn, out, part.targets, part.N).double() for part, out in runs]
+        both, first, second = (float(loss.sum()) for loss in losses)
+        if not all(map(math.isfinite, (both, first, second))) or abs(both - first - second) <= 0.02 * abs(both) + 1e-6:
+            return
+        if losses[0].dim():
+            problem = "a sample's output depends on the other samples of its batch, so it has no curvature of its own"
+            raise CurvatureError(f"{problem}; measure with batches of one sample.")
+        _refuse_sum(both, first, second)
 
     def _weighted(
         self, outputs: Any, targets: Tensor, live: Tensor, p: Tensor, place: int | None, label: int, N: int
     ) -> Tensor:
         """Return each sample's loss for one label at one position, times the root of the label's probability."""
-        if place is None:
-            chosen, weight = torch.where(live, label, targets), p[..., label] * live
-        else:
-            chosen = torch.full_like(targets, IGNORED).flatten(1)
-            there = live.flatten(1)[:, place]
-            chosen[:, place] = torch.where(there, label, IGNORED)
-            chosen, weight = chosen.view_as(targets), p.flatten(1, -2)[:, place, label] * there
+        chosen, weight = torch.where(live, label, targets), p[..., label] * live
+        if place is not None:
+            chosen, weight = _only(chosen, place), weight.flatten(1)[:, place]
         losses = self._losses(outputs, chosen, N)
         if not losses.dim():
             raise CurvatureError("labels='expected' needs a loss per sample; let loss_fn return N losses, not a sum.")
@@ -256,14 +253,10 @@ class Labels:
             full = per_sample(self.loss_fn(outputs, targets), N)
             total = torch.zeros_like(full)
             for place in places:
-                only = torch.full_like(targets, IGNORED).flatten(1)
-                only[:, place] = targets.flatten(1)[:, place]
-                total += torch.nan_to_num(per_sample(self.loss_fn(outputs, only.view_as(targets)), N))
+                total += torch.nan_to_num(per_sample(self.loss_fn(outputs, _only(targets, place)), N))
         if not torch.allclose(total, full, rtol=1e-2, atol=1e-4):
-            raise CurvatureError(
-                "labels='expected' needs a loss that sums over a sample's places (-100 left out); "
-                "sum instead of averaging, or use labels='model'."
-            )
+            problem = "labels='expected' needs a loss that sums over a sample's places (-100 left out)"
+            raise CurvatureError(f"{problem}; sum instead of averaging, or use labels='model'.")
 
     def _aligned(self, outputs: Any, logits: Tensor, targets: Tensor, N: int) -> Tensor:
         """Return the logits that belong to each target, classes last."""
@@ -272,10 +265,9 @@ class Labels:
         if targets.dim() == 1 and logits.dim() == 2 and len(targets) == len(logits):
             return logits
         if targets.dim() != 2 or logits.dim() != 3 or len(targets) != len(logits):
-            raise CurvatureError(
-                f"labels={self.policy!r} cannot tell which of the logits {tuple(logits.shape)} belong to "
-                f"targets {tuple(targets.shape)}; give a target for every place, or use labels='true'."
-            )
+            pair = f"the logits {tuple(logits.shape)} belong to targets {tuple(targets.shape)}"
+            remedy = "give a target for every place, or use labels='true'"
+            raise CurvatureError(f"labels={self.policy!r} cannot tell which of {pair}; {remedy}.")
         if self.shift is None:
             self.shift = self._find_shift(outputs, logits, targets)
         index = torch.arange(targets.shape[1], device=logits.device) - self.shift
@@ -286,26 +278,22 @@ class Labels:
         live = (targets != IGNORED).sum(0)
         live[0] = 0 if len(live) > 1 else live[0]
         place = int(live.argmax())
-        only = torch.full_like(targets, IGNORED)
-        only[:, place] = torch.where(targets[:, place] != IGNORED, targets[:, place], IGNORED)
         probe = logits.clone().requires_grad_()
         with torch.enable_grad():
-            loss = self.loss_fn(with_logits(outputs, probe), only)
+            loss = self.loss_fn(with_logits(outputs, probe), _only(targets, place))
             (gradient,) = torch.autograd.grad(torch.nan_to_num(loss).sum(), probe, allow_unused=True)
         touched = [] if gradient is None else gradient.abs().sum((0, 2)).nonzero().flatten().tolist()
         if len(touched) != 1 or place - touched[0] not in (0, 1):
-            raise CurvatureError(
-                f"labels={self.policy!r} cannot tell which logits a target is compared with: target {place} depends on "
-                f"places {touched[:5]} of the logits; use labels='true', or a loss that keeps -100 ignored."
-            )
+            cause = f"target {place} depends on places {touched[:5]} of the logits"
+            problem = f"labels={self.policy!r} cannot tell which logits a target is compared with: {cause}"
+            raise CurvatureError(f"{problem}; use labels='true', or a loss that keeps -100 ignored.")
         return place - touched[0]
 
     def _gaussian(self, outputs: Any, mean: Tensor, targets: Tensor, N: int) -> Iterator[Tensor]:
         """Yield the losses of a squared error, under labels from a normal distribution around the model's output."""
         if targets.shape != mean.shape:
-            raise CurvatureError(
-                f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(mean.shape)}."
-            )
+            shapes = tuple(targets.shape), tuple(mean.shape)
+            raise CurvatureError(f"targets of shape {shapes[0]} do not fit outputs of shape {shapes[1]}.")
         noise = torch.randn(mean.shape, generator=self.generator, dtype=torch.float64).to(mean)
         width = self._width(outputs, mean, noise)
         if self.policy == "model":
@@ -329,14 +317,18 @@ class Labels:
 
         near, far = gradient(mean - noise), gradient(mean - 2 * noise)
         second = float((near * noise).sum() / noise.square().sum())
-        if second <= 0 or any(
-            float((g - times * second * noise).norm()) > 1e-2 * float(g.norm()) for g, times in ((near, 1), (far, 2))
-        ):
-            raise CurvatureError(
-                f"labels={self.policy!r} knows cross-entropy (integer targets) and squared error; "
-                "for any other loss use labels='true'."
-            )
+        residuals = [(g - times * second * noise, g) for g, times in ((near, 1), (far, 2))]
+        if second <= 0 or any(float(residual.norm()) > 1e-2 * float(g.norm()) for residual, g in residuals):
+            problem = f"labels={self.policy!r} knows cross-entropy (integer targets) and squared error"
+            raise CurvatureError(f"{problem}; for any other loss use labels='true'.")
         return float(second**-0.5)
+
+
+def _only(targets: Tensor, place: int) -> Tensor:
+    """Return targets that are ignored at every position but one."""
+    only = torch.full_like(targets, IGNORED).flatten(1)
+    only[:, place] = targets.flatten(1)[:, place]
+    return only.view_as(targets)
 
 
 def with_logits(outputs: Any, logits: Tensor) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,8 @@ AUTO = {
 }
 POOLINGS = ("auto", "pooler", "cls", "mean")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 class Output(NamedTuple):
@@ -46,10 +47,8 @@ class WithHead(nn.Module):
         """Return the logits of a batch."""
         features = self.features(inputs)
         if features.shape[-1] != self.head.in_features:
-            raise CurvatureError(
-                f"the head reads {self.head.in_features} features, but the model gives {features.shape[-1]}; "
-                "was it trained on this model, with this pooling?"
-            )
+            counts = f"{self.head.in_features} features, but the model gives {features.shape[-1]}"
+            raise CurvatureError(f"the head reads {counts}; was it trained on this model, with this pooling?")
         return Output(self.head(features))
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -109,15 +108,12 @@ def read_head(path: Path, dtype: torch.dtype) -> nn.Linear:
     file = open_file(path)
     shapes = {name: tuple(W.shape) for name, W in file.headers.items()}
     if "weight" not in shapes or not shapes.keys() <= {"weight", "bias"}:
-        raise CheckpointError(
-            f"the head {path} holds {listed(shapes)}; expected 'weight' (classes, features) and, if any, 'bias'."
-        )
+        expected = "expected 'weight' (classes, features) and, if any, 'bias'"
+        raise CheckpointError(f"the head {path} holds {listed(shapes)}; {expected}.")
     W = shapes["weight"]
     if len(W) != 2 or W[0] < 2 or shapes.get("bias", W[:1]) != W[:1]:
-        raise CheckpointError(
-            f"the head {path} has shapes {shapes}; expected 'weight' (classes, features), 'bias' (classes,), and at "
-            "least 2 classes."
-        )
+        expected = "expected 'weight' (classes, features), 'bias' (classes,), and at least 2 classes"
+        raise CheckpointError(f"the head {path} has shapes {shapes}; {expected}.")
     head = nn.Linear(W[1], W[0], bias="bias" in shapes, dtype=dtype).requires_grad_(False)
     head.load_state_dict({name: file.read(name).to(dtype) for name in shapes})
     return head
@@ -129,32 +125,24 @@ def check_folder(checkpoint: Checkpoint) -> Path:
     if folder is None or not (folder / "config.json").is_file():
         raise CheckpointError(f"{where} has no config.json, so no model can be built; give a model folder or a hub id.")
     if (folder / "adapter_config.json").exists():
-        raise CheckpointError(
-            f"{folder.name} holds adapter_config.json beside a whole model; only one can be meant: remove the other."
-        )
-    for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
-        if (folder / name).exists():
-            code = names_code(read_json(inside(folder, name), f"{where}/{name}"))
-            if code:
-                raise CheckpointError(
-                    f"{where}/{name} asks for code that is not part of transformers ({code}), which is never run; "
-                    "give a model that transformers knows by itself."
-                )
+        problem = "holds adapter_config.json beside a whole model; only one can be meant"
+        raise CheckpointError(f"{folder.name} {problem}: remove the other.")
+    for name in ("config.json", "tokenizer_config.json", *PROCESSORS):
+        if (folder / name).exists() and (code := _foreign_code(read_json(inside(folder, name), f"{where}/{name}"))):
+            problem = f"{where}/{name} asks for code that is not part of transformers ({code}), which is never run"
+            raise CheckpointError(f"{problem}; give a model that transformers knows by itself.")
     return folder
 
 
-def names_code(config: Any) -> str:
+def _foreign_code(config: Any) -> str:
     """Return the key in a config that would make transformers run foreign code, or an empty string."""
-    if isinstance(config, list):
-        return next(filter(None, map(names_code, config)), "")
-    if not isinstance(config, dict):
-        return ""
-    for key, value in config.items():
-        if key == "auto_map" and value:
+    entries = config.items() if isinstance(config, dict) else ()
+    for key, value in entries:
+        kernel = key.endswith(("attn_implementation", "experts_implementation")) and "/" in repr(value)  # a hub id
+        if kernel or (key == "auto_map" and value):
             return key
-        if key.endswith(("attn_implementation", "experts_implementation")) and "/" in repr(value):  # a kernel's hub id
-            return key
-    return next(filter(None, map(names_code, config.values())), "")
+    nested = config if isinstance(config, list) else [value for _, value in entries]
+    return next(filter(None, map(_foreign_code, nested)), "")
 
 
 def transformers() -> Any:
@@ -178,13 +166,6 @@ def quiet_transformers(*, shown: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def accepted(model: nn.Module) -> frozenset[str]:
-    """Return the names of a network's inputs."""
-    inner = model.backbone if isinstance(model, WithHead) else model
-    assert isinstance(inner, nn.Module)
-    return frozenset(inspect.signature(inner.forward).parameters)
-
-
 def _from_pretrained(
     auto: str, folder: Path, where: str, dtype: torch.dtype, **more: Any
 ) -> tuple[nn.Module, list[str]]:
@@ -197,9 +178,8 @@ def _from_pretrained(
         if "Unrecognized configuration class" in str(error):
             kind = read_json(inside(folder, "config.json"), f"{where}/config.json").get("model_type")
             remedy = "" if auto in (AUTO[CAUSAL_LM], "AutoModel") else ", or a head with --head"
-            raise CheckpointError(
-                f"{where} is a {kind} model, for which transformers has no {auto}; give a model of that kind{remedy}."
-            ) from error
+            problem = f"{where} is a {kind} model, for which transformers has no {auto}"
+            raise CheckpointError(f"{problem}; give a model of that kind{remedy}.") from error
         raise failed(where, "the model", error) from error
     return model, sorted(info["missing_keys"])
 
@@ -229,27 +209,40 @@ def _load_backbone(
     return _from_pretrained("AutoModel", folder, where, dtype, config=config)
 
 
+def load_reader(checkpoint: Checkpoint, task: str) -> Any:
+    """Load the checkpoint's tokenizer or image processor."""
+    folder, where = checkpoint.folder, checkpoint.where
+    assert folder is not None
+    options = {"local_files_only": True, "trust_remote_code": False}
+    if task != IMAGE and not any(next(folder.glob(name), None) for name in VOCABULARIES):
+        # transformers would build one with an empty vocabulary
+        raise CheckpointError(f"{where} has no tokenizer; copy tokenizer.json and tokenizer_config.json into it.")
+    if task == IMAGE and not any((folder / name).is_file() for name in PROCESSORS):
+        raise CheckpointError(f"{where} has no image processor; copy preprocessor_config.json into its folder.")
+    try:
+        with quiet_transformers(shown=False):
+            if task == IMAGE:  # always Pillow: pixels must not depend on whether torchvision is installed
+                return transformers().AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
+            return transformers().AutoTokenizer.from_pretrained(folder, **options)
+    except Exception as error:  # see _from_pretrained
+        raise failed(where, "the image processor" if task == IMAGE else "the tokenizer", error) from error
+
+
 def _refuse_fresh(where: str, missing: list[str], task: str, *, backbone: bool = False) -> None:
-    remedy = "give the whole model"
-    if task != CAUSAL_LM and not backbone:
-        remedy += ", or a trained head with --head"
-    raise CheckpointError(
-        f"{where} lacks {listed(missing)}, which would be random numbers, and so would the curvature; {remedy}."
-    )
+    remedy = "give the whole model" + ("" if task == CAUSAL_LM or backbone else ", or a trained head with --head")
+    problem = "which would be random numbers, and so would the curvature"
+    raise CheckpointError(f"{where} lacks {listed(missing)}, {problem}; {remedy}.")
 
 
 def _check_objective(config: Any, where: str, task: str) -> None:
     """Refuse a model that was trained with another loss than the cross-entropy of a class or of the next token."""
     if task == CAUSAL_LM:
-        kinds = [kind for kind in getattr(config, "architectures", None) or () if kind.endswith("ForMaskedLM")]
-        if kinds:
-            raise CheckpointError(f"{where} is a {kinds[0]}, which sees the next token; give a causal model.")
+        for kind in getattr(config, "architectures", None) or ():
+            if kind.endswith("ForMaskedLM"):
+                raise CheckpointError(f"{where} is a {kind}, which sees the next token; give a causal model.")
     elif config.num_labels < 2 or getattr(config, "problem_type", None) in ("regression", "multi_label_classification"):
         problem = getattr(config, "problem_type", None) or "one output, a regression"
         raise CheckpointError(f"{where} was trained for {problem}; expected one of two or more classes per sample.")
-
-
-# --- names on disk ---------------------------------------------------------------------------------------------------
 
 
 def _adapted(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], list[str]]:
@@ -269,12 +262,10 @@ def _adapted(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], 
         if shared & changed:
             parameters[name].data.copy_(checkpoint.read(disk))
             done |= shared
-    lost = sorted((changed & used) - done)
-    if lost:
-        raise CheckpointError(
-            f"{checkpoint.where} changes {listed(lost)}, which transformers holds in another form; merge it into its "
-            "base with PEFT's merge_and_unload() and give the saved model."
-        )
+    if lost := sorted((changed & used) - done):
+        remedy = "merge it into its base with PEFT's merge_and_unload() and give the saved model"
+        what = f"{listed(lost)}, which transformers holds in another form"
+        raise CheckpointError(f"{checkpoint.where} changes {what}; {remedy}.")
     return names, unmatched
 
 
@@ -290,26 +281,25 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str
         aliases.setdefault(id(W), []).append(name)
     matched: dict[str, str] = {}
     for name, W in model.named_parameters():
-        likely = [disk for alias in aliases[id(W)] for disk in (renamed.get(alias, alias), alias)]
-        disk = next((disk for disk in likely if _holds(checkpoint, disk, W)), None)
-        if disk is not None:
+        likely = (disk for alias in aliases[id(W)] for disk in (renamed.get(alias, alias), alias))
+        if (disk := next((disk for disk in likely if _holds(checkpoint, disk, W)), None)) is not None:
             matched[name] = disk
-    unmatched, taken = [], set(matched.values())
+    unmatched, free = [], checkpoint.headers.keys() - set(matched.values())
     for name, W in model.named_parameters():
         if name in matched:
             continue
-        ends = {
-            disk
-            for disk in checkpoint.headers.keys() - taken
-            for alias in aliases[id(W)]
-            if f".{alias}".endswith(f".{disk}") or f".{disk}".endswith(f".{alias}")
-        }
-        ends = {disk for disk in ends if _holds(checkpoint, disk, W)}
-        if len(ends) == 1:
-            matched[name] = ends.pop()
+        likely = (disk for disk in free if any(_is_end(disk, alias) for alias in aliases[id(W)]))
+        fitting = [disk for disk in likely if _holds(checkpoint, disk, W)]
+        if len(fitting) == 1:
+            matched[name] = fitting[0]
         else:
             unmatched.append(name)
     return matched, unmatched, used | set(matched.values())
+
+
+def _is_end(one: str, other: str) -> bool:
+    """Whether one of two dotted names ends with the other."""
+    return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
 
 def _renamed(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], set[str]]:
@@ -323,8 +313,7 @@ def _renamed(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], 
     renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     state, prefix = model.state_dict(), getattr(model, "base_model_prefix", None)
-    renamed: dict[str, str] = {}
-    used = set()
+    renamed, used = dict[str, str](), set[str]()
     for disk in sorted(checkpoint.headers):
         name, converted = loading.rename_source_key(disk, renamings, converters, prefix, state)
         if name in state or converted is not None:
@@ -340,8 +329,5 @@ def _holds(checkpoint: Checkpoint, disk: str, W: Tensor) -> bool:
         return False
     if not W.dim() or not W.numel():
         return torch.equal(checkpoint.read(disk).to(W.dtype), W.detach())
-    rows = {0, len(W) // 2, len(W) - 1}
-    return all(
-        torch.allclose(checkpoint.read(disk, (i, i + 1)).to(W.dtype), W.detach()[i : i + 1], 0, 0, equal_nan=True)
-        for i in rows
-    )
+    rows = ((checkpoint.read(disk, (i, i + 1)), W.detach()[i : i + 1]) for i in {0, len(W) // 2, len(W) - 1})
+    return all(torch.allclose(stored.to(W.dtype), row, 0, 0, equal_nan=True) for stored, row in rows)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import accumulate
@@ -28,13 +28,10 @@ KEPT = 1 << 30  # bytes of row groups of a .parquet file that are kept once read
 class Table(ABC):
     """Rows by number; a row is parsed when it is accessed, where the format allows it."""
 
-    name: str
-    """its name in messages, without the path"""
+    name: str  # its name in messages, without the path
     columns: list[str]
-    classes: list[str] | None = None
-    """the names of the class folders of a folder of images"""
-    folder: Path
-    """what paths in its rows are relative to"""
+    classes: list[str] | None = None  # the names of the class folders of a folder of images
+    folder: Path  # what paths in its rows are relative to
 
     @abstractmethod
     def __len__(self) -> int:
@@ -53,10 +50,8 @@ class Table(ABC):
         if name is None:
             return next((column for column in usual if column in self.columns), None)
         if name not in self.columns:
-            raise DataError(
-                f"{self.name} has no column {name!r} for the {what}; it has {listed(self.columns, 12)}."
-                f"{nearest(name, self.columns)}"
-            )
+            known = f"it has {listed(self.columns, 12)}.{nearest(name, self.columns)}"
+            raise DataError(f"{self.name} has no column {name!r} for the {what}; {known}")
         return name
 
     def image(self, i: int, column: str) -> Any:
@@ -67,13 +62,12 @@ class Table(ABC):
         if isinstance(value, str | Path) and str(value):
             value = self.folder / value
         elif not isinstance(value, bytes) or not value:
-            raise DataError(
-                f"{self.where(i)} has no image in {column!r}: {short(value)}; expected a path or its bytes."
-            )
-        return decode(value, self.where(i))
+            problem = f"has no image in {column!r}: {short(value)}"
+            raise DataError(f"{self.where(i)} {problem}; expected a path or its bytes.")
+        return _decode(value, self.where(i))
 
 
-def decode(source: Path | bytes, where: str) -> Any:
+def _decode(source: Path | bytes, where: str) -> Any:
     """Decode an image to RGB."""
     pil = import_extra("PIL.Image", "pillow", "reading images")
     try:
@@ -107,8 +101,7 @@ class Lines(Table):
                     self.starts.append(position)
                     self.numbers.append(number)
                 position += len(line)
-        rows = [] if plain else [self.row(i) for i in range(min(PEEK, len(self)))]
-        self.columns = ["text"] if plain else list(dict.fromkeys(key for row in rows for key in row))
+        self.columns = ["text"] if plain else columns_of(self.row(i) for i in range(min(PEEK, len(self))))
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -133,9 +126,8 @@ class Records(Table):
     """Rows in memory: a `.json` list, a `.csv` or a `.tsv` file."""
 
     def __init__(self, path: Path, rows: list[dict[str, Any]], places: Sequence[str], columns: Sequence[str]) -> None:
-        self.path, self.name, self.folder = path, path.name, path.parent
+        self.name, self.folder, self.columns = path.name, path.parent, list(columns)
         self.rows, self.places = rows, places
-        self.columns = list(columns)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -144,7 +136,7 @@ class Records(Table):
         return self.rows[i]
 
     def where(self, i: int) -> str:
-        return f"{self.path.name} {self.places[i]}"
+        return self.places[i]
 
 
 def read_json_table(path: Path) -> Table:
@@ -160,9 +152,9 @@ def read_json_table(path: Path) -> Table:
         raise DataError(f"{path.name} is not JSON: {error}; expected a list of objects.") from error
     if not isinstance(values, list):
         raise DataError(f"{path.name} holds a {type(values).__name__}, expected a list of objects, one per row.")
-    rows = [_object(value, f"{path.name} row {i}") for i, value in enumerate(values)]
-    columns = dict.fromkeys(key for row in rows for key in row)
-    return Records(path, rows, [f"row {i}" for i in range(len(rows))], list(columns))
+    places = [f"{path.name} row {i}" for i in range(len(values))]
+    rows = [_object(value, place) for value, place in zip(values, places, strict=True)]
+    return Records(path, rows, places, columns_of(rows))
 
 
 def read_csv_table(path: Path) -> Table:
@@ -177,12 +169,10 @@ def read_csv_table(path: Path) -> Table:
                 raise DataError(f"{path.name} line 1 names a column twice: {listed(columns, 12)}; rename one.")
             before = reader.line_num
             for values in reader:
-                place, before = f"line {before + 1}", reader.line_num
+                place, before = f"{path.name} line {before + 1}", reader.line_num
                 if values and len(values) != len(columns):
-                    raise DataError(
-                        f"{path.name} {place} has {len(values)} fields, but line 1 names {len(columns)} columns; "
-                        "quote fields that hold a separator."
-                    )
+                    counts = f"{len(values)} fields, but line 1 names {len(columns)} columns"
+                    raise DataError(f"{place} has {counts}; quote fields that hold a separator.")
                 if values:
                     rows.append(dict(zip(columns, values, strict=True)))
                     places.append(place)
@@ -259,10 +249,8 @@ class Joined(Table):
         self.columns, self.folder = parts[0].columns, parts[0].folder
         for part in parts:
             if set(part.columns) != set(self.columns):
-                raise DataError(
-                    f"{part.name} has columns {listed(part.columns, 12)}, but {parts[0].name} has "
-                    f"{listed(self.columns, 12)}; give one of the files."
-                )
+                problem = f"{part.name} has columns {listed(part.columns, 12)}, but {parts[0].name} has"
+                raise DataError(f"{problem} {listed(self.columns, 12)}; give one of the files.")
         self.ends = list(accumulate(len(part) for part in parts))
 
     def __len__(self) -> int:
@@ -311,6 +299,11 @@ def files_under(folder: Path) -> Iterator[str]:
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
         below = Path(top).relative_to(folder)
         yield from ((below / name).as_posix() for name in sorted(files) if not name.startswith("."))
+
+
+def columns_of(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the keys of all rows, in the order in which they first occur."""
+    return list(dict.fromkeys(key for row in rows for key in row))
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,27 +15,14 @@ from torch.nn.functional import cross_entropy
 
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
-from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, listed, nearest, short
+from epimer.errors import CurvatureError, DataError, ParameterError, listed, nearest, short
 from epimer.tasks.labels import IGNORED, logits_of
-from epimer.tasks.loading import (
-    AUTO,
-    CAUSAL_LM,
-    IMAGE,
-    POOLINGS,
-    WithHead,
-    accepted,
-    failed,
-    load_model,
-    quiet_transformers,
-    transformers,
-)
+from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, WithHead, load_model, load_reader, transformers
 from epimer.tasks.tables import Table
 
 TEXTS = ("text", "sentence", "content", "input", "review", "document", "prompt")
 LABELS = ("label", "labels")
 IMAGES = ("image", "img")
-VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken")
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 InputsAndTargets = tuple[dict[str, Tensor], Tensor | None]
 
@@ -60,19 +48,14 @@ class Task:
 
     kind: str
     model: nn.Module
-    names: dict[str, str]
-    """parameter -> its tensor in the checkpoint on disk"""
-    unmatched: list[str]
-    """parameters that match no tensor on disk"""
+    names: dict[str, str]  # parameter -> its tensor in the checkpoint on disk
+    unmatched: list[str]  # parameters that match no tensor on disk
     checkpoint: Checkpoint
-    classes: int | None
-    """the number of classes; None for causal-lm"""
-    reader: Any
-    """the checkpoint's tokenizer or image processor"""
+    classes: int | None  # the number of classes; None for causal-lm
+    reader: Any  # the checkpoint's tokenizer or image processor
     device: torch.device
     label2id: dict[str, int] = field(default_factory=dict)
-    require_labels: bool = False
-    """whether data without labels is an error"""
+    require_labels: bool = False  # whether data without labels is an error
 
     loss = staticmethod(sample_losses)
 
@@ -100,7 +83,7 @@ class Task:
             raise _no_column(table, LABELS, "labels", "label")
         numbers = {} if labels is None else self._class_numbers(table)
         read = self._images if self.kind == IMAGE else partial(self._texts, longest=self._longest(max_length))
-        taken = accepted(self.model)
+        taken = inspect.signature(self._backbone.forward).parameters
 
         def batch(rows: Sequence[int]) -> InputsAndTargets:
             inputs, targets = read(table, rows, column), None
@@ -112,8 +95,6 @@ class Task:
 
         return (batch(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size))
 
-    # --- texts
-
     def _texts(self, table: Table, rows: Sequence[int], column: str, *, longest: int) -> dict[str, Tensor]:
         """Return tokens, padded on the right to the longest text of the batch, and their attention mask."""
         texts = [_text(table, i, column) for i in rows]
@@ -124,10 +105,8 @@ class Task:
             if len(row) < fewest:
                 raise DataError(f"{table.where(i)} has {len(row)} token, expected at least {fewest}; leave it out.")
             if max(row) >= self._vocabulary:
-                raise DataError(
-                    f"{table.where(i)} has token {max(row)}, but the model knows {self._vocabulary} tokens; "
-                    "is this its tokenizer?"
-                )
+                problem = f"has token {max(row)}, but the model knows {self._vocabulary} tokens"
+                raise DataError(f"{table.where(i)} {problem}; is this its tokenizer?")
         inputs = {"input_ids": _padded(ids, self._padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
         if "token_type_ids" in encoded:
             inputs["token_type_ids"] = _padded(encoded["token_type_ids"], 0)
@@ -158,8 +137,6 @@ class Task:
             limits.append(places - max(skipped, default=0))  # RoBERTa's positions start after the padding's
         return int(min(limits))
 
-    # --- images
-
     def _images(self, table: Table, rows: Sequence[int], column: str) -> dict[str, Tensor]:
         images = [table.image(i, column) for i in rows]
         try:
@@ -167,8 +144,6 @@ class Task:
         except ValueError as error:
             raise DataError(f"{table.where(rows[0])}: the image processor failed: {short(str(error))}") from error
         return {"pixel_values": pixels.to(next(self.model.parameters()).dtype)}
-
-    # --- labels
 
     def _class_numbers(self, table: Table) -> dict[str, int]:
         """Return class name -> number: by the model's own names, or the class folders in their order."""
@@ -178,11 +153,9 @@ class Task:
         if all(name.isdecimal() for name in folders):
             return {name: int(name) for name in folders}
         if len(folders) != self.classes:
-            named = f" ({listed(self.label2id)})" if self.label2id else ""
-            raise DataError(
-                f"{table.name} has {len(folders)} class folders ({listed(folders)}), but the model has {self.classes} "
-                f"classes{named}; name the folders as the model's classes, or by their numbers."
-            )
+            classes = f"{self.classes} classes" + (f" ({listed(self.label2id)})" if self.label2id else "")
+            problem = f"{table.name} has {len(folders)} class folders ({listed(folders)}), but the model has {classes}"
+            raise DataError(f"{problem}; name the folders as the model's classes, or by their numbers.")
         return {name: i for i, name in enumerate(folders)}
 
     def _label(self, table: Table, i: int, column: str, names: dict[str, int]) -> int:
@@ -195,18 +168,15 @@ class Task:
         if value is None or value == "":
             raise DataError(f"{where} has no label in {column!r}; give every row one, or leave the row out.")
         if isinstance(value, str) and names:
-            raise DataError(
-                f"{where} has label {short(value)}, which is no class of the model: {listed(names, 6)}."
-                f"{nearest(value, names)}"
-            )
+            known = f"{listed(names, 6)}.{nearest(value, names)}"
+            raise DataError(f"{where} has label {short(value)}, which is no class of the model: {known}")
         if isinstance(value, int) and value < 0 and not self.require_labels:
             return 0  # -1 marks a row without a label; its label is not used
         if not isinstance(value, int):
             raise DataError(f"{where} has label {short(value)}, expected a class's number or name.")
         if not 0 <= value < self.classes:
-            raise DataError(
-                f"{where} has label {value}, but the model's {self.classes} classes are 0 to {self.classes - 1}."
-            )
+            known = f"the model's {self.classes} classes are 0 to {self.classes - 1}"
+            raise DataError(f"{where} has label {value}, but {known}.")
         return int(value)
 
 
@@ -223,16 +193,13 @@ def load_task(
     """Load a model folder, a hub id or `base+adapter` for a task; `head` replaces the head it may have."""
     for name, value, known in (("task", task, tuple(AUTO)), ("pooling", pooling, POOLINGS)):
         if value not in known:
-            raise ParameterError(
-                f"The {name!r} parameter must be one of {', '.join(known)}. Got {value!r} instead."
-                f"{nearest(str(value), known)}"
-            )
+            problem = f"The {name!r} parameter must be one of {', '.join(known)}. Got {value!r} instead."
+            raise ParameterError(problem + nearest(str(value), known))
     transformers()
     checkpoint = open_checkpoint(model, progress=progress)
     loaded, names, unmatched = load_model(checkpoint, task, head, pooling, dtype, progress=progress)
-    reader = _load_reader(checkpoint, task)
-    label2id: dict[str, int] = {}
-    classes = None
+    reader = load_reader(checkpoint, task)
+    label2id, classes = dict[str, int](), None
     if isinstance(loaded, WithHead):
         classes = loaded.head.out_features
     elif task != CAUSAL_LM:
@@ -247,33 +214,11 @@ def load_task(
     return Task(task, loaded, names, unmatched, checkpoint, classes, reader, torch.device(device), label2id)
 
 
-def _load_reader(checkpoint: Checkpoint, task: str) -> Any:
-    """Load the checkpoint's tokenizer or image processor."""
-    folder, where = checkpoint.folder, checkpoint.where
-    assert folder is not None
-    options = {"local_files_only": True, "trust_remote_code": False}
-    if task != IMAGE and not any(next(folder.glob(name), None) for name in VOCABULARIES):
-        # transformers would build one with an empty vocabulary
-        raise CheckpointError(
-            f"{where} has no tokenizer; copy tokenizer.json and tokenizer_config.json into its folder."
-        )
-    if task == IMAGE and not any((folder / name).is_file() for name in PROCESSORS):
-        raise CheckpointError(f"{where} has no image processor; copy preprocessor_config.json into its folder.")
-    try:
-        with quiet_transformers(shown=False):
-            if task == IMAGE:  # always Pillow: pixels must not depend on whether torchvision is installed
-                return transformers().AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
-            return transformers().AutoTokenizer.from_pretrained(folder, **options)
-    except Exception as error:  # transformers raises errors of many types for damaged files
-        raise failed(where, "the image processor" if task == IMAGE else "the tokenizer", error) from error
-
-
 def _no_column(table: Table, usual: Sequence[str], what: str, option: str) -> DataError:
     """Return the error for a table without any of the usual columns."""
-    return DataError(
-        f"{table.name} has no column {' or '.join(map(repr, usual))}; it has {listed(table.columns, 12)}: "
-        f"name the one for the {what} with --{option}."
-    )
+    missing, columns = " or ".join(map(repr, usual)), listed(table.columns, 12)
+    remedy = f"name the one for the {what} with --{option}"
+    return DataError(f"{table.name} has no column {missing}; it has {columns}: {remedy}.")
 
 
 def _text(table: Table, i: int, column: str) -> str:

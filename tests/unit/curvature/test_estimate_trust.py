@@ -207,7 +207,7 @@ def recipe(tmp_path, names, method="epimer_free", **keys):
 
 
 def test_a_basis_belongs_to_its_models_in_their_order(tmp_path):
-    from epimer.engine.basis import make_basis
+    from epimer.api import make_basis
 
     small(tmp_path)
     make_basis(recipe(tmp_path, "ab", parameters={"rank": 2}), tmp_path / "basis", progress=False)
@@ -220,7 +220,7 @@ def test_a_basis_belongs_to_its_models_in_their_order(tmp_path):
 def test_a_basis_of_a_broken_model_is_refused(tmp_path):
     from safetensors.torch import save_file
 
-    from epimer.engine.basis import make_basis
+    from epimer.api import make_basis
 
     small(tmp_path)
     save_file({"l.weight": torch.full((12, 10), float("nan"))}, tmp_path / "a.safetensors")

@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 
 import epimer
 from epimer.checkpoints import open_checkpoint
-from epimer.curvature.curvature import Provenance
-from epimer.curvature.format import stored_fingerprint
+from epimer.curvature.format import Provenance, stored_fingerprint
 from epimer.errors import CheckpointError, CurvatureError
 
 SHAPES = {"layers.0.w": (24, 20), "layers.1.w": (16, 24), "norm.weight": (20,)}
