@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import atom_coefficients, conjugate_gradients, null_share, sum_of_atoms
+from epimer.geometry.linalg import atom_coefficients, conjugate_gradients, mean_of, null_share, sum_of_atoms
 from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
@@ -41,24 +41,19 @@ class TaggedDiagonal(SubspaceOperator):
 
     def mean_diagonal(self) -> float:
         if self.mix is not None:
-            H_pp = self.dense()
-            return float(H_pp.diagonal().mean()) if H_pp.numel() else 0.0
+            return mean_of(self.H.diagonal())
         weight_mn = self.U.square() @ self.V.square().T
         return float((self.F.to(weight_mn.dtype) * weight_mn).sum()) / max(1, self.U.shape[1])
 
     def plus(self, other: Self, weight: float) -> TaggedDiagonal:
-        F = self.F + weight * other.F.double()
-        return TaggedDiagonal(F, self.U, self.V, self.mix, self.tolerance)
+        return replace(self, F=self.F + weight * other.F.double())
 
     def times(self, weight: float) -> TaggedDiagonal:
-        return TaggedDiagonal(self.F.double() * weight, self.U, self.V, self.mix, self.tolerance)
-
-    def dense(self) -> Tensor:
-        """Return H̃[i,j] = Σ_ab F_ab U_ai U_aj V_bi V_bj exactly, in float64."""
-        return self._dense
+        return replace(self, F=self.F.double() * weight)
 
     @cached_property
-    def _dense(self) -> Tensor:
+    def H(self) -> Tensor:
+        """H̃[i,j] = Σ_ab F_ab U_ai U_aj V_bi V_bj exactly, in float64."""
         return self._mixed(project_diagonal(self.F.to(self.U.dtype), self.U, self.V))
 
     def _mixed(self, H_pp: Tensor) -> Tensor:
@@ -66,10 +61,11 @@ class TaggedDiagonal(SubspaceOperator):
 
     def solve(self, b: Tensor, shift: float) -> Solution:
         m, n, p = *self.F.shape, self.U.shape[1]
-        solution = None
         if self.tolerance > 0 and m * n * p * p > CHEAP:
             solution = replace(self, F=self.F.to(self.U.dtype))._solve_lowrank(b, shift)
-        return solution or Dense(self.dense(), null_share(self.U.dtype)).solve(b, shift)
+            if solution is not None:
+                return solution
+        return Dense(self.H, null_share(self.U.dtype)).solve(b, shift)
 
     def _solve_lowrank(self, b: Tensor, shift: float) -> Solution | None:
         """Iterate on exact products, preconditioned by a low-rank projection; None where no low rank is enough."""
@@ -83,9 +79,7 @@ class TaggedDiagonal(SubspaceOperator):
             return vectors @ (inverse * (vectors.T @ r))
 
         tolerance = 1e-10 if self.U.dtype == torch.float64 else 3e-7
-        solution = conjugate_gradients(
-            lambda x: self.apply(x) + shift * x, b, precondition, tolerance=tolerance, max_steps=200
-        )
+        solution = conjugate_gradients(self.shifted(shift), b, precondition, tolerance=tolerance, max_steps=200)
         return solution if solution.status is Status.CONVERGED else None
 
 
@@ -158,17 +152,16 @@ class TensorProductDiagonal(SubspaceOperator):
         return torch.stack(parts).sum(0)
 
     def mean_diagonal(self) -> float:
-        diagonal = self.diagonal()
-        return float(diagonal.mean()) if diagonal.numel() else 0.0
+        return mean_of(self.diagonal())
 
     def plus(self, other: Self, weight: float) -> TensorProductDiagonal:
         terms = list(self.terms)
         for F, U, V in other.times(weight).terms:
-            shared = [i for i, (_, mine, _) in enumerate(terms) if mine is U]
-            if shared:
-                terms[shared[0]] = (terms[shared[0]][0] + F, U, V)
-            else:
+            shared = next((i for i, (_, mine, _) in enumerate(terms) if mine is U), None)
+            if shared is None:
                 terms.append((F, U, V))
+            else:
+                terms[shared] = (terms[shared][0] + F, U, V)
         return TensorProductDiagonal(tuple(terms))
 
     def times(self, weight: float) -> TensorProductDiagonal:
@@ -181,7 +174,5 @@ class TensorProductDiagonal(SubspaceOperator):
         diagonal, shift = diagonal + shift + damping, shift + damping
         tolerance = 1e-11 if dtype == torch.float64 else 1e-6
         cast = TensorProductDiagonal(tuple((F.to(dtype), U, V) for F, U, V in self.terms))  # once, not in every product
-        solution = conjugate_gradients(
-            lambda x: cast.apply(x) + shift * x, b, lambda r: r / diagonal, tolerance=tolerance
-        )
+        solution = conjugate_gradients(cast.shifted(shift), b, lambda r: r / diagonal, tolerance=tolerance)
         return solved(solution.value, solution.residual, damping, iterative=True)

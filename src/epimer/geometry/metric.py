@@ -63,9 +63,9 @@ class Metric(ABC):
     def to(self, device: torch.device, dtype: torch.dtype) -> Metric:
         """Return the metric with its tensors on `device` in `dtype`."""
 
-    @abstractmethod
     def problem(self, shape: Sequence[int]) -> str | None:
-        """Say what is wrong with this metric for a layer of `shape`, or None."""
+        """Return what is wrong with this metric for a layer of `shape`, or None."""
+        return None
 
 
 def _mixed(H_pp: Tensor, mix: Tensor | None, dtype: torch.dtype) -> Dense:
@@ -86,8 +86,15 @@ def _not_finite(name: str, x: Tensor) -> str | None:
     return f"{name} holds NaN or Inf in {bad} of {x.numel()} entries" if bad else None
 
 
+def _negative(name: str, x: Tensor) -> str | None:
+    """Return why `x` does not hold finite numbers of at least 0, or None."""
+    if (problem := _not_finite(name, x)) or not x.numel() or float(x.min()) >= 0:
+        return problem
+    return f"{name} must not be negative; its lowest entry is {float(x.min()):.3g}"
+
+
 def _not_psd(name: str, M: Tensor, size: int | None) -> str | None:
-    """Say why `M` is not a symmetric positive semi-definite matrix (of `size`), up to rounding."""
+    """Return why `M` is not a symmetric positive semi-definite matrix (of `size`), up to rounding."""
     if M.dim() != 2 or M.shape[0] != M.shape[1] or (size is not None and len(M) != size):
         expected = "square" if size is None else f"{size} x {size}"
         return f"{name} must be {expected}, got shape {tuple(M.shape)}"
@@ -126,9 +133,6 @@ class Identity(Metric):
     def to(self, device: torch.device, dtype: torch.dtype) -> Identity:
         return self
 
-    def problem(self, shape: Sequence[int]) -> str | None:
-        return None
-
 
 @dataclass(frozen=True)
 class Diagonal(Metric):
@@ -152,11 +156,7 @@ class Diagonal(Metric):
     def problem(self, shape: Sequence[int]) -> str | None:
         if tuple(self.F.shape) != tuple(shape):
             return f"F must have the tensor's shape {tuple(shape)}, got {tuple(self.F.shape)}"
-        if problem := _not_finite("F", self.F):
-            return problem
-        if self.F.numel() and float(self.F.min()) < 0:
-            return f"F must not be negative; its lowest entry is {float(self.F.min()):.3g}"
-        return None
+        return _negative("F", self.F)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,10 +234,8 @@ class EKFAC(Metric):
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2 or tuple(self.S.shape) != tuple(shape):
             return f"S must have the shape of the tensor's matrix {tuple(shape)}, got {tuple(self.S.shape)}"
-        if problem := _not_finite("S", self.S):
+        if problem := _negative("S", self.S):
             return problem
-        if self.S.numel() and float(self.S.min()) < 0:
-            return f"S must not be negative; its lowest entry is {float(self.S.min()):.3g}"
         for name, E, size in (("P", self.P, shape[0]), ("Q", self.Q, shape[1])):
             if tuple(E.shape) != (size, size) or _not_finite(name, E):
                 return f"{name} must be a finite {size} x {size} matrix, got shape {tuple(E.shape)}"
@@ -272,18 +270,9 @@ class Samples(Metric):
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2:
             return f"samples need a matrix, the tensor has shape {tuple(shape)}"
-        if (
-            self.g.dim() != 3
-            or self.x.dim() != 3
-            or self.g.shape[:2] != self.x.shape[:2]
-            or (self.g.shape[2], self.x.shape[2]) != tuple(shape)
-            or not len(self.g)
-        ):
-            m, n = shape
-            return (
-                f"g and x must have shapes [N, tokens, {m}] and [N, tokens, {n}], "
-                f"got {tuple(self.g.shape)} and {tuple(self.x.shape)}"
-            )
+        (m, n), g, x = shape, tuple(self.g.shape), tuple(self.x.shape)
+        if not g or not g[0] or g != (*g[:2], m) or x != (*g[:2], n):
+            return f"g and x must have shapes [N, tokens, {m}] and [N, tokens, {n}], got {g} and {x}"
         return _not_finite("g", self.g) or _not_finite("x", self.x)
 
 
@@ -355,9 +344,6 @@ class TaskGram(Metric):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TaskGram:
         return TaskGram(self.D.to(device, dtype))
-
-    def problem(self, shape: Sequence[int]) -> str | None:
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)

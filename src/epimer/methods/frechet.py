@@ -7,21 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
+from torch import Tensor
 
 from epimer.errors import CurvatureError
-from epimer.geometry.aggregator import (
-    Aggregator,
-    Anchor,
-    Anchored,
-    Mean,
-    Sum,
-    anchor_at,
-    average_anchor,
-    iso_c_delta,
-    sum_anchor,
-    tsv_delta,
-)
-from epimer.geometry.frechet import frechet_mean
+from epimer.geometry.aggregator import anchored, iso_c_delta, mean, summed, tsv_delta
+from epimer.geometry.frechet import Problem, build_problem
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution
@@ -101,10 +91,9 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         if rank == 0:
             return clamped(layer)
         atoms = tagged(layer.deltas, rank)
-    solution = frechet_mean(
+    problem = build_problem(
         layer.basis or _subspace(layer, options, atoms),
         layer.metrics,
-        _aggregator(layer, options, atoms),
         layer.deltas,
         layer.weights,
         normalize=options.normalize,
@@ -112,6 +101,13 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         tolerance=options.projection_tol,
         max_steps=options.iterations,
     )
+    match options.aggregator:
+        case "mean":
+            solution = mean(problem, options.damping)
+        case "sum":
+            solution = summed(problem, options.damping)
+        case "anchored":
+            solution = anchored(problem, _anchor(problem, layer, options, atoms), options.damping)
     if layer.basis is not None:
         return replace(solution, rank=layer.basis.rank)
     return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
@@ -123,35 +119,27 @@ def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Su
     return tensor_product(atoms) if options.basis == "tensor" else atoms
 
 
-def _aggregator(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Aggregator:
-    match options.aggregator:
-        case "mean":
-            return Mean(options.damping)
-        case "sum":
-            return Sum(options.damping)
-        case "anchored":
-            return Anchored(_anchor(layer, options, atoms), options.damping)
-
-
-def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Anchor:
+def _anchor(problem: Problem, layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Tensor:
+    """Return the anchor's coordinates in the problem's subspace."""
     match options.anchor:
         case "average":
-            return average_anchor
+            return problem.flat_mean()
         case "sum":
-            return sum_anchor
+            return len(problem.points) * problem.flat_mean()
         case "iso_c":
-            return anchor_at(iso_c_delta(layer.deltas, layer.weights))
+            return problem.subspace.project(iso_c_delta(layer.deltas, layer.weights))
         case "tsv":
             assert atoms is not None
-            return anchor_at(tsv_delta(atoms, layer.weights))
+            return problem.subspace.project(tsv_delta(atoms, layer.weights))
 
 
 def fisher(layer: Layer, options: FisherOptions) -> Solution:
     """Return Σ λ_t F_t ∘ D_t / Σ λ_t F_t, whatever the tensor's shape."""
-    full, mean = Full(layer.deltas[0].dtype), Mean(options.damping)
-    return frechet_mean(
-        full, layer.metrics, mean, layer.deltas, layer.weights, normalize=options.normalize, jitter=options.jitter
+    full = Full(layer.deltas[0].dtype)
+    problem = build_problem(
+        full, layer.metrics, layer.deltas, layer.weights, normalize=options.normalize, jitter=options.jitter
     )
+    return mean(problem, options.damping)
 
 
 FISHER = FisherOptions()
