@@ -147,8 +147,18 @@ FISHER = FisherOptions()
 
 
 def regmean(layer: Layer, options: RegMeanOptions) -> Solution:
-    """Return (Σ λ_t W_t A_t)(Σ λ_t A_t)⁻¹."""
-    return frechet(replace(layer, metrics=_input_grams(layer, options.off_diagonal)), options)
+    """Return (Σ λ_t W_t A_t)(Σ λ_t A_t)⁻¹, the off-diagonal entries of every A_t shrunk."""
+    grams: list[Metric] = []
+    for t, metric in enumerate(layer.metrics):
+        side = "G" if isinstance(metric, Kronecker) and metric.inputs == 0 else "A"
+        gram = getattr(metric, side) if isinstance(metric, Kronecker) else None
+        if gram is None:
+            raise CurvatureError(
+                f"curvature[{t}][{layer.name!r}] has no {side}; regmean needs the inputs' Gram matrix."
+            )
+        gram = options.off_diagonal * gram + (1 - options.off_diagonal) * torch.diag(gram.diagonal())
+        grams.append(Kronecker(**{side: gram}))
+    return frechet(replace(layer, metrics=grams), options)
 
 
 def wudi(layer: Layer, options: FrechetOptions) -> Solution:
@@ -165,21 +175,6 @@ def epimer_free(layer: Layer, options: FrechetOptions) -> Solution:
     if not layer.metrics or not all(isinstance(metric, TaskGram) for metric in layer.metrics):
         layer = replace(layer, metrics=[TaskGram(D) for D in layer.deltas])
     return frechet(layer, options)
-
-
-def _input_grams(layer: Layer, off_diagonal: float) -> list[Metric]:
-    """Return the curvature's input factors alone, their off-diagonal entries shrunk."""
-    grams: list[Metric] = []
-    for t, metric in enumerate(layer.metrics):
-        gram = (metric.G, metric.A)[metric.inputs] if isinstance(metric, Kronecker) else None
-        if not isinstance(metric, Kronecker) or gram is None:
-            side = "G" if isinstance(metric, Kronecker) and metric.inputs == 0 else "A"
-            raise CurvatureError(
-                f"curvature[{t}][{layer.name!r}] has no {side}; regmean needs the inputs' Gram matrix."
-            )
-        gram = off_diagonal * gram + (1 - off_diagonal) * torch.diag(gram.diagonal())
-        grams.append(Kronecker(A=gram) if metric.inputs else Kronecker(G=gram))
-    return grams
 
 
 MEAN_LAWS = frozenset({"permutation", "copies", "scale_zero"})
@@ -237,7 +232,6 @@ METHODS: tuple[Method, ...] = (
         citation="Cheng et al., Whoever Started the Interference Should End It (WUDI), ICML 2025",
         merge=wudi,
         options=FrechetOptions(basis="full"),
-        needs_base=True,
         curvature="task-gram",
         workspace=(4.5, 12.0),
         squares=True,
@@ -250,7 +244,6 @@ METHODS: tuple[Method, ...] = (
         citation="Lu et al., Model Merging on Loss Landscape: A Geometry Perspective, CVPR 2026",
         merge=frechet,
         options=FrechetOptions(basis="tagged", aggregator="sum"),
-        needs_base=True,
         curvature="diagonal",
         accepts=("diagonal", "projected"),
         workspace=(0.2, 9.0),
@@ -266,7 +259,6 @@ METHODS: tuple[Method, ...] = (
         citation="this project; after Lu et al., CVPR 2026",
         merge=frechet,
         options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
-        needs_base=True,
         curvature="kronecker",
         accepts=KRONECKER,
         workspace=(2.0, 3.0),
@@ -283,7 +275,6 @@ METHODS: tuple[Method, ...] = (
         citation="this project; after Lu et al., CVPR 2026",
         merge=frechet,
         options=FrechetOptions(basis="tagged", aggregator="sum"),
-        needs_base=True,
         curvature="samples",
         accepts=("samples", "projected"),
         workspace=(0.5, 5.0),
@@ -299,7 +290,6 @@ METHODS: tuple[Method, ...] = (
         citation="this project; after Lu et al., CVPR 2026",
         merge=epimer_free,
         options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
-        needs_base=True,
         curvature="task-gram",
         workspace=(0.6, 5.0),
         factored=True,
