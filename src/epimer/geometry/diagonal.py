@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from epimer.geometry.linalg import atom_coefficients, conjugate_gradients, mean_
 from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
+
+if TYPE_CHECKING:
+    from epimer.geometry.subspace import Tagged
 
 CHUNK = 1 << 24  # elements of the largest temporary of an exact projection
 CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut
@@ -23,27 +26,18 @@ class TaggedDiagonal(SubspaceOperator):
     """A diagonal metric on the atoms u_i v_iᵀ. It is dense in their coordinates, but never formed for a single task."""
 
     F: Tensor
-    U: Tensor
-    V: Tensor
-    mix: Tensor | None
+    atoms: Tagged
     tolerance: float
     """0 projects exactly; otherwise a low-rank projection with this relative error preconditions the solve"""
 
-    def _lift(self, x: Tensor) -> Tensor:
-        return sum_of_atoms(x if self.mix is None else self.mix @ x, self.U, self.V)
-
-    def _project(self, D_mn: Tensor) -> Tensor:
-        raw = atom_coefficients(D_mn, self.U, self.V).double()
-        return raw if self.mix is None else self.mix.T @ raw
-
     def apply(self, x: Tensor) -> Tensor:
-        return self._project(self.F.to(self.U.dtype) * self._lift(x))
+        return self.atoms.project(self.F.to(self.atoms.U.dtype) * self.atoms.lift(x))
 
     def mean_diagonal(self) -> float:
-        if self.mix is not None:
+        if self.atoms.mix is not None:
             return mean_of(self.H.diagonal())
-        weight_mn = self.U.square() @ self.V.square().T
-        return float((self.F.to(weight_mn.dtype) * weight_mn).sum()) / max(1, self.U.shape[1])
+        weight_mn = self.atoms.U.square() @ self.atoms.V.square().T
+        return float((self.F.to(weight_mn.dtype) * weight_mn).sum()) / max(1, self.atoms.U.shape[1])
 
     def plus(self, other: Self, weight: float) -> TaggedDiagonal:
         return replace(self, F=self.F + weight * other.F.double())
@@ -54,31 +48,29 @@ class TaggedDiagonal(SubspaceOperator):
     @cached_property
     def H(self) -> Tensor:
         """H̃[i,j] = Σ_ab F_ab U_ai U_aj V_bi V_bj exactly, in float64."""
-        return self._mixed(project_diagonal(self.F.to(self.U.dtype), self.U, self.V))
-
-    def _mixed(self, H_pp: Tensor) -> Tensor:
-        return H_pp if self.mix is None else self.mix.T @ H_pp @ self.mix
+        U, V = self.atoms.U, self.atoms.V
+        return self.atoms.orthonormal(project_diagonal(self.F.to(U.dtype), U, V))
 
     def solve(self, b: Tensor, shift: float) -> Solution:
-        m, n, p = *self.F.shape, self.U.shape[1]
+        dtype, (m, n), p = self.atoms.U.dtype, self.F.shape, self.atoms.U.shape[1]
         if self.tolerance > 0 and m * n * p * p > CHEAP:
-            solution = replace(self, F=self.F.to(self.U.dtype))._solve_lowrank(b, shift)
+            solution = replace(self, F=self.F.to(dtype))._solve_lowrank(b, shift)
             if solution is not None:
                 return solution
-        return Dense(self.H, null_share(self.U.dtype)).solve(b, shift)
+        return Dense(self.H, null_share(dtype)).solve(b, shift)
 
     def _solve_lowrank(self, b: Tensor, shift: float) -> Solution | None:
         """Iterate on exact products, preconditioned by a low-rank projection; None where no low rank is enough."""
-        approximate = project_diagonal_lowrank(self.F, self.U, self.V, self.tolerance)
+        approximate = project_diagonal_lowrank(self.F, self.atoms.U, self.atoms.V, self.tolerance)
         if approximate is None:
             return None
-        values, vectors = torch.linalg.eigh(self._mixed(approximate))
+        values, vectors = torch.linalg.eigh(self.atoms.orthonormal(approximate))
         inverse = 1 / (values.clamp_min(0) + max(shift, self.tolerance * float(values[-1]) / len(values)))
 
         def precondition(r: Tensor) -> Tensor:
             return vectors @ (inverse * (vectors.T @ r))
 
-        tolerance = 1e-10 if self.U.dtype == torch.float64 else 3e-7
+        tolerance = 1e-10 if self.F.dtype == torch.float64 else 3e-7
         solution = conjugate_gradients(self.shifted(shift), b, precondition, tolerance=tolerance, max_steps=200)
         return solution if solution.status is Status.CONVERGED else None
 

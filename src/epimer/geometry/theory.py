@@ -69,7 +69,7 @@ def residual_energy(
     for D, metric, weight, x in zip(deltas, metrics, weights, inside, strict=True):
         if isinstance(subspace, Tagged):
             c = x if subspace.mix is None else subspace.mix @ x
-            total += weight * metric.energy_outside(D, c, subspace.U, subspace.V)
+            total += weight * metric.energy_outside(D, c, subspace)
         else:
             total += weight * metric.energy(D - subspace.lift(x))
     return total

@@ -40,8 +40,7 @@ class FrechetOptions(MethodOptions):
         Literal["mean", "sum", "anchored"], Option("mean; sum = T times the mean; anchored: a damped pull to an anchor")
     ] = "mean"
     anchor: Annotated[
-        Literal["tsv", "sum", "iso_c", "average"],
-        Option("where directions without curvature go (aggregator anchored)"),
+        Literal["tsv", "sum", "iso_c", "average"], Option("where directions without curvature go (aggregator anchored)")
     ] = "tsv"
     normalize: Normalize = "trace"
     damping: Damping = 1e-2

@@ -156,10 +156,8 @@ def _parameter(name: str, hint: Any, default: Any) -> Parameter:
     plain = get_args(hint)[0]
     types = list(get_args(plain)) if get_origin(plain) in (Union, UnionType) else [plain]
     optional = type(None) in types
-    types = [one for one in types if one is not type(None)]
-    if option.per_model and list[float] in types:
-        types.remove(list[float])
-    kind, choices = _kind(name, types)
+    implied = (type(None), list[float] if option.per_model else None)
+    kind, choices = _kind(name, [one for one in types if one not in implied])
     return Parameter(
         name, kind, default, option.help, option.low, option.high, option.open_low, choices, optional, option.per_model
     )

@@ -153,7 +153,7 @@ def test_low_rank_projection_is_within_its_measured_error(shape):
     atoms = tagged(deltas, 6)
     F = (torch.rand(shape[0], 2, generator=generator) @ torch.rand(2, shape[1], generator=generator)).double()
     F = F + 1e-3 * torch.rand(*shape, generator=generator).double()
-    exact = TaggedDiagonal(F, atoms.U, atoms.V, None, 0.0).H
+    exact = TaggedDiagonal(F, atoms, 0.0).H
     approximate = project_diagonal_lowrank(F, atoms.U, atoms.V, 1e-3)
     assert approximate is not None
     assert 0 < float((approximate - exact).norm()) < 3e-3 * float(exact.norm())
