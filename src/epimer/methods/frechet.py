@@ -59,11 +59,6 @@ class FrechetOptions(MethodOptions):
         ),
     ] = None
 
-    @property
-    def needs_atoms(self) -> bool:
-        """Whether the subspace or the anchor is made of the tasks' singular vectors."""
-        return self.basis != "full" or (self.aggregator == "anchored" and self.anchor == "tsv")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RegMeanOptions(FrechetOptions):
@@ -86,7 +81,8 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
     shape, tasks = layer.deltas[0].shape, len(layer.deltas)
     rank = clamp_rank(shape, tasks, options.rank) if len(shape) == 2 else 0
     atoms = None if layer.basis is None else atoms_of(layer.basis)
-    if atoms is None and options.needs_atoms:
+    anchored_at_tsv = options.aggregator == "anchored" and options.anchor == "tsv"
+    if atoms is None and (options.basis != "full" or anchored_at_tsv):  # both are made of singular vectors
         if rank == 0:
             return clamped(layer)
         atoms = tagged(layer.deltas, rank)
@@ -161,7 +157,7 @@ def regmean(layer: Layer, options: RegMeanOptions) -> Solution:
 
 
 def wudi(layer: Layer, options: FrechetOptions) -> Solution:
-    """Return the same with A_t = D_tᵀD_t / ‖D_t‖², which needs no data."""
+    """Return regmean's solution with A_t = D_tᵀD_t / ‖D_t‖², which needs no data."""
     grams: list[Metric] = []
     for D in layer.deltas:
         energy = float(as_compute_dtype(D).square().sum())
