@@ -113,16 +113,10 @@ def build_problem(
 ) -> Problem:
     """Return the undamped problem of one layer: curvature projected on the subspace, `jitter`·I added, normalised.
 
-    Args:
-        subspace: where x lives; its lift gives the layer's shape back.
-        metrics: each task's curvature H_t.
-        deltas: task vectors D_t, all of the layer's shape.
-        weights: λ_t.
-        normalize: "trace" scales each projected curvature to mean diagonal 1, "none" leaves it. A task without
-            curvature, once damped, becomes damping·I under "trace" and nothing under "none".
-        jitter: added to the diagonal of each projected curvature before that.
-        tolerance: relative error of the low-rank projection that may start a large diagonal solve; 0 projects exactly.
-        max_steps: steps after which conjugate gradients stop; None goes on until they converge.
+    `normalize` "trace" scales each projected curvature to mean diagonal 1, "none" leaves it. A task without curvature,
+    once damped, becomes damping·I under "trace" and nothing under "none". `tolerance` is the relative error of the
+    low-rank projection that may start a large diagonal solve; 0 projects exactly. Conjugate gradients stop after
+    `max_steps`; None goes on until they converge.
     """
     operators = [subspace.restrict(metric, tolerance) for metric in metrics]
     operators = [replace(H, max_steps=max_steps) if isinstance(H, KroneckerSum) else H for H in operators]

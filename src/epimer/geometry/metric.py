@@ -176,7 +176,8 @@ class Kronecker(Metric):
         return image if self.A is None else image @ self.A
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
-        return KroneckerSum(((1.0, _sandwich(self.G, U), _sandwich(self.A, V)),), _null_share(self.A, self.G))
+        null = max((null_share(M.dtype) for M in (self.A, self.G) if M is not None), default=null_share(torch.float64))
+        return KroneckerSum(((1.0, _sandwich(self.G, U), _sandwich(self.A, V)),), null)
 
     def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
         U, V = atoms.U, atoms.V
@@ -196,10 +197,6 @@ class Kronecker(Metric):
             if factor is not None and (problem := _not_psd(name, factor, size)):
                 return problem
         return None
-
-
-def _null_share(*factors: Tensor | None) -> float:
-    return max((null_share(M.dtype) for M in factors if M is not None), default=null_share(torch.float64))
 
 
 def _sandwich(M: Tensor | None, U: Tensor | None) -> Tensor | None:
@@ -298,10 +295,8 @@ class TaskGram(Metric):
     def products(self, D_mn: Tensor, *others: Tensor) -> list[float]:
         size = float(torch.linalg.vector_norm(self.D.double()))
         D = self.D / size if size else self.D  # a product of three task vectors would leave float32
-        images = []
-        for X in (D_mn, *others):
-            step = X.to(D.dtype).T
-            images.append((D @ step) @ D if D.shape[0] <= D.shape[1] else D @ (step @ D))
+        steps = [X.to(D.dtype).T for X in (D_mn, *others)]
+        images = [(D @ step) @ D if D.shape[0] <= D.shape[1] else D @ (step @ D) for step in steps]
         return [size**4 * float((images[0] * image).sum(dtype=torch.float64)) for image in images]
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
@@ -370,7 +365,7 @@ class Projected(Metric):
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         assert self.H is None
-        return KroneckerSum(((1.0, _sandwich(self.G, None), _sandwich(self.A, None)),), _null_share(self.A, self.G))
+        return Kronecker(A=self.A, G=self.G).on_tensor_product(None, None)
 
     def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
         if self.H is not None:

@@ -131,10 +131,6 @@ class Method(Generic[OptionsT]):
     laws: frozenset[str] = frozenset()
     """which of the laws in epimer.testing it obeys at its defaults"""
 
-    def __post_init__(self) -> None:
-        if not self.accepts and self.curvature is not None and self.needs_curvature:
-            object.__setattr__(self, "accepts", (self.curvature,))
-
     @property
     def needs_curvature(self) -> bool:
         """Whether a merge needs curvature that was measured on data."""
@@ -171,8 +167,8 @@ class Method(Generic[OptionsT]):
     @property
     def accepted(self) -> tuple[str, ...]:
         """All kinds of measured curvature it can work with: those of its row, and those that may stand in for one."""
-        others = [kind for kind, served in SERVES.items() if set(served) & set(self.accepts)]
-        return tuple(dict.fromkeys((*self.accepts, *others)))
+        own = self.accepts or ((self.curvature,) if self.curvature is not None and self.needs_curvature else ())
+        return tuple(dict.fromkeys((*own, *(kind for kind, served in SERVES.items() if set(served) & set(own)))))
 
     def takes(self, kind: str | None) -> bool:
         """Whether curvature of a kind, known in the full space, is what the method needs, if it needs any."""

@@ -57,8 +57,7 @@ def tsv(layer: Layer, options: TsvOptions) -> Solution:
     if options.coefficients == "sigma":
         delta = tsv_delta(atoms, layer.weights)
     else:
-        flat = weighted_sum(layer.deltas, layer.weights)
-        delta = len(layer.deltas) * atoms.lift(atoms.project(flat))
+        delta = len(layer.deltas) * atoms.lift(atoms.project(weighted_sum(layer.deltas, layer.weights)))
     return Solution(delta, rank=rank, note=note)
 
 
