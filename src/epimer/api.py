@@ -15,8 +15,8 @@ from torch import Tensor
 from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import HEADER, StoredBasis, save_basis
 from epimer.diagnosis import choice
-from epimer.diagnosis.diagnose import Methods, diagnose_models
-from epimer.diagnosis.sweep import Merges, Sweep, check_methods, sweep_plans
+from epimer.diagnosis.diagnose import Methods, diagnose_models, diagnose_recipe
+from epimer.diagnosis.sweep import Merges, Sweep, check_methods, sweep_plans, sweep_recipe
 from epimer.engine.basis import KINDS, build_bases
 from epimer.engine.merge import merge_in_memory
 from epimer.engine.options import RunOptions, in_memory
@@ -195,7 +195,7 @@ def diagnose(
         raise ParameterError("a diagnosis is of task vectors, so the recipe needs a base_model.")
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     run = RunOptions(workers=workers, max_memory=max_memory, progress=progress)
-    return choice.diagnose_recipe(loaded, opened, rank=rank, methods=methods, damping=damping, run=run)
+    return diagnose_recipe(loaded, opened, rank=rank, methods=methods, damping=damping, run=run)
 
 
 def diagnose_state_dicts(
@@ -292,7 +292,7 @@ def sweep(
         check_output(Path(keep_best).expanduser().absolute(), opened.participants, overwrite=overwrite)
     judge = evaluator(evaluation, folder, count=len(loaded.models), progress=progress)
     run = RunOptions(workers=workers, max_memory=max_memory, progress=progress)
-    result = choice.sweep_recipe(
+    result = sweep_recipe(
         loaded,
         opened,
         judge,
@@ -303,7 +303,7 @@ def sweep(
         run=run,
     )
     if keep_best is not None:
-        best = choice.settled(loaded, result.best.method, result.best.scale, result.best.rank)
+        best = loaded.settled(result.best.method, result.best.scale, result.best.rank)
         run = replace(run, device="auto")
         warn_of(write_merge(plan_recipe(best, opened), Path(keep_best), run, overwrite=overwrite))
     return result

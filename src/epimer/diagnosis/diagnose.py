@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,16 +18,17 @@ from epimer.engine.merge import Tensors, read_tensors
 from epimer.engine.options import RunOptions, in_memory
 from epimer.errors import ParameterError, TensorError
 from epimer.geometry.metric import Metric, TaskGram
-from epimer.geometry.subspace import Basis, Tagged, clamp_rank
+from epimer.geometry.subspace import Basis, Tagged, atoms_of, clamp_rank
 from epimer.geometry.theory import total
 from epimer.methods.registry import default_forecasts, describe_method
 from epimer.plan.curvature_inputs import metric_bytes
-from epimer.plan.inputs import check_models, refuse
+from epimer.plan.inputs import check_models, check_weights, refuse
 from epimer.plan.jobs import Job, memory_of
 from epimer.plan.layer_curvature import Curvatures, layer_basis, layer_metrics, missing_metric
-from epimer.plan.participants import Participants
+from epimer.plan.merge import Opened
+from epimer.plan.participants import Participants, public_recipe
 from epimer.progress import Progress
-from epimer.recipe.model import depths
+from epimer.recipe.model import AUTO, Recipe, depths, known_parameters
 from epimer.records import Diagnosis, Forecast, LayerFindings
 
 KINDS = ("ekfac", "diagonal", "kronecker", "samples", "projected")
@@ -221,3 +223,92 @@ def _forecast(sums: Sums, method: str, weights: Sequence[float]) -> Forecast:
     return Forecast(
         floats(shares), float(shares @ lam), float(shares.max()), best, float(sums.lost(method, best) @ lam)
     )
+
+
+# --- the models of a recipe ---
+
+
+def diagnose_recipe(
+    recipe: Recipe,
+    opened: Opened,
+    *,
+    rank: int | None = None,
+    methods: Sequence[str] | None = None,
+    damping: float = 1e-2,
+    run: RunOptions,
+) -> Diagnosis:
+    """Diagnose opened models as a recipe has them; see `epimer.diagnose`."""
+    if opened.problems:
+        raise opened.problems[0]
+    participants, tasks = opened.participants, len(recipe.models)
+
+    def weights(name: str, depth: float) -> list[float]:
+        return check_weights(recipe.weights(name, depth), tasks, "a diagnosis")
+
+    def wanted(kind: str) -> dict[str, dict[str, Any]]:
+        chosen: dict[str, dict[str, Any]] = {
+            name: {} for name in (_usual_forecasts(recipe, kind) if methods is None else methods)
+        }
+        if recipe.merge_method in chosen and not recipe.auto:
+            plain = {key: value for key, value in recipe.parameters.items() if not isinstance(value, tuple)}
+            chosen[recipe.merge_method] = {k: v for k, v in plain.items() if k not in ("weight", "scale", "rank")}
+        return chosen
+
+    bases = None if opened.basis is None else _Atoms(opened.basis)
+    return diagnose_models(
+        participants,
+        weights,
+        curvatures=opened.curvatures,
+        kind="task-gram" if opened.kind is None else opened.kind,
+        bases=bases,
+        rules=recipe.rules,
+        rank=_rank(recipe, rank),
+        damping=damping,
+        methods=wanted,
+        names=_names(recipe),
+        base=Path(recipe.base_model or "base").name,
+        recipe=public_recipe(recipe, participants, opened.tokenizer),
+        run=run,
+    )
+
+
+class _Atoms(Mapping[str, Tagged]):
+    """The tagged atoms of stored bases, read when they are asked for; a tensor basis holds those it was built from."""
+
+    def __init__(self, bases: Mapping[str, Basis]) -> None:
+        self.bases = bases
+
+    def __getitem__(self, name: str) -> Tagged:
+        return atoms_of(self.bases[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.bases)
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+
+def _usual_forecasts(recipe: Recipe, kind: str) -> list[str]:
+    """Return the methods to forecast for a recipe: the usual ones, and its own where that can be done."""
+    usual = default_forecasts(kind)
+    if recipe.merge_method == AUTO:
+        return usual
+    try:
+        forecasts([recipe.merge_method], kind)
+    except ParameterError:
+        return usual
+    return list(dict.fromkeys([*usual, recipe.merge_method]))
+
+
+def _rank(recipe: Recipe, asked: int | None) -> int | None:
+    """Return the rank to diagnose at: what was asked for, the recipe's, or 32."""
+    if asked is not None:
+        return int(known_parameters(AUTO)["rank"].check("a diagnosis", asked))
+    known, rank = known_parameters(recipe.merge_method), recipe.parameters.get("rank")
+    return 32 if rank is None or "rank" not in known else known["rank"].check(recipe.merge_method, rank)
+
+
+def _names(recipe: Recipe) -> list[str]:
+    """Return what to call the models: the last part of where they are, numbered where that is not enough."""
+    short = [Path(entry.model).name or entry.model for entry in recipe.models]
+    return [name if short.count(name) == 1 else f"{name} ({t})" for t, name in enumerate(short)]

@@ -18,14 +18,19 @@ from epimer.engine.basis import build_bases
 from epimer.engine.memory import memory_budget
 from epimer.engine.merge import merge_in_memory
 from epimer.engine.options import RunOptions
-from epimer.errors import EpimerWarning, ParameterError
+from epimer.errors import EpimerWarning, ParameterError, RecipeError
 from epimer.evaluation.judges import Evaluate, SplitScores
 from epimer.evaluation.suite import State
+from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.subspace import Basis, Tagged, tensor_product
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Method, default_sweep, describe_method
+from epimer.plan.inputs import check_models, refuse
 from epimer.plan.jobs import Job, Plan
+from epimer.plan.merge import Opened, plan_recipe
 from epimer.plan.participants import Participants
+from epimer.progress import Progress
+from epimer.recipe.model import Recipe
 from epimer.records import SweepRecord, Trial
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
@@ -240,3 +245,58 @@ def climb(value: Callable[[float], Any], grid: Sequence[float], ahead: int = 2) 
                 misses += 1
             i += step
     return grid[best]
+
+
+def sweep_recipe(
+    recipe: Recipe,
+    opened: Opened,
+    evaluate: Evaluate,
+    *,
+    methods: Sequence[str] | None = None,
+    scales: Sequence[float] | None = None,
+    ranks: Sequence[int] | None = None,
+    keep_scale: bool = False,
+    evaluation: str = "",
+    run: RunOptions,
+) -> Sweep:
+    """Sweep opened models: every setting is merged as `settled` would have it, into memory.
+
+    `keep_scale` leaves the recipe's own scale in place, and scales multiply it.
+    """
+    if opened.problems:
+        raise opened.problems[0]
+    if opened.participants.base is None:
+        raise RecipeError("a sweep scales task vectors, so the recipe needs a base_model.")
+    fates = check_models(opened.participants, recipe.rules, refuse)
+    rows = check_methods(methods, opened.kind)
+    merges = Merges(opened.participants, recipe.rules, run)
+    opened = replace(opened, participants=merges.participants)
+    base = merges.participants.base
+    assert base is not None
+
+    def plan(row: Method, rank: int | None, scale: float) -> Plan:
+        chosen = recipe.settled(row.name, None if keep_scale else scale, rank)
+        planned = plan_recipe(chosen.model_copy(update={"dtype": None, "out_dtype": "float32"}), opened)
+        planned.check()
+        return planned
+
+    def shown_rank(row: Method, rank: int | None) -> int | None:
+        shown = rank if rank is not None else recipe.settled(row.name).parameters.get("rank")
+        return shown if isinstance(shown, int) else None
+
+    names = [name for name, rule in fates.rules.items() if rule != "skip"]
+    tensors = {name: base.read(name) for name in names}
+    with Progress(run.progress, unit="settings") as bar:
+        stage = bar.begin("trying", None)
+        return sweep_plans(
+            merges,
+            rows,
+            plan,
+            {name: as_compute_dtype(W) if W.is_floating_point() else W for name, W in tensors.items()},
+            evaluate,
+            ranks=ranks,
+            scales=scales,
+            shown_rank=shown_rank,
+            evaluation=evaluation,
+            progress=lambda line: stage.advance(1, line),
+        )

@@ -89,6 +89,41 @@ class Recipe(_Frozen):
             return None
         return [self._at("weight", model, name, t) for model in self.models]
 
+    def settled(self, method: str, scale: float | None = None, rank: int | None = None) -> Recipe:
+        """Return the recipe with a method, and a scale and a rank where they are given: exactly what a sweep merges.
+
+        The recipe's parameters are for its own method, or for whichever is chosen where it leaves that open; weights
+        are for all.
+        """
+        from epimer.methods.registry import describe_method
+
+        row = describe_method(method)
+        own = "merge_method" in self.auto or method == self.merge_method
+        known = {*(row.defaults if own else ()), "weight"}
+        parameters = {key: value for key, value in self.parameters.items() if key in known}
+        if not own and scale is None and "scale" in self.parameters:
+            parameters["scale"] = self.parameters["scale"]
+        if scale is not None:
+            parameters.pop("scale", None)
+            parameters |= {} if scale == 1.0 else {"scale": scale}
+        if rank is not None:
+            parameters["rank"] = rank
+        models = []
+        for entry in self.models:
+            kept: dict[str, Any] = {"parameters": {k: v for k, v in entry.parameters.items() if k in known}}
+            models.append(entry.model_copy(update=kept if row.needs_curvature else {**kept, "curvature": None}))
+        return self.model_copy(
+            update={
+                "merge_method": method,
+                "parameters": parameters,
+                "models": tuple(models),
+                "auto": (),
+                "eval": None,
+                "basis": self.basis if row.needs_curvature else None,
+                "normalize_weights": self.normalize_weights if own else None,
+            }
+        )
+
     def varying(self) -> frozenset[str]:
         """Return the names of the parameters, `weight` included, that differ between tensors."""
         known = known_parameters(self.merge_method)

@@ -86,11 +86,10 @@ def test_the_first_error_in_the_order_of_the_jobs_is_raised_in_its_place(workers
     jobs = [Job(str(i), delay=0.03 * (i == 2)) for i in range(8)]
     results, seen = Threads([CPU] * workers).map(Squares(jobs, fails=("2", "3"))), []
     with pytest.raises(KeyError, match="2"):
-        seen += (job.name for job, _ in results)
+        seen.extend(job.name for job, _ in results)
     results, seen = Threads([CPU] * workers).map(Squares(jobs, fails=("5",), fails_reading=("4",))), []
     with pytest.raises(ValueError, match="cannot read 4"):
-        for job, _ in results:
-            seen.append(job.name)
+        seen.extend(job.name for job, _ in results)
     assert seen == ["0", "1", "2", "3"]
     assert not running()
 
