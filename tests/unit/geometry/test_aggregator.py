@@ -81,5 +81,6 @@ def test_a_status_is_its_word_in_json_and_tells_what_helps():
     assert [status.value for status in Status] == ["exact", "converged", "damped", "stalled", "clamped", "tied"]
     assert all(status.meaning for status in Status)
     assert Status.STALLED.remedy == "Raise iterations, or damping."
-    with pytest.raises(ValueError, match="'solved' is not a valid Status"):
+    words = "'exact', 'converged', 'damped', 'stalled', 'clamped' or 'tied'"
+    with pytest.raises(ValueError, match=rf"tensors\.w\.status: input should be {words}\. Got 'solved' instead"):
         MergeRecord.from_dict({**written, "tensors": {"w": {**written["tensors"]["w"], "status": "solved"}}})
