@@ -7,7 +7,7 @@ PEERS_STAMP := $(PEERS)/.ready
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint bench docs conformance coverage clean help
+.PHONY: demo test quick lint bench docs conformance coverage clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -22,8 +22,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## eight small models, made here, become one: every method compared, a report to open
 	$(BIN)/epimer demo
 
-test: $(STAMP) lint  ## lint, type-check and run the tests
-	$(BIN)/python -m pytest
+test: $(STAMP) lint  ## lint, type-check and run all tests, on every core
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+quick: $(STAMP) lint  ## lint, type-check and run the fast tests: two minutes on two cores
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"
 
 lint: $(STAMP)  ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

@@ -14,8 +14,7 @@ from typing import Any
 
 from epimer.evaluation.statistics import Scores
 from epimer.experiments.bench import Bench, Candidate
-from epimer.experiments.output import write
-from epimer.experiments.results import number, share, tabulate, text
+from epimer.experiments.results import number, share, tabulate, text, write
 from epimer.records import Experiment
 
 METHODS = ("epimer_kron", "epimer_free")

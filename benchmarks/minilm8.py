@@ -30,8 +30,8 @@ from transformers import BertConfig, BertModel
 
 from epimer.evaluation.suite import Split, Suite, SuiteTask
 from epimer.experiments.bench import Bench
-from epimer.experiments.output import write
 from epimer.experiments.paper import EXPERIMENTS
+from epimer.experiments.results import write
 
 TASKS = ("agnews", "banking77", "clinc150", "emotion", "hate", "sst2", "subj", "trec6")
 

@@ -1,6 +1,6 @@
 """Claim: a diagnosis, a basis and a sweep of eight models keep `--max-memory`, and a sweep reads each model once.
 
-ViT-B-shaped models of a few layers are written, and each command runs with a limit below what the models weigh together.
+ViT-B-shaped models of a few layers are written, and each command runs with a limit near what the models weigh together.
 The peak is what the kernel reports for the process; bytes are what it read from the models' files.
 
     python benchmarks/walks_keep_memory.py [--layers 3] [--limits 1.2GB 2GB] [--json FILE]
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from datetime import date
 from pathlib import Path
@@ -55,6 +56,7 @@ def bytes_read(place: Path, recipe: Path) -> dict[str, int]:
     (place / "flat_judge.py").write_text(
         "def score(state):\n    return {'one': float(state['encoder.layers.0.mlp.fc1.weight'][0, 0])}\n"
     )
+    sys.path.insert(0, str(place))
     try:
         epimer.sweep(recipe, "flat_judge:score", methods=METHODS, ranks=RANKS, scales=[1.0], progress=False)
     finally:
@@ -88,9 +90,8 @@ def main() -> None:
                 peak, seconds = peak_of(command)
                 share = peak / parse_size(limit, "limit")
                 results["peaks"].append({"command": name, "limit": limit, "peak": peak, "seconds": seconds})
-                print(
-                    f"epimer {name} --max-memory {limit}: peak {peak / 1e9:.2f} GB, {share:.2f} of the limit, {seconds:.0f} s"
-                )
+                told = f"peak {peak / 1e9:.2f} GB, {share:.2f} of the limit, {seconds:.0f} s"
+                print(f"epimer {name} --max-memory {limit}: {told}")
         counts = bytes_read(place, recipe)
         results["read"] = {name: count / sizes[0] for name, count in counts.items()}
         most = max(results["read"].values())

@@ -10,7 +10,7 @@ from epimer.api import sweep_state_dicts as sweep
 from epimer.evaluation.judges import SplitScores
 from epimer.experiments import paper as experiments
 from epimer.experiments.bench import Bench
-from epimer.experiments.output import write
+from epimer.experiments.results import write
 from epimer.report.page import build
 from epimer.report.read import read_records
 from trained import make_suite

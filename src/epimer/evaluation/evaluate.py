@@ -5,20 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.errors import CheckpointError, DataError, ParameterError, listed
 from epimer.evaluation.lazy_tensors import LazyTensors
 from epimer.evaluation.metrics import unit
-from epimer.evaluation.provenance import provenance
 from epimer.evaluation.statistics import Scores
-from epimer.evaluation.suite import Data, State, Subset, Suite
+from epimer.evaluation.suite import State, Subset, Suite
 from epimer.geometry.linalg import nonfinite
 from epimer.progress import Progress
 from epimer.records import EvaluationRecord, OverallScore, TaskScore
@@ -90,22 +91,26 @@ class Evaluation:
         return EvaluationRecord(self.suite, self.model, self.split, tasks, average, worst, dict(self.provenance))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain JSON-ready values."""
         return self.record().to_dict()
 
 
 def _cells(metric: str, scores: Mapping[str, Scores]) -> list[str]:
     """Return table cells: every average, the model's with its interval."""
-    model, *references = [format_score(metric, one.average) for one in scores.values()]
+    model, *references = [format_score(metric, column.average) for column in scores.values()]
     return [f"{model} {format_interval(metric, *scores['model'].interval())}", *references]
 
 
 def _values(metric: str, scores: Mapping[str, Scores]) -> Iterator[float]:
     """Yield the model's score and the ends of its interval, then the references' scores."""
-    score, *references = (metric_value(metric, one.average) for one in scores.values())
+    score, *references = (metric_value(metric, column.average) for column in scores.values())
     yield score
     yield from sorted(metric_value(metric, end) for end in scores["model"].interval())
     yield from references
+
+
+def provenance(**settings: Any) -> dict[str, Any]:
+    """Return the versions and the date that a record was made with, and the settings that it depends on."""
+    return {"epimer": epimer.__version__, "torch": torch.__version__, "date": str(date.today()), **settings}
 
 
 def evaluate(
@@ -117,20 +122,13 @@ def evaluate(
     references: bool = True,
     progress: bool = False,
 ) -> Evaluation:
-    """Evaluate a model folder, a hub id or `base+adapter` on every task.
+    """Evaluate a model folder, a hub id or `base+adapter`, with the tensor names of the suite's base, on every task.
 
-    Args:
-        suite: the tasks.
-        model: the model to evaluate, with the tensor names of the suite's base.
-        split: test or val.
-        limit: take only this many samples of each task, the same ones every time.
-        references: evaluate the base and each task's fine-tuned model too.
-        progress: show a bar on a terminal.
+    `limit` takes only so many samples of each task, the same ones every time; `references` evaluates the base and each
+    task's fine-tuned model too.
     """
     if split not in SPLITS:
         raise ParameterError(f"--split must be one of {', '.join(SPLITS)}, got {split!r}.")
-    if limit is not None and limit < 1:
-        raise ParameterError(f"--limit must be at least 1, got {limit}.")
     for task in suite.tasks:
         if split not in task.splits:
             known = ", ".join(name for name in task.splits if name in SPLITS) or "it has none"
@@ -140,8 +138,9 @@ def evaluate(
     with Progress(progress, unit="tasks") as bar:
         stage = bar.begin("evaluating", len(suite.tasks))
         for task, tuned in zip(suite.tasks, suite.models, strict=True):
-            if limit is not None:
-                task = replace(task, splits={split: _random_subset(task.splits[split], limit)})
+            if limit is not None:  # at random, as folders of images are sorted by class
+                chosen = sorted(choose(len(task.splits[split]), samples=limit, fraction=None, seed=0))
+                task = replace(task, splits={split: Subset(task.splits[split], torch.tensor(chosen))})
             scores = {"model": suite.finite_scores(state, task, split, "the model")}
             if references:
                 scores["base"] = suite.finite_scores(suite.base, task, split, "the base")
@@ -186,8 +185,3 @@ def _read_finite(checkpoint: Checkpoint, name: str) -> Tensor:
             f"{checkpoint.where}[{name!r}] holds NaN or Inf in {bad} of {W.numel()} entries; merge it again."
         )
     return W
-
-
-def _random_subset(data: Data, limit: int) -> Subset:
-    """Return at most `limit` samples at random, as folders of images are sorted by class; the same ones every time."""
-    return Subset(data, torch.tensor(sorted(choose(len(data), samples=limit, fraction=None, seed=0))))

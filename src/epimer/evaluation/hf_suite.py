@@ -33,14 +33,10 @@ CACHE_BYTES = 1 << 28  # of a split's batches that are kept for the next evaluat
 def read_suite(
     path: str | Path, *, device: str = "auto", keep: bool = True, labels: bool = True, progress: bool = False
 ) -> Suite:
-    """Read a suite from its file.
+    """Read a suite from its YAML file, in which paths are relative to its folder.
 
-    Args:
-        path: the YAML file; paths in it are relative to its folder.
-        device: where networks compute: cpu, cuda, cuda:N, or auto.
-        keep: keep every network and tensor in memory for many evaluations; otherwise one task's network at a time.
-        labels: refuse data without them.
-        progress: show the progress of downloads.
+    `keep` holds every network and tensor in memory for many evaluations, otherwise there is one task's network at a
+    time; `labels` refuses data without them.
     """
     file = read_suite_file(path, labels=labels, progress=progress)
     with errors_at(file.source, ("base",)):
@@ -59,25 +55,15 @@ def read_suite(
     def tensors(model: Participant) -> LazyTensors:
         return LazyTensors({name: model.headers[name] for name in merged}, model.read, keep=keep, ties=ties)
 
-    return Suite(
-        name=file.name,
-        base=tensors(ancestor),
-        models=[tensors(model) for model in tuned],
-        tasks=[networks.task(entry) for entry in file.tasks],
-        network=networks.network,
-        batch=file.batch,
-        names=networks.names,
-    )
+    states, tasks = [tensors(model) for model in tuned], [networks.task(entry) for entry in file.tasks]
+    return Suite(file.name, tensors(ancestor), states, tasks, networks.network, batch=file.batch, names=networks.names)
 
 
 def _merged_names(file: SuiteFile, base: Participant, models: Sequence[Participant]) -> list[str]:
     """Return the tensors that are merged: the base's, without those that belong to a task or that no model has."""
     classifier = [pattern for entry in file.tasks for pattern in entry.classifier]
-    merged = [
-        name
-        for name in base.headers
-        if not _matches(classifier, name) and any(name in model.headers for model in models)
-    ]
+    anywhere = set[str]().union(*(model.headers for model in models))
+    merged = [name for name in base.headers if name in anywhere and not _matches(classifier, name)]
     for entry, model in zip(file.tasks, models, strict=True):
         for pattern in entry.classifier:
             if not any(fnmatchcase(name, pattern) for name in model.headers):
@@ -102,9 +88,7 @@ def _check_model(
             f"{listed(base.headers)}; is it a model of this ancestor, saved with the same prefix?"
         )
     if missing:
-        raise CheckpointError(
-            f"{entry.model} lacks {listed(missing)}, which base and other models have; give a whole model."
-        )
+        raise CheckpointError(f"{entry.model} lacks {listed(missing)}, which the others have; give a whole model.")
     for name in merged:
         W, W0 = model.headers[name], base.headers[name]
         if W.shape != W0.shape:
@@ -112,11 +96,8 @@ def _check_model(
                 f"{entry.model}[{name!r}] has shape {tuple(W.shape)}, the base's {tuple(W0.shape)}; "
                 "if it belongs to the task, name it in 'classifier'."
             )
-    extra = [
-        name
-        for name, W in model.headers.items()
-        if name not in base.headers and W.is_floating_point() and not _matches(classifier, name)
-    ]
+    added = [name for name, W in model.headers.items() if name not in base.headers and W.is_floating_point()]
+    extra = [name for name in added if not _matches(classifier, name)]
     if extra and entry.head is None:
         raise CheckpointError(
             f"{entry.model} has {listed(extra)}, which the base lacks; name them in 'classifier' if they belong "
@@ -139,7 +120,6 @@ class HeadFromFile(WithHead):
         self.errors = errors
 
     def forward(self, **inputs: Tensor) -> Output:
-        """Return the logits of a batch."""
         with self.errors():
             return super().forward(**inputs)
 
@@ -189,7 +169,6 @@ class Networks:
         return loaded.task.model
 
     def names(self, task: SuiteTask) -> dict[str, str]:
-        """Return parameter -> its name in state dicts."""
         return self.loaded(task.name).names
 
     def loaded(self, name: str) -> Loaded:
@@ -197,9 +176,8 @@ class Networks:
         if name not in self._loaded:
             if not self.keep:
                 self._loaded.clear()
-            entry, model = next(
-                (entry, model) for entry, model in zip(self.file.tasks, self.models, strict=True) if entry.name == name
-            )
+            t = [entry.name for entry in self.file.tasks].index(name)
+            entry, model = self.file.tasks[t], self.models[t]
             with errors_at(self.file.source, (*entry.location, "model")):
                 self._loaded[name] = self._load(entry, model)
         return self._loaded[name]
@@ -210,9 +188,8 @@ class Networks:
         )
         task.require_labels = self.labels
         if isinstance(task.model, WithHead):
-            task.model = HeadFromFile(
-                task.model, partial(errors_at, self.file.source, (*entry.location, "head"))
-            ).eval()
+            errors = partial(errors_at, self.file.source, (*entry.location, "head"))
+            task.model = HeadFromFile(task.model, errors).eval()
         if entry.classes:
             if len(entry.classes) != task.classes:
                 raise DataError(f"the model has {task.classes} classes, but 'classes' names {len(entry.classes)}.")
@@ -268,7 +245,6 @@ class TableSplit:
         return len(self.table)
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield (inputs, targets), see `Data.batches`."""
         if order is None and self._cached is not None:
             yield from self._cached
             return

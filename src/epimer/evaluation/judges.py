@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -61,12 +62,9 @@ Evaluate = Callable[[State, str], SplitScores]
 def evaluator(text: str, folder: Path | None = None, *, count: int | None = None, progress: bool = False) -> Evaluate:
     """Return the evaluation that `--eval` names.
 
-    Args:
-        text: a suite (its name, its YAML file, or module:function that returns one); `agreement:SUITE`, which takes the
-            suite's inputs but not its labels; or module:function that takes a state dict and returns scores by task.
-        folder: another folder to look for a YAML file in.
-        count: how many models are merged: a suite must have as many tasks.
-        progress: show bars while a suite is opened.
+    `text` is a suite (its name, its YAML file, also in `folder`, or module:function that returns it), agreement:SUITE,
+    which takes the suite's inputs but not its labels, or module:function that takes a state dict and returns scores by
+    task. A suite must have `count` tasks, as many as models are merged.
     """
     kind, _, rest = text.partition(":")
     if text == AGREEMENT:
@@ -129,9 +127,8 @@ def by_agreement(suite: Suite) -> Evaluate:
                 invalid = (tuned + merged).isnan().any(1)  # NaN agrees with nothing
                 hits.append((tuned.argmax(1) == merged.argmax(1)).double().masked_fill(invalid, math.nan))
                 divergences.append(kl_div(merged, tuned, reduction="none", log_target=True).sum(1).double())
-            scores[task.name] = suite.check_finite(
-                torch.cat(hits), task, split, "agreement", "a merge or the fine-tuned model"
-            )
+            who = "a merge or the fine-tuned model"
+            scores[task.name] = suite.check_finite(torch.cat(hits), task, split, "agreement", who)
             kl[task.name] = float(torch.cat(divergences).mean())
         return SplitScores(scores, kl)
 
@@ -180,9 +177,6 @@ def _required_arguments(function: Callable[..., Any]) -> int:
 
 
 def _check_splits(suite: Suite) -> None:
-    for task in suite.tasks:
-        for split in ("val", "test"):
-            if split not in task.splits:
-                raise ParameterError(
-                    f"{suite.name}: task {task.name!r} has no {split} data, which a sweep needs; add it."
-                )
+    for task, split in itertools.product(suite.tasks, ("val", "test")):
+        if split not in task.splits:
+            raise ParameterError(f"{suite.name}: task {task.name!r} has no {split} data, which a sweep needs; add it.")

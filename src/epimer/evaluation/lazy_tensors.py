@@ -8,13 +8,9 @@ from torch import Tensor
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is accessed.
+    """Tensors by name, each read when it is accessed, and kept in memory from then on if `keep`.
 
-    Args:
-        headers: name -> a tensor without data, for its shape and dtype.
-        read: name -> the tensor.
-        keep: keep every tensor in memory once it is read.
-        ties: name -> the name whose tensor it shares; kept tensors are then shared too.
+    `headers` are tensors without data; `ties` map a name to the one whose tensor it shares, when it is kept, too.
     """
 
     def __init__(

@@ -35,16 +35,10 @@ def run_harness(
     device: str = "auto",
     progress: bool = False,
 ) -> HarnessRecord:
-    """Load a causal language model without running its code, and have lm-eval score it.
+    """Load a causal language model without running its code, and have lm-eval score the first `limit` samples of tasks.
 
-    Args:
-        model: a model folder, a hub id, or `base+adapter`.
-        tasks: names that lm-eval knows, groups and patterns among them.
-        include: a folder with more task files. A task file may name functions to run: use only what you trust.
-        limit: take only the first samples of each task.
-        batch_size: requests at a time.
-        device: cpu, cuda, cuda:N, or auto.
-        progress: show lm-eval's bars on a terminal.
+    Tasks are names, groups or patterns that lm-eval knows, or that are in the task files of the folder `include`. A
+    task file may name functions to run: use only what you trust.
     """
     try:
         lm_eval, models = import_module("lm_eval"), import_module("lm_eval.models.huggingface")
@@ -52,8 +46,6 @@ def run_harness(
         raise ParameterError("--harness lm-eval needs lm-eval; install it: pip install 'epimer[lm-eval]'") from error
     if include is not None and not include.is_dir():
         raise ParameterError(f"--include-path {include} is not a folder; give the folder that holds your task files.")
-    if limit is not None and limit < 1:
-        raise ParameterError(f"--limit must be at least 1, got {limit}.")
     with _quiet(bars=progress and sys.stderr.isatty()):
         manager = _task_manager(tasks, include)
         checkpoint = open_checkpoint(model, progress=progress)
@@ -69,9 +61,8 @@ def run_harness(
         except EpimerError:
             raise
         except Exception as error:  # a task may hold anything
-            raise DataError(
-                f"lm-eval failed on {listed(tasks)}: {type(error).__name__}: {short(str(error))}"
-            ) from error
+            reason = f"{type(error).__name__}: {short(str(error))}"
+            raise DataError(f"lm-eval failed on {listed(tasks)}: {reason}") from error
     assert output is not None
     return HarnessRecord(model, f"lm-eval {version('lm_eval')}", list(_scores(output)), limit)
 

@@ -11,10 +11,7 @@ from epimer.errors import ParameterError, nearest
 from epimer.evaluation.suite import Suite
 from epimer.evaluation.user_code import is_entry_point, suite_from_entry_point
 
-SUITES = {
-    "glyphs8": "epimer.experiments.glyphs8.build:load",
-    "clip8": "epimer.experiments.clip8.load:load",
-}
+SUITES = {"glyphs8": "epimer.experiments.glyphs8.build:load", "clip8": "epimer.experiments.clip8.load:load"}
 """name -> its loader, imported when the suite is opened; a loader takes `seed`, `progress` and options of its own"""
 
 

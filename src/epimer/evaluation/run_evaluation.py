@@ -38,6 +38,8 @@ def run_evaluation(
         raise ParameterError("give the model to evaluate: --model PATH.")
     if (suite is None) == (harness is None):
         raise ParameterError("give either a suite, epimer eval SUITE.yaml, or --harness lm-eval with --tasks.")
+    if limit is not None and limit < 1:
+        raise ParameterError(f"--limit must be at least 1, got {limit}.")
     _check_device(device, suite)
     check_file(out)
     if suite is not None:

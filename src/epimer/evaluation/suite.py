@@ -52,7 +52,6 @@ class Split:
         return len(self.y)
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (inputs, labels), see `Data.batches`."""
         order = torch.arange(len(self)) if order is None else order
         for indices in torch.split(order.to(self.y.device), size):
             if len(indices):
@@ -70,7 +69,6 @@ class Subset:
         return len(self.indices)
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield (inputs, targets), see `Data.batches`."""
         return self.data.batches(size, self.indices if order is None else self.indices[order])
 
 

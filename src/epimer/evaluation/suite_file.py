@@ -151,9 +151,7 @@ class _Reader:
         columns: dict[str, tuple[str, ...]] = {"image": IMAGES} if kind == IMAGE else {"text": TEXTS}
         if kind != CAUSAL_LM:
             columns["label"] = LABELS
-        refused = {
-            key: f"'{key}' is not a column of {kind}." for key in ("text", "label", "image") if key not in columns
-        }
+        refused = {key: f"'{key}' is not a column of {kind}." for key in {"text", "label", "image"} - columns.keys()}
         raw = self.source.mapping(path, {} if raw is None else raw, DATA_KEYS, refused)
         keys = {key: text for key in DATA_KEYS if (text := self.text((*path, key), raw.get(key))) is not None}
         splits = [split for split in SPLITS if split in keys]

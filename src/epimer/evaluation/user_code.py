@@ -77,9 +77,8 @@ def one_line_errors(label: str) -> Iterator[None]:
 
 def _failure(label: str, error: BaseException) -> ParameterError:
     """Return an error that names the line of the user's code it came from."""
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*LIBRARY_FOLDERS, "<"))
-    ]
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in trace if not frame.filename.startswith((*LIBRARY_FOLDERS, "<"))]
     where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
     if isinstance(error, SyntaxError) and error.filename:
         where = f" ({Path(error.filename).name} line {error.lineno})"
@@ -128,7 +127,6 @@ class GuardedData:
             return len(self.data)
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield (inputs, targets), see `Data.batches`."""
         with one_line_errors(self.label):
             for inputs, targets in self.data.batches(size, order):  # noqa: UP028  (anything but a pair fails here)
                 yield inputs, targets

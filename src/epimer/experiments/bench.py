@@ -18,8 +18,8 @@ from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.sweep import climb, scaled
 from epimer.errors import DataError, EpimerError, EpimerWarning
+from epimer.evaluation.evaluate import provenance
 from epimer.evaluation.metrics import shared_unit
-from epimer.evaluation.provenance import provenance
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Suite
 from epimer.geometry.metric import Metric
@@ -49,12 +49,10 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
         return self.label or self.method
 
     @property
     def rank(self) -> int | None:
-        """The rank of its basis."""
         return self.parameters.get("rank", RANK)
 
     @property
@@ -69,27 +67,11 @@ class Candidate:
         defaults = {parameter.name: parameter.default for parameter in describe_method(self.method).parameters}
         return self.parameters.get("basis", defaults.get("basis", "full")) != "full"
 
-    @property
-    def linear_in_scale(self) -> bool:
-        """Whether the merged delta is proportional to the scale, so that one merge serves all scales."""
-        return describe_method(self.method).linear_in_scale
-
 
 CANDIDATES = (
-    Candidate("average"),
-    Candidate("task_arithmetic"),
-    Candidate("ties"),
-    Candidate("dare"),
-    Candidate("fisher"),
-    Candidate("gradient_matching"),
-    Candidate("regmean"),
+    *map(Candidate, ("average", "task_arithmetic", "ties", "dare", "fisher", "gradient_matching", "regmean")),
     Candidate("mats", {"iterations": 20}),  # its authors stop early too
-    Candidate("wudi"),
-    Candidate("tsv"),
-    Candidate("iso_c"),
-    Candidate("iso_cts"),
-    Candidate("epimer"),
-    Candidate("epimer_exact"),
+    *map(Candidate, ("wudi", "tsv", "iso_c", "iso_cts", "epimer", "epimer_exact")),
     Candidate("epimer_free", {"iterations": STEPS}),
     Candidate("epimer_kron", {"iterations": STEPS}),
 )
@@ -115,30 +97,23 @@ class Outcome:
     """the scale is the first or last of the grid, so a better one may lie beyond"""
 
 
+@dataclass(eq=False)
 class Bench:
-    """A suite with the curvature of its models, measured once and cached.
+    """A suite with the curvature of its models, measured once and cached."""
 
-    Args:
-        suite: the models and their tasks.
-        samples: per task, for curvature.
-        seed: of the choice of these samples.
-        keep: cache curvature in the suite's folder between runs.
-        scales: the grid to choose from.
-        ahead: worse scales in a row after which the search along the grid stops.
-    """
+    suite: Suite
+    samples: int = SAMPLES
+    """per task, for curvature"""
+    seed: int = 0
+    """of the choice of these samples"""
+    keep: bool = True
+    """whether curvature is cached in the suite's folder between runs"""
+    scales: Sequence[float] = SCALES
+    """the grid to choose from, ascending"""
+    ahead: int = 2
+    """worse scales in a row after which the search along the grid stops"""
 
-    def __init__(
-        self,
-        suite: Suite,
-        *,
-        samples: int = SAMPLES,
-        seed: int = 0,
-        keep: bool = True,
-        scales: Sequence[float] = SCALES,
-        ahead: int = 2,
-    ) -> None:
-        self.suite, self.samples, self.seed, self.keep = suite, samples, seed, keep
-        self.scales, self.ahead = sorted(scales), ahead
+    def __post_init__(self) -> None:
         self.seconds: dict[str, float] = {}
         """kind of curvature -> the time it took to measure"""
         self.notes: list[str] = []
@@ -163,7 +138,6 @@ class Bench:
 
     @cached_property
     def metric(self) -> str:
-        """The unit of all tasks' scores."""
         return shared_unit(self.suite)
 
     def with_provenance(self, result: Experiment, *notes: str) -> Experiment:
@@ -173,14 +147,9 @@ class Bench:
             f"Made by epimer {origin['epimer']} with torch {origin['torch']} on {origin['date']}; seed {self.seed}, "
             f"curvature of {self.samples} samples per task at most, unless the table says otherwise."
         )
-        return replace(
-            result,
-            title=f"{self.suite.name}: {result.title}",
-            suite=self.suite.name,
-            metric=self.metric,
-            made=origin,
-            notes=[*result.notes, *notes, note],
-        )
+        suite, notes = self.suite.name, (*result.notes, *notes, note)
+        title = f"{suite}: {result.title}"
+        return replace(result, title=title, suite=suite, metric=self.metric, made=origin, notes=list(notes))
 
     @cached_property
     def states(self) -> list[dict[str, Tensor]]:
@@ -258,15 +227,13 @@ class Bench:
             curvature = [self.curvature(candidate.curvature, rank)[t] for t in chosen]
             if candidate.curvature == "samples":
                 parameters["basis"] = self.basis(rank)
-        states = [self.states[t] for t in chosen]
+        base, states = dict(self.suite.base), [self.states[t] for t in chosen]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", EpimerWarning)
-            merged = merge_state_dicts(
-                dict(self.suite.base), states, candidate.method, curvature=curvature, **parameters
-            )
-        said = [warning.message for warning in caught if isinstance(warning.message, EpimerWarning)]
+            merged = merge_state_dicts(base, states, candidate.method, curvature=curvature, **parameters)
+        messages = [warning.message for warning in caught if isinstance(warning.message, EpimerWarning)]
         expected = Status.STALLED if "iterations" in parameters else None
-        notes = [str(warning) for warning in said if warning.status != expected]
+        notes = [str(message) for message in messages if message.status != expected]
         self.notes += [note for note in notes if note not in self.notes]
         return merged
 
@@ -295,9 +262,10 @@ class Bench:
         merged = self.merge(candidate)
         seconds = time.perf_counter() - started + self.basis_seconds(candidate)
         validation: dict[float, float] = {}
+        linear = describe_method(candidate.method).linear_in_scale
 
         def merged_at(scale: float) -> State:
-            return self.scaled(merged, scale) if candidate.linear_in_scale else self.merge(candidate, scale=scale)
+            return self.scaled(merged, scale) if linear else self.merge(candidate, scale=scale)
 
         def average_at(scale: float) -> float:
             if scale not in validation:

@@ -23,8 +23,8 @@ from epimer.evaluation.suite import Suite
 from epimer.experiments.bench import CANDIDATES, COARSE_SCALES, Bench, Outcome
 from epimer.experiments.glyphs8.build import load
 from epimer.experiments.glyphs8.train import Settings
-from epimer.experiments.output import write
 from epimer.experiments.paper import performance
+from epimer.experiments.results import write
 from epimer.progress import Progress
 from epimer.records import Diagnosis, Experiment
 
@@ -58,19 +58,17 @@ def run(folder: Path, *, progress: bool = True, settings: Settings | None = None
         result = performance(bench)
         names = [task.name for task in suite.tasks]
         stage = bar.begin("diagnosis", 1)
-        diagnosis = diagnose_state_dicts(
-            dict(suite.base), bench.states, curvature=bench.curvature("kronecker"), names=names
-        )
+        curvature = bench.curvature("kronecker")
+        diagnosis = diagnose_state_dicts(dict(suite.base), bench.states, curvature=curvature, names=names)
         stage.advance(1, "")
-    result = bench.with_provenance(
-        result, f"The first {VAL} validation and {TEST} test images per task; `epimer bench` takes all."
-    )
+    note = f"The first {VAL} validation and {TEST} test images per task; `epimer bench` takes all."
+    result = bench.with_provenance(result, note)
     assert bench.winner is not None
+    assert suite.folder is not None
     files = [*write(result, folder), folder / "diagnosis.json"]
     with whole_file(files[-1]) as draft:
         draft.write_bytes(as_json(diagnosis.to_dict()))
     model = save_model(suite, bench.winner, bench.model, folder / "merged")
-    assert suite.folder is not None
     return Demo(result, bench.winner, diagnosis, files, model, suite.folder, time.perf_counter() - started)
 
 

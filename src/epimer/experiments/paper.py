@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from epimer.api import diagnose_state_dicts
 from epimer.diagnosis.landscape import landscape as survey
 from epimer.evaluation.statistics import Scores
+from epimer.evaluation.suite import Suite
 from epimer.experiments.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, all_candidates, references
 from epimer.experiments.results import (
     Cells,
@@ -31,7 +32,7 @@ from epimer.experiments.results import (
 )
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.rules import is_matrix, matrix_shape
-from epimer.records import Experiment, Lines, MapPoint
+from epimer.records import Experiment, Lines
 
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 RANKS = (2, 4, 8, 16, 32)
@@ -51,9 +52,9 @@ def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> 
     suite, cells = bench.suite, Cells(bench.metric)
     candidates = all_candidates() if candidates is None else candidates
     names = [task.name for task in suite.tasks]
-    data: list[Row] = []
-    for name, scores in references(bench).items():
-        data.append({"method": name, "reference": True, **summary(scores, names)})
+    data: list[Row] = [
+        {"method": name, "reference": True, **summary(scores, names)} for name, scores in references(bench).items()
+    ]
     largest = _largest_rank(bench)
     if largest > RANK:  # else tsv's own rank is the same
         candidates = [*candidates, MATCHED]
@@ -84,7 +85,7 @@ def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> 
         "worst": cells.score("worst"),
         **{name: cells.on_task(name) for name in names},
         "scale": starred_scale,
-        "merge s": lambda row: "" if row.get("seconds") is None else f"{row['seconds']:.2f}",
+        "merge s": number("seconds", ".2f"),
         f"against {first.candidate.name}": cells.difference,
     }
     title, figure = f"{bench.metric} of merged models", dots(data, bench.metric, metric=bench.metric)
@@ -116,13 +117,9 @@ def worst_task(bench: Bench) -> Experiment:
         "worst task": text("worst task"),
         "least share of fine-tuned kept": share("kept"),
     }
-    figure = dots([{**row, **_of_worst(row)} for row in data], bench.metric, ("worst", "average"), metric=bench.metric)
+    of_worst = [row | dict(zip(("low", "high"), row["intervals"][row["worst task"]], strict=True)) for row in data]
+    figure = dots(of_worst, bench.metric, ("worst", "average"), metric=bench.metric)
     return tabulate("worst-task", "Worst task", columns, data, [], figure)
-
-
-def _of_worst(row: Row) -> Row:
-    low, high = row["intervals"][row["worst task"]]
-    return {"low": low, "high": high}
 
 
 def ranks_of(bench: Bench, wanted: Sequence[int] = RANKS) -> list[int]:
@@ -165,20 +162,13 @@ def eta(bench: Bench) -> Experiment:
     """Return η under three normalisations, and the margin of curvature over the flat merge, by rank."""
     cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
     data, margins, etas = [], Lines("k", cells.margin), Lines("k", "η / F(x̄)")
-    curvature = bench.curvature("diagonal")
+    base, curvature = dict(bench.suite.base), bench.curvature("diagonal")
     for k in bench.each(ranks_of(bench), "k = {}".format):
-        total = diagnose_state_dicts(
-            dict(bench.suite.base), bench.states, curvature=curvature, rank=k, methods=()
-        ).total
+        total = diagnose_state_dicts(base, bench.states, curvature=curvature, rank=k, methods=()).total
         curved = bench.best(Candidate("epimer", {"rank": k})).test
         flat = bench.best(Candidate("tsv", {"rank": k, "coefficients": "projected"})).test
-        row: Row = {
-            "k": k,
-            "eta": total.eta,
-            "eta_unit_trace": total.eta_unit_trace,
-            "eta_fraction": total.eta_fraction,
-        }
-        row |= {**summary(curved, names), **against(curved, flat)}
+        row: Row = {"k": k, "eta": total.eta, "eta_unit_trace": total.eta_unit_trace}
+        row |= {"eta_fraction": total.eta_fraction, **summary(curved, names), **against(curved, flat)}
         data.append(row)
         margins.add("epimer - tsv (projected)", k, row["difference"], *row["between"])
         etas.add("η / F(x̄)", k, total.eta_fraction)
@@ -199,27 +189,21 @@ def eta(bench: Bench) -> Experiment:
 
 def fisher_fraction(bench: Bench) -> Experiment:
     """Return scores against the share of the training data that the Fisher information is measured on."""
-    note = f"100% is what the task with the fewest samples has, {_fewest(bench)}, of every task."
-    return _by_samples(bench, "fisher-fraction", "Share of the data", list(_shares(bench)), note)
+    fewest = _fewest(bench)
+    counts = [(f"{100 * part:g}%", max(1, round(part * fewest))) for part in FRACTIONS]
+    note = f"100% is what the task with the fewest samples has, {fewest}, of every task."
+    return _by_samples(bench, "fisher-fraction", "Share of the data", counts, note)
 
 
 def samples(bench: Bench) -> Experiment:
     """Return scores against the number of samples per task."""
-    return _by_samples(bench, "samples", "Samples per task", [(f"{count}", count) for count in _sizes(bench)])
+    sizes = sorted({min(size, _fewest(bench)) for size in SIZES})
+    return _by_samples(bench, "samples", "Samples per task", [(str(size), size) for size in sizes])
 
 
 def _fewest(bench: Bench) -> int:
+    """Return how many training samples every task has at least."""
     return min(len(task.splits["train"]) for task in bench.suite.tasks)
-
-
-def _sizes(bench: Bench) -> list[int]:
-    """Return the grid of sample counts, cut at what every task has."""
-    return sorted({min(size, _fewest(bench)) for size in SIZES})
-
-
-def _shares(bench: Bench) -> Iterator[tuple[str, int]]:
-    for part in FRACTIONS:
-        yield f"{100 * part:g}%", max(1, round(part * _fewest(bench)))
 
 
 def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]], *notes: str) -> Experiment:
@@ -275,12 +259,8 @@ def cost(bench: Bench, runs: int = 4) -> Experiment:
     notes = [f"Median of {runs} runs, on {torch.get_num_threads()} threads where the models are on the CPU."]
     notes += _early_stops(CANDIDATES)
     notes += [f"Measuring {kind} curvature of all models took {s:.1f} s." for kind, s in fresh.seconds.items()]
-    columns = {
-        "method": text("method"),
-        "median s": number("median"),
-        "least s": number("least"),
-        "curvature": text("curvature"),
-    }
+    timings = {"median s": number("median"), "least s": number("least")}
+    columns = {"method": text("method"), **timings, "curvature": text("curvature")}
     figure = dots(data, "seconds", ("median", "least"), log=True)
     return tabulate("cost", "Wall-clock time", columns, data, notes, figure)
 
@@ -332,15 +312,14 @@ def tasks(bench: Bench) -> Experiment:
     reached: dict[tuple[str, int], Scores] = {}
     for method, count in bench.each(steps, "{0[0]}, {0[1]} models".format):
         merged = bench.merge(Candidate(method), models=range(count))
-        some = bench.suite.tasks[:count]
+        part = replace(bench.suite, tasks=bench.suite.tasks[:count], models=bench.suite.models[:count])
 
-        def at(scale: float, split: str, merged: Any = merged, some: Any = some) -> Scores:
-            state = bench.scaled(merged, scale)
-            return Scores([bench.suite.scores_on(state, task, split) for task in some])
+        def at(scale: float, split: str, merged: Any = merged, part: Suite = part) -> Scores:
+            return Scores(part.scores(bench.scaled(merged, scale), split))
 
         scale = max(COARSER, key=lambda s: at(s, "val").average)
         reached[method, count] = at(scale, "test")
-        row = summary(reached[method, count], [task.name for task in some])
+        row = summary(reached[method, count], [task.name for task in part.tasks])
         by = against(reached[method, count], reached["tsv", count]) if method != "tsv" else {}
         data.append({"method": method, "T": count, "scale": scale, **row, **by})
         lines.add(method, count, row["average"], row["low"], row["high"])
@@ -373,26 +352,16 @@ def landscape(bench: Bench, grid: int = GRID, seen: int = SEEN) -> Experiment:
         dict(suite.base), models, lambda state: suite.losses(state, "test"), merged=merged, tasks=names, grid=grid,
         progress=lambda _: bench.report_progress(next(done), points, "losses"),
     )  # fmt: skip
-    data = [_marked(point.record(names)) for point in plane.points]
-    columns = {
-        "model": text("point"),
-        "a": number("a"),
-        "b": number("b"),
-        "off the plane": number("off"),
-        "summed loss": number("joint"),
-    }
+    rows = [asdict(point.record(names)) for point in plane.points]
+    data = [{"point": row.pop("name"), **row} for row in rows]
+    place = {"a": number("a"), "b": number("b"), "off the plane": number("off")}
+    columns = {"model": text("point"), **place, "summed loss": number("joint")}
     notes = [
         f"The plane holds {100 * plane.explained:.0f}% of the fine-tuned models' variance; a model's loss is its own, "
         "which lies off the plane by the share shown.",
         f"Losses over the first {seen} test samples of each task, where it has as many.",
     ]
     return tabulate("landscape", "Loss landscape", columns, data, notes, plane.record())
-
-
-def _marked(point: MapPoint) -> Row:
-    """Return a model on the plane as a row."""
-    row = asdict(point)
-    return {"point": row.pop("name"), **row}
 
 
 EXPERIMENTS: dict[str, Callable[[Bench], Experiment]] = {

@@ -1,14 +1,18 @@
-"""Tables of experiments: rows of plain values, and how each column shows them."""
+"""Results of experiments: rows of plain values, how each column of a table shows them, and the files they go to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from epimer.checkpoints.writer import as_json, explained, whole_file
 from epimer.evaluation.statistics import Scores, compare
 from epimer.evaluation.suite import Suite
 from epimer.records import Dots, Experiment, Lines, Maps
+from epimer.report.figures import figure_file
 from epimer.score_format import (
     LOSSES,
     SHARES,
@@ -53,6 +57,21 @@ def with_published(experiment: Experiment, suite: Suite) -> Experiment:
     return replace(experiment, headings=headings, rows=rows, data=data, notes=notes)
 
 
+def write(experiment: Experiment, folder: Path) -> list[Path]:
+    """Write JSON, a Markdown table, and the figure as SVG where there is one; return the files' paths."""
+    contents = {"json": as_json(experiment.to_dict()), "md": experiment.markdown().encode()}
+    if svg := figure_file(experiment):
+        contents["svg"] = svg.encode()
+    with explained(folder, "written"):
+        folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for extension, content in contents.items():
+        files.append(folder / f"{experiment.name}.{extension}")
+        with whole_file(files[-1]) as draft:
+            draft.write_bytes(content)
+    return files
+
+
 def dots(
     rows: Sequence[Row],
     x: str,
@@ -83,20 +102,20 @@ def summary(scores: Scores, names: Sequence[str]) -> Row:
     }
 
 
-def against(one: Scores, other: Scores) -> Row:
+def against(scores: Scores, other: Scores) -> Row:
     """Return by how much a merge is better than another: the difference, its 95% interval, and a paired test's p."""
-    margin = compare(one, other)
+    margin = compare(scores, other)
     return {"difference": margin.difference, "between": [margin.low, margin.high], "p": margin.p}
 
 
-def number(key: str) -> Column:
+def text(key: str, show: Callable[[Any], str] = str) -> Column:
+    """Show a value, or nothing where a row has none."""
+    return lambda row: "" if row.get(key) is None else show(row[key])
+
+
+def number(key: str, form: str = ".3g") -> Column:
     """Show a number, or nothing where a row has none."""
-    return lambda row: "" if row.get(key) is None else f"{row[key]:.3g}"
-
-
-def text(key: str) -> Column:
-    """Show a value as it is, or nothing where a row has none."""
-    return lambda row: "" if row.get(key) is None else str(row[key])
+    return text(key, f"{{:{form}}}".format)
 
 
 def share(key: str) -> Column:
@@ -123,7 +142,7 @@ class Cells:
 
     def score(self, key: str) -> Column:
         """Show a score, or nothing where a row has none."""
-        return lambda row: "" if row.get(key) is None else format_score(self.metric, row[key])
+        return text(key, partial(format_score, self.metric))
 
     def on_task(self, name: str) -> Column:
         """Show the score on one task."""
@@ -131,7 +150,7 @@ class Cells:
 
     def spread(self, key: str) -> Column:
         """Show a standard error of scores."""
-        return share(key) if self.metric in SHARES else lambda row: "" if row.get(key) is None else f"{row[key]:.3f}"
+        return share(key) if self.metric in SHARES else number(key, ".3f")
 
     def interval(self, row: Row) -> str:
         """Show an average with its interval."""

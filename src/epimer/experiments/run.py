@@ -10,9 +10,8 @@ from epimer.checkpoints.writer import check_folder
 from epimer.errors import DataError, ParameterError, nearest
 from epimer.evaluation.open_suite import open_suite
 from epimer.experiments.bench import Bench
-from epimer.experiments.output import write
 from epimer.experiments.paper import EXPERIMENTS
-from epimer.experiments.results import with_published
+from epimer.experiments.results import with_published, write
 from epimer.progress import Progress
 from epimer.records import Experiment
 from epimer.score_format import LOSSES
@@ -26,15 +25,10 @@ NEEDED_SPLITS = {"alpha": ("train", "test"), "cost": ("train",)}
 def run_experiments(
     suite: str, names: Sequence[str], folder: Path, *, seed: int = 0, progress: bool = True, **options: Any
 ) -> Iterator[tuple[Experiment, list[Path]]]:
-    """Run experiments in turn and yield each result with the files it was written to.
+    """Run experiments in turn and yield each result with the files it was written to in `folder`.
 
-    Args:
-        suite: see `open_suite`.
-        names: of experiments, or `all`, which leaves out those that do not fit the suite.
-        folder: where to write.
-        seed: of the suite and of the choice of samples.
-        progress: show bars on a terminal.
-        **options: of `open_suite`.
+    The name `all` leaves out those that do not fit the suite. `suite` and `options` are those of `open_suite`; `seed`
+    is of the suite and of the choice of samples.
     """
     folder, every = folder.expanduser(), "all" in names
     check_folder(folder)

@@ -14,6 +14,7 @@ import epimer
 import models as made
 from epimer.api import STEPS
 from epimer.api import sweep_state_dicts as sweep
+from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.diagnosis import choice as auto
 from epimer.diagnosis import sweep as sweeping
 from epimer.diagnosis.sweep import SCALES
@@ -507,6 +508,22 @@ def test_a_sweep_writes_nothing_unless_asked(folder):
     assert (found.best.method, found.best.rank, found.best.scale) == ("tsv", 2, 1.2)
     assert found.best.validation.all.average == pytest.approx(0, abs=1e-6)
     assert sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+def test_a_sweep_opens_and_reads_each_model_once(folder, monkeypatch):
+    counts, fill = {}, SafetensorsFile._fill
+
+    def counted(self, buffer, offset):
+        counts[self.path.parent.name] = counts.get(self.path.parent.name, 0) + len(buffer)
+        fill(self, buffer, offset)
+
+    monkeypatch.setattr(SafetensorsFile, "_fill", counted)
+    methods = ["average", "tsv", "ties", "epimer_free"]
+    epimer.sweep(recipe_of("tsv"), "sweep_judge:near", methods=methods, ranks=[1, 2], scales=[1.0], progress=False)
+    for name in ("base", "m0", "m1"):
+        size = sum(W.nbytes for W in load_file(folder / name / "model.safetensors").values())
+        samples = 3 * 4096 * len(load_file(folder / name / "model.safetensors"))  # of fingerprints, at most
+        assert size <= counts[name] <= size + min(size, samples)
 
 
 EVAL = {"eval": "sweep_judge:near"}

@@ -15,7 +15,7 @@ from epimer.evaluation.metrics import CLASSIFIER_SCORES
 from epimer.evaluation.statistics import Scores
 from epimer.experiments import paper as experiments
 from epimer.experiments.bench import CANDIDATES, CURVATURE_VERSION, Bench, Candidate
-from epimer.experiments.output import write
+from epimer.experiments.results import write
 from trained import make_suite, network
 
 

@@ -54,7 +54,6 @@ class ZeroShot(nn.Module):
         self.register_buffer("head", head, persistent=False)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Return the logits, [N, classes]."""
         pooled = self.vision_model(pixel_values=pixel_values).pooler_output
         return normalize(self.visual_projection(pooled), dim=-1) @ self.head.T
 
@@ -62,11 +61,8 @@ class ZeroShot(nn.Module):
 def vision_state(clip: Any, *, projection: bool) -> dict[str, Tensor]:
     """Return the vision tower's tensors, and the projection if it is trained with them."""
     parts = ("vision_model.", "visual_projection.") if projection else ("vision_model.",)
-    return {
-        name: W.detach().clone()
-        for name, W in clip.state_dict().items()
-        if name.startswith(parts) and W.is_floating_point()
-    }
+    tensors = {name: W for name, W in clip.state_dict().items() if name.startswith(parts)}
+    return {name: W.detach().clone() for name, W in tensors.items() if W.is_floating_point()}
 
 
 class Networks:
@@ -89,9 +85,8 @@ class Networks:
 
     def _build(self, state: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
         """Return copies of the base's vision tower and projection with the state loaded."""
-        parts = nn.ModuleDict(
-            {name: copy.deepcopy(getattr(self._clip, name)) for name in ("vision_model", "visual_projection")}
-        )
+        names = ("vision_model", "visual_projection")
+        parts = nn.ModuleDict({name: copy.deepcopy(getattr(self._clip, name)) for name in names})
         _, unknown = parts.load_state_dict(state, strict=False)
         if unknown:
             raise CheckpointError(f"the vision tower has no tensor {listed(unknown)}; give models of this variant.")

@@ -55,10 +55,8 @@ class ImageSplit:
         if self.processor.do_rescale:
             pixels = pixels * self.processor.rescale_factor
         if self.processor.do_normalize:
-            mean, std = (
-                torch.tensor(values, device=self.device)[:, None, None]
-                for values in (self.processor.image_mean, self.processor.image_std)
-            )
+            moments = torch.tensor([self.processor.image_mean, self.processor.image_std], device=self.device)
+            mean, std = moments[:, :, None, None]
             pixels = (pixels - mean) / std
         return pixels
 
@@ -67,9 +65,7 @@ class ImageSplit:
             return []
         column = self.table.column(None, IMAGES, "image")
         if column is None:
-            raise DataError(
-                f"{self.table.name} has no column of images; expected 'image', it has {self.table.columns}."
-            )
+            raise DataError(f"{self.table.name} has no column 'image' of images; it has {self.table.columns}.")
         images = [self.table.image(i, column) for i in rows]
         try:
             prepared = self.processor(images=images, do_rescale=False, do_normalize=False, return_tensors="pt")
@@ -96,17 +92,12 @@ def split_rows(train: int, test: int, *, limit: int | None, seed: int) -> dict[s
     ascending order, so that files are read from front to back.
     """
     if train < 2:
-        raise DataError(
-            f"{train} sample cannot be both trained and validated on; expected at least 2 in the train split."
-        )
+        raise DataError(f"{train} sample cannot be trained and validated on; expected at least 2 in the train split.")
     generator = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(train, generator=generator).tolist()
     held = max(1, min(VALIDATION, train // 10))
-    rows = {
-        "train": shuffled[:-held],
-        "val": shuffled[-held:],
-        "test": torch.randperm(test, generator=generator).tolist(),
-    }
+    tested = torch.randperm(test, generator=generator).tolist()
+    rows = {"train": shuffled[:-held], "val": shuffled[-held:], "test": tested}
     return {split: sorted(indices[:limit]) for split, indices in rows.items()}
 
 

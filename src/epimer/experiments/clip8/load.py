@@ -42,17 +42,12 @@ def load(
     checkpoints: Path | None = None,
     data: Path | None = None,
 ) -> Suite:
-    """Return the suite.
+    """Return the suite of a variant (B/32, B/16, L/14), with at most `limit` samples in each split.
 
-    Args:
-        variant: B/32, B/16 or L/14.
-        limit: samples of each split, for a quick look; all of them by default.
-        seed: of which samples of the training split are for validation, and of which ones a limit takes.
-        progress: show bars on a terminal.
-        family: tanganke (model folders on the hub) or task_vectors (modules of open_clip, pickled, in `checkpoints`).
-        checkpoints: a folder with models by their hub ids (with or without the organisation) or, for task_vectors, with
-            ViT-B-32/zeroshot.pt and ViT-B-32/MNIST/finetuned.pt; what it lacks comes from the hub.
-        data: a folder with datasets by their hub ids (with or without the organisation); likewise.
+    The family is tanganke (model folders on the hub) or task_vectors (pickled modules of open_clip, in the folder
+    `checkpoints`: ViT-B-32/zeroshot.pt, ViT-B-32/MNIST/finetuned.pt). The folders `checkpoints` and `data` may have
+    models and datasets by their hub ids, with or without the organisation; what they lack comes from the hub. The seed
+    chooses the samples of the training split that are for validation, and those that a limit takes.
     """
     for name, value, known in (("variant", variant, VARIANTS), ("family", family, FAMILY_SOURCES)):
         if value not in known:
@@ -184,9 +179,7 @@ def _check_tower(state: State, base: State, where: str) -> State:
     """Return the tensors in the order of the base; refuse other names and shapes."""
     missing = [name for name in base if name not in state]
     if missing:
-        raise CheckpointError(
-            f"{where} lacks {listed(missing)} of the base's vision tower; give a model of this variant."
-        )
+        raise CheckpointError(f"{where} lacks {listed(missing)} of the vision tower; give a model of this variant.")
     for name, W in base.items():
         if state[name].shape != W.shape:
             raise CheckpointError(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+
+import yaml
 
 from epimer.errors import DataError, listed
-from epimer.experiments.clip8 import names
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,10 @@ class ClipTask:
     title: str
     """as in tables, and in the folders of the task_vectors family"""
     data: str
-    classes: tuple[str, ...]
-    templates: tuple[str, ...]
+    classes: Sequence[str]
+    templates: Sequence[str]
     subset: str | None = None
-    aliases: tuple[str, ...] = ()
+    aliases: Sequence[str] = ()
     """other names of the classes, in the same order"""
 
 
@@ -46,56 +48,8 @@ VARIANTS = {
 SPLITS = ("train", "test")
 """of every dataset; none has a split for validation"""
 
-OVERHEAD = tuple(
-    f"{kind} {noun} of {article}{{}}."
-    for article in ("", "a ", "the ")
-    for noun in ("imagery", "photo", "view")
-    for kind in ("satellite", "aerial")
-)
-NUMBER = ('a photo of the number: "{}".',)
-
-TASKS = (
-    ClipTask("sun397", "SUN397", "tanganke/sun397", names.SUN397, ("a photo of a {}.", "a photo of the {}.")),
-    ClipTask(
-        "stanford-cars",
-        "Cars",
-        "tanganke/stanford_cars",
-        names.CARS,
-        (
-            *("a photo of a {}.", "a photo of the {}.", "a photo of my {}.", "i love my {}!"),
-            *(f"a photo of my {adjective} {{}}." for adjective in ("dirty", "clean", "new", "old")),
-        ),
-    ),
-    ClipTask("resisc45", "RESISC45", "tanganke/resisc45", names.RESISC45, OVERHEAD),
-    ClipTask(
-        "eurosat",
-        "EuroSAT",
-        "tanganke/eurosat",
-        names.EUROSAT,
-        tuple(f"a centered satellite photo of {article}{{}}." for article in ("", "a ", "the ")),
-        aliases=names.EUROSAT_FOLDERS,
-    ),
-    ClipTask("svhn", "SVHN", "ufldl-stanford/svhn", names.DIGITS, NUMBER, subset="cropped_digits"),
-    ClipTask(
-        "gtsrb",
-        "GTSRB",
-        "tanganke/gtsrb",
-        names.GTSRB,
-        tuple(f'a {adjective} photo of a "{{}}" traffic sign.' for adjective in ("zoomed in", "centered", "close up")),
-    ),
-    ClipTask("mnist", "MNIST", "ylecun/mnist", names.DIGITS, NUMBER),
-    ClipTask(
-        "dtd",
-        "DTD",
-        "tanganke/dtd",
-        names.DTD,
-        tuple(
-            f"a photo of {article} {{}} {noun}."
-            for article in ("a", "the")
-            for noun in ("texture", "pattern", "thing", "object")
-        ),
-    ),
-)
+_ENTRIES = yaml.safe_load(files(__package__).joinpath("tasks.yaml").read_text(encoding="utf-8"))
+TASKS = tuple(ClipTask(**entry) for entry in _ENTRIES)
 
 
 def class_names(task: ClipTask, labels: Sequence[str] | None) -> list[str]:
@@ -112,8 +66,7 @@ def class_names(task: ClipTask, labels: Sequence[str] | None) -> list[str]:
         )
     known = {_normalized(name): name for name in task.classes}
     known |= {_normalized(alias): name for alias, name in zip(task.aliases, task.classes, strict=False)}
-    numbered = all(name.isdecimal() and int(name) < len(labels) for name in labels)
-    if numbered and task.classes != names.DIGITS:
+    if all(name.isdecimal() and int(name) < len(labels) for name in labels):
         return [task.classes[int(name)] for name in labels]
     return [known.get(_normalized(name), " ".join(name.replace("_", " ").split())) for name in labels]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -39,18 +40,16 @@ CODE = ("render.py", "tasks.py", "train.py", "vit.py")
 FORMAT = 1  # of the suite's folder; another one builds every suite again
 METADATA = "suite.json"
 
+Images = dict[tuple[str, str], LabeledImages]
+"""by task and split"""
+
 
 def load(
     folder: Path | None = None, *, seed: int = 0, progress: bool = True, settings: Settings | None = None
 ) -> Suite:
-    """Return the suite; it is built first where `folder` does not have it yet.
+    """Return the suite; it is built first where `folder` does not have it yet, in a folder named by its `fingerprint`.
 
-    Args:
-        folder: where suites are kept; the user's cache folder by default (EPIMER_CACHE, else XDG_CACHE_HOME/epimer,
-            else ~/.cache/epimer). The suite's own folder in it is named by its `fingerprint`.
-        seed: of everything that is random.
-        progress: show bars on a terminal.
-        settings: other sizes and rates than the defaults.
+    By default `folder` is the user's cache: EPIMER_CACHE, else XDG_CACHE_HOME/epimer, else ~/.cache/epimer.
     """
     settings = replace(settings or Settings(), seed=seed)
     place = Path(os.path.abspath(folder or cache_folder())) / f"{NAME}-{fingerprint(settings)}"
@@ -74,12 +73,8 @@ def cache_folder() -> Path:
 def fingerprint(settings: Settings) -> str:
     """Return a hash of everything that determines the suite: settings, code, versions of packages."""
     code = b"".join((Path(__file__).parent / file).read_bytes() for file in CODE)
-    parts = {
-        "settings": asdict(settings),
-        "code": hashlib.sha256(code).hexdigest(),
-        "packages": versions(),
-        "format": FORMAT,
-    }
+    digest = hashlib.sha256(code).hexdigest()
+    parts = {"settings": asdict(settings), "code": digest, "packages": versions(), "format": FORMAT}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -125,26 +120,20 @@ def _build(settings: Settings, folder: Path, progress: bool) -> None:
             base, pool_accuracy = pretrain(settings, pool, stage)
         with timed("heads"):
             heads = {
-                task.name: few_shot_head(settings, base, data[task.name]["train"], len(task.classes)) for task in TASKS
+                task.name: few_shot_head(settings, base, data[task.name, "train"], len(task.classes)) for task in TASKS
             }
         with timed("fine-tune"):
             stage = bar.begin("fine-tuning", len(TASKS) * settings.epochs * settings.train)
             models = {
-                name: fine_tune(settings, base, head, data[name]["train"], name, stage) for name, head in heads.items()
+                name: fine_tune(settings, base, head, data[name, "train"], name, stage) for name, head in heads.items()
             }
     _write(settings, folder, base, models, heads, data)
     with timed("evaluate"):
         suite = _open(settings, folder)
-        tasks = {
-            task.name: {
-                "classes": task.classes,
-                "accuracy": {
-                    "probe": _accuracies(suite, suite.base, task),
-                    "fine-tuned": _accuracies(suite, model, task),
-                },
-            }
-            for task, model in zip(suite.tasks, suite.models, strict=True)
-        }
+        tasks = {}
+        for task, model in zip(suite.tasks, suite.models, strict=True):
+            accuracy = {"probe": _accuracies(suite, suite.base, task), "fine-tuned": _accuracies(suite, model, task)}
+            tasks[task.name] = {"classes": task.classes, "accuracy": accuracy}
     metadata = {
         "name": NAME,
         "settings": asdict(settings),
@@ -157,15 +146,13 @@ def _build(settings: Settings, folder: Path, progress: bool) -> None:
     (folder / METADATA).write_bytes(as_json(metadata))
 
 
-def _draw(settings: Settings, bar: Progress) -> dict[str, dict[str, LabeledImages]]:
+def _draw(settings: Settings, bar: Progress) -> Images:
     """Draw all splits of all tasks."""
     stage = bar.begin("drawing", len(TASKS) * sum(map(settings.size, SPLITS)))
-    data: dict[str, dict[str, LabeledImages]] = {}
-    for task in TASKS:
-        data[task.name] = {}
-        for split in SPLITS:
-            data[task.name][split] = task.samples(split, settings.size(split), settings.seed)
-            stage.advance(settings.size(split), task.name)
+    data: Images = {}
+    for task, split in itertools.product(TASKS, SPLITS):
+        data[task.name, split] = task.samples(split, settings.size(split), settings.seed)
+        stage.advance(settings.size(split), task.name)
     return data
 
 
@@ -189,9 +176,8 @@ def _template(shape: Shape) -> Vit:
 
 
 def _write(
-    settings: Settings, folder: Path, base: State, models: Mapping[str, State], heads: Mapping[str, State],
-    data: Mapping[str, Mapping[str, LabeledImages]],
-) -> None:  # fmt: skip
+    settings: Settings, folder: Path, base: State, models: dict[str, State], heads: dict[str, State], data: Images
+) -> None:
     """Write the suite's models, heads and data."""
     (folder / "heads").mkdir()
     for name, state in {"base": base, **{f"models/{name}": state for name, state in models.items()}}.items():
@@ -201,12 +187,8 @@ def _write(
         (folder / name / "config.json").write_bytes(as_json(config))
     for name, head in heads.items():
         save_tensors(folder / "heads" / f"{name}.safetensors", head)
-    tensors = {
-        f"{name}.{split}.{part}": W
-        for name, splits in data.items()
-        for split, images in splits.items()
-        for part, W in zip("xy", images, strict=True)
-    }
+    drawn = {f"{name}.{split}": images for (name, split), images in data.items()}
+    tensors = {f"{key}.{part}": W for key, images in drawn.items() for part, W in zip("xy", images, strict=True)}
     save_tensors(folder / "data.safetensors", tensors)
 
 
@@ -215,10 +197,9 @@ def _open(settings: Settings, folder: Path) -> Suite:
     data = _read(folder / "data.safetensors")
 
     def read_task(task: GlyphTask) -> SuiteTask:
-        splits = {
-            split: Split(to_float(data[f"{task.name}.{split}.x"]), data[f"{task.name}.{split}.y"]) for split in SPLITS
-        }
-        return SuiteTask(task.name, task.classes, splits, _read(folder / "heads" / f"{task.name}.safetensors"))
+        name = task.name
+        splits = {split: Split(to_float(data[f"{name}.{split}.x"]), data[f"{name}.{split}.y"]) for split in SPLITS}
+        return SuiteTask(name, task.classes, splits, _read(folder / "heads" / f"{name}.safetensors"))
 
     return Suite(
         name=NAME,

@@ -29,8 +29,7 @@ SANS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldO
 MONO = ("DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSansMono-Oblique", "DejaVuSansMono-BoldOblique")
 SERIF = ("DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic")
 STIX = ("STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta")
-FAMILIES = (SANS, MONO, SERIF, STIX)
-"""each in the order regular, bold, italic, bold italic"""
+ALL_FACES = (*SANS, *MONO, *SERIF, *STIX)
 
 
 def import_extra(module: str, package: str) -> Any:
@@ -77,10 +76,8 @@ def draw_character(character: str, face: str) -> Tensor:
     image = import_extra("PIL.Image", "pillow").new("L", (DRAWING_SIDE, DRAWING_SIDE))
     draw = import_extra("PIL.ImageDraw", "pillow").Draw(image)
     draw.text((DRAWING_SIDE / 2, DRAWING_SIDE / 2), character, fill=255, font=_face(face)[0], anchor="mm")
-    pixels = (
-        torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(DRAWING_SIDE, DRAWING_SIDE).float() / 255
-    )
-    return _centred(pixels)
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return _centred(pixels.view(DRAWING_SIDE, DRAWING_SIDE).float() / 255)
 
 
 def _centred(pixels: Tensor) -> Tensor:

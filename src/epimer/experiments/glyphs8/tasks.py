@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from epimer.experiments.glyphs8.render import (
+    ALL_FACES,
     DRAWING_SIDE,
-    FAMILIES,
     MONO,
     SANS,
     SERIF,
@@ -86,9 +86,6 @@ def faces_of(split: str, faces: tuple[str, ...]) -> tuple[str, ...]:
 def sample_faces(drawings: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
     """Take the characters `rows` of C x F x 48 x 48 drawings, each in a random face."""
     return drawings[rows, torch.randint(drawings.shape[1], (len(rows),), generator=rng)]
-
-
-ALL_FACES = tuple(face for family in FAMILIES for face in family)
 
 
 def greek(split: str, n: int, rng: torch.Generator) -> LabeledImages:
