@@ -1,11 +1,6 @@
 """A test kit for people who write a method: `check_laws` tests on small random models what the method's row claims.
 
-The laws are those that any merge may obey; a method states in `Method.laws` which ones it does:
-
-    permutation      the order of the models, with their weights and curvature, does not matter
-    copies           merging copies of one model returns that model
-    scale_zero       scale 0 returns the base
-    curvature_scale  each model's curvature may be multiplied by a constant of its own
+The laws are those that any merge may obey (`LAWS`); a method states in `Method.laws` which ones it does.
 """
 
 from __future__ import annotations
@@ -37,8 +32,7 @@ OTHERS = {
 def check_laws(method: Method | str) -> None:
     """Raise AssertionError unless a method obeys exactly the laws that its row states, at its defaults.
 
-    Args:
-        method: a row, registered or not, or the name of a registered one.
+    `method` is a row, registered or not, or the name of a registered one.
     """
     with _registered(method) as row:
         problems = [f"{row.name} states the law {law!r}, which does not exist." for law in row.laws - LAWS.keys()]
@@ -109,22 +103,18 @@ def make_curvature(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    mappings = []
-    for _ in range(count):
-        mapping: dict[str, Metric] = {}
-        for name, W in base.items():
-            if kind == "diagonal" and W.is_floating_point():
-                mapping[name] = Diagonal(draw(*W.shape).square() * draw(*W.shape).exp())
-            elif name in MATRICES:
-                m, n = W.shape
-                g, x = draw(40, 2, m) * draw(m).exp(), draw(40, 2, n) * draw(n).exp()
-                if kind == "kronecker":
-                    G, A = g.flatten(0, 1), x.flatten(0, 1)
-                    mapping[name] = Kronecker(G=G.T @ G / len(G), A=A.T @ A / len(A))
-                elif kind == "samples":
-                    mapping[name] = Samples(g=g, x=x)
-        mappings.append(mapping)
-    return mappings
+    def metric(W: Tensor) -> Metric:
+        if kind == "diagonal":
+            return Diagonal(draw(*W.shape).square() * draw(*W.shape).exp())
+        m, n = W.shape
+        g, x = draw(40, 2, m) * draw(m).exp(), draw(40, 2, n) * draw(n).exp()
+        if kind == "samples":
+            return Samples(g=g, x=x)
+        G, A = g.flatten(0, 1), x.flatten(0, 1)
+        return Kronecker(G=G.T @ G / len(G), A=A.T @ A / len(A))
+
+    names = [name for name, W in base.items() if (W.is_floating_point() if kind == "diagonal" else name in MATRICES)]
+    return [{name: metric(base[name]) for name in names} for _ in range(count)]
 
 
 def required_arguments(method: Method | str, base: Mapping[str, Tensor], count: int = 3) -> dict[str, Any]:
@@ -154,33 +144,30 @@ def _differs(merged: Mapping[str, Tensor], expected: Mapping[str, Tensor], toler
     return None
 
 
+def _merge(method: Method, base: State, models: list[State], **arguments: Any) -> Mapping[str, Tensor]:
+    """Return the models merged, under the arguments and those that the method cannot do without."""
+    return epimer.merge_state_dicts(base, models, method.name, **required_arguments(method, base) | arguments)
+
+
 def _permutation(method: Method) -> str | None:
     base = make_base(torch.float64)
-    models, weights, order = make_models(base), [0.5, 0.2, 0.3], [2, 0, 1]
-    given = required_arguments(method, base)
-    permuted = dict(given)
-    if "curvature" in given:
-        permuted["curvature"] = [given["curvature"][t] for t in order]
-    first = epimer.merge_state_dicts(base, models, method.name, weights=weights, **given)
-    second = epimer.merge_state_dicts(
-        base, [models[t] for t in order], method.name, weights=[weights[t] for t in order], **permuted
-    )
-    return _differs(second, first, 1e-8)
+    weighted: dict[str, list[Any]] = {"models": make_models(base), "weights": [0.5, 0.2, 0.3]}
+    if method.needs_curvature:
+        weighted["curvature"] = required_arguments(method, base)["curvature"]
+    permuted = {name: [values[t] for t in (2, 0, 1)] for name, values in weighted.items()}
+    return _differs(_merge(method, base, **permuted), _merge(method, base, **weighted), 1e-8)
 
 
 def _copies(method: Method) -> str | None:
     base = make_base(torch.float64)
     model = make_models(base, 1, rank=3)[0]  # moved in fewer directions than a basis keeps per model
     copies = [model, dict(model), dict(model)]
-    return _differs(
-        epimer.merge_state_dicts(base, copies, method.name, **required_arguments(method, base)), model, 1e-6
-    )
+    return _differs(_merge(method, base, copies), model, 1e-6)
 
 
 def _scale_zero(method: Method) -> str | None:
     base = make_base()
-    given = required_arguments(method, base) | {"scale": 0}
-    return _differs(epimer.merge_state_dicts(base, make_models(base), method.name, **given), base, 0.0)
+    return _differs(_merge(method, base, make_models(base), scale=0), base, 0.0)
 
 
 def _curvature_scale(method: Method) -> str | None:
@@ -192,9 +179,7 @@ def _curvature_scale(method: Method) -> str | None:
         {name: _times(metric, c) for name, metric in mapping.items()}
         for mapping, c in zip(curvature, (1e-3, 1.0, 550.0), strict=True)
     ]
-    given = required_arguments(method, base)
-    first = epimer.merge_state_dicts(base, models, method.name, **given | {"curvature": curvature})
-    second = epimer.merge_state_dicts(base, models, method.name, **given | {"curvature": louder})
+    first, second = (_merge(method, base, models, curvature=each) for each in (curvature, louder))
     return _differs(second, first, 1e-6)
 
 

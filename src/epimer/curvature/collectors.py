@@ -126,7 +126,7 @@ class DiagonalCollector(Collector):
         if self.basis is None:
             return Diagonal(F)
         atoms = self.projection[name]
-        H = TaggedDiagonal(F.reshape(len(F), -1), atoms.U, atoms.V, atoms.mix, 0.0).dense()
+        H = TaggedDiagonal(F.reshape(len(F), -1), atoms, 0.0).H
         return Projected(H=H.to(self.dtype), basis=self.basis[name])
 
 

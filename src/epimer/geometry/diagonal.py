@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import atom_coefficients, conjugate_gradients, null_share, sum_of_atoms
+from epimer.geometry.linalg import atom_coefficients, conjugate_gradients, mean_of, null_share, sum_of_atoms
 from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
+
+if TYPE_CHECKING:
+    from epimer.geometry.subspace import Tagged
 
 CHUNK = 1 << 24  # elements of the largest temporary of an exact projection
 CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut
@@ -23,69 +26,52 @@ class TaggedDiagonal(SubspaceOperator):
     """A diagonal metric on the atoms u_i v_iᵀ. It is dense in their coordinates, but never formed for a single task."""
 
     F: Tensor
-    U: Tensor
-    V: Tensor
-    mix: Tensor | None
+    atoms: Tagged
     tolerance: float
     """0 projects exactly; otherwise a low-rank projection with this relative error preconditions the solve"""
 
-    def _lift(self, x: Tensor) -> Tensor:
-        return sum_of_atoms(x if self.mix is None else self.mix @ x, self.U, self.V)
-
-    def _project(self, D_mn: Tensor) -> Tensor:
-        raw = atom_coefficients(D_mn, self.U, self.V).double()
-        return raw if self.mix is None else self.mix.T @ raw
-
     def apply(self, x: Tensor) -> Tensor:
-        return self._project(self.F.to(self.U.dtype) * self._lift(x))
+        return self.atoms.project(self.F.to(self.atoms.U.dtype) * self.atoms.lift(x))
 
     def mean_diagonal(self) -> float:
-        if self.mix is not None:
-            H_pp = self.dense()
-            return float(H_pp.diagonal().mean()) if H_pp.numel() else 0.0
-        weight_mn = self.U.square() @ self.V.square().T
-        return float((self.F.to(weight_mn.dtype) * weight_mn).sum()) / max(1, self.U.shape[1])
+        if self.atoms.mix is not None:
+            return mean_of(self.H.diagonal())
+        weight_mn = self.atoms.U.square() @ self.atoms.V.square().T
+        return float((self.F.to(weight_mn.dtype) * weight_mn).sum()) / max(1, self.atoms.U.shape[1])
 
     def plus(self, other: Self, weight: float) -> TaggedDiagonal:
-        F = self.F + weight * other.F.double()
-        return TaggedDiagonal(F, self.U, self.V, self.mix, self.tolerance)
+        return replace(self, F=self.F + weight * other.F.double())
 
     def times(self, weight: float) -> TaggedDiagonal:
-        return TaggedDiagonal(self.F.double() * weight, self.U, self.V, self.mix, self.tolerance)
-
-    def dense(self) -> Tensor:
-        """Return H̃[i,j] = Σ_ab F_ab U_ai U_aj V_bi V_bj exactly, in float64."""
-        return self._dense
+        return replace(self, F=self.F.double() * weight)
 
     @cached_property
-    def _dense(self) -> Tensor:
-        return self._mixed(project_diagonal(self.F.to(self.U.dtype), self.U, self.V))
-
-    def _mixed(self, H_pp: Tensor) -> Tensor:
-        return H_pp if self.mix is None else self.mix.T @ H_pp @ self.mix
+    def H(self) -> Tensor:
+        """H̃[i,j] = Σ_ab F_ab U_ai U_aj V_bi V_bj exactly, in float64."""
+        U, V = self.atoms.U, self.atoms.V
+        return self.atoms.orthonormal(project_diagonal(self.F.to(U.dtype), U, V))
 
     def solve(self, b: Tensor, shift: float) -> Solution:
-        m, n, p = *self.F.shape, self.U.shape[1]
-        solution = None
+        dtype, (m, n), p = self.atoms.U.dtype, self.F.shape, self.atoms.U.shape[1]
         if self.tolerance > 0 and m * n * p * p > CHEAP:
-            solution = replace(self, F=self.F.to(self.U.dtype))._solve_lowrank(b, shift)
-        return solution or Dense(self.dense(), null_share(self.U.dtype)).solve(b, shift)
+            solution = replace(self, F=self.F.to(dtype))._solve_lowrank(b, shift)
+            if solution is not None:
+                return solution
+        return Dense(self.H, null_share(dtype)).solve(b, shift)
 
     def _solve_lowrank(self, b: Tensor, shift: float) -> Solution | None:
         """Iterate on exact products, preconditioned by a low-rank projection; None where no low rank is enough."""
-        approximate = project_diagonal_lowrank(self.F, self.U, self.V, self.tolerance)
+        approximate = project_diagonal_lowrank(self.F, self.atoms.U, self.atoms.V, self.tolerance)
         if approximate is None:
             return None
-        values, vectors = torch.linalg.eigh(self._mixed(approximate))
+        values, vectors = torch.linalg.eigh(self.atoms.orthonormal(approximate))
         inverse = 1 / (values.clamp_min(0) + max(shift, self.tolerance * float(values[-1]) / len(values)))
 
         def precondition(r: Tensor) -> Tensor:
             return vectors @ (inverse * (vectors.T @ r))
 
-        tolerance = 1e-10 if self.U.dtype == torch.float64 else 3e-7
-        solution = conjugate_gradients(
-            lambda x: self.apply(x) + shift * x, b, precondition, tolerance=tolerance, max_steps=200
-        )
+        tolerance = 1e-10 if self.F.dtype == torch.float64 else 3e-7
+        solution = conjugate_gradients(self.shifted(shift), b, precondition, tolerance=tolerance, max_steps=200)
         return solution if solution.status is Status.CONVERGED else None
 
 
@@ -158,17 +144,16 @@ class TensorProductDiagonal(SubspaceOperator):
         return torch.stack(parts).sum(0)
 
     def mean_diagonal(self) -> float:
-        diagonal = self.diagonal()
-        return float(diagonal.mean()) if diagonal.numel() else 0.0
+        return mean_of(self.diagonal())
 
     def plus(self, other: Self, weight: float) -> TensorProductDiagonal:
         terms = list(self.terms)
         for F, U, V in other.times(weight).terms:
-            shared = [i for i, (_, mine, _) in enumerate(terms) if mine is U]
-            if shared:
-                terms[shared[0]] = (terms[shared[0]][0] + F, U, V)
-            else:
+            shared = next((i for i, (_, mine, _) in enumerate(terms) if mine is U), None)
+            if shared is None:
                 terms.append((F, U, V))
+            else:
+                terms[shared] = (terms[shared][0] + F, U, V)
         return TensorProductDiagonal(tuple(terms))
 
     def times(self, weight: float) -> TensorProductDiagonal:
@@ -181,7 +166,5 @@ class TensorProductDiagonal(SubspaceOperator):
         diagonal, shift = diagonal + shift + damping, shift + damping
         tolerance = 1e-11 if dtype == torch.float64 else 1e-6
         cast = TensorProductDiagonal(tuple((F.to(dtype), U, V) for F, U, V in self.terms))  # once, not in every product
-        solution = conjugate_gradients(
-            lambda x: cast.apply(x) + shift * x, b, lambda r: r / diagonal, tolerance=tolerance
-        )
+        solution = conjugate_gradients(cast.shifted(shift), b, lambda r: r / diagonal, tolerance=tolerance)
         return solved(solution.value, solution.residual, damping, iterative=True)

@@ -1,4 +1,4 @@
-"""The one equation, where subspace, metric and aggregator meet: the Fréchet mean of the task vectors.
+"""The one equation, posed by a subspace and metrics and solved for an aggregator: the Fréchet mean of task vectors.
 
     x* = argmin_x Σ_t λ_t (x - x_t)ᵀ H̃_t (x - x_t) = (Σ λ_t H̃_t)⁻¹ Σ λ_t H̃_t x_t
 
@@ -18,7 +18,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from epimer.geometry.aggregator import Aggregator
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.linalg import weighted_sum
 from epimer.geometry.metric import Metric
@@ -27,41 +26,12 @@ from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Subspace
 
 
-def frechet_mean(
-    subspace: Subspace,
-    metrics: Sequence[Metric],
-    aggregator: Aggregator,
-    deltas: Sequence[Tensor],
-    weights: Sequence[float],
-    *,
-    normalize: str = "trace",
-    jitter: float = 0.0,
-    tolerance: float = 0.0,
-    max_steps: int | None = None,
-) -> Solution:
-    """Return the merged task vector of one layer: its deltas aggregated in a subspace, each under its metric.
-
-    Args:
-        subspace: where x lives; its lift gives the layer's shape back.
-        metrics: each task's curvature H_t.
-        aggregator: Mean, Sum or Anchored.
-        deltas: task vectors D_t, all of the layer's shape.
-        weights: λ_t.
-        normalize: "trace" scales each projected curvature to mean diagonal 1; "none" leaves it as it is.
-        jitter: added to the diagonal of each projected curvature before that.
-        tolerance: relative error of the low-rank projection that may start a large diagonal solve; 0 projects exactly.
-        max_steps: steps after which conjugate gradients stop; None goes on until they converge.
-    """
-    problem = build_problem(
-        subspace, metrics, deltas, weights, normalize=normalize, jitter=jitter, tolerance=tolerance, max_steps=max_steps
-    )
-    return aggregator.aggregate(problem, subspace)
-
-
 @dataclass(frozen=True)
 class Problem:
     """F(x) = Σ λ_t (x - x_t)ᵀ H̃_t (x - x_t) with H̃_t = scale_t · operator_t + shift_t · I."""
 
+    subspace: Subspace
+    """where x lives"""
     points: list[Tensor]
     """x_t, the tasks' coordinates"""
     operators: list[SubspaceOperator]
@@ -141,9 +111,12 @@ def build_problem(
     tolerance: float = 0.0,
     max_steps: int | None = None,
 ) -> Problem:
-    """Return the undamped problem: curvature projected, `jitter`·I added, scaled to mean diagonal 1 under "trace".
+    """Return the undamped problem of one layer: curvature projected on the subspace, `jitter`·I added, normalised.
 
-    A task without curvature, once damped, becomes damping·I under "trace" and nothing under "none".
+    `normalize` "trace" scales each projected curvature to mean diagonal 1, "none" leaves it. A task without curvature,
+    once damped, becomes damping·I under "trace" and nothing under "none". `tolerance` is the relative error of the
+    low-rank projection that may start a large diagonal solve; 0 projects exactly. Conjugate gradients stop after
+    `max_steps`; None goes on until they converge.
     """
     operators = [subspace.restrict(metric, tolerance) for metric in metrics]
     operators = [replace(H, max_steps=max_steps) if isinstance(H, KroneckerSum) else H for H in operators]
@@ -151,6 +124,7 @@ def build_problem(
     scaled = normalize == "trace"
     scales = [(1 / size if size > 0 else 0.0) if scaled else 1.0 for size in sizes]
     return Problem(
+        subspace=subspace,
         points=[subspace.project(D) for D in deltas],
         operators=operators,
         weights=list(weights),

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NULL, conjugate_gradients, solve_spd
-from epimer.geometry.operator import SubspaceOperator, relative_residual
+from epimer.geometry.linalg import NULL, conjugate_gradients, mean_of, solve_spd
+from epimer.geometry.operator import SubspaceOperator
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
 
 JOINT = 1024  # factors up to this size are worth an eigendecomposition per task
-WELL_CONDITIONED = (
-    1.3  # bound on ‖E‖‖E⁻¹‖ of the tasks' stacked leading eigenvectors, as a multiple of that of an orthonormal stack
-)
+WELL_CONDITIONED = 1.3  # bound on ‖E‖‖E⁻¹‖ of stacked leading eigenvectors, as a multiple of an orthonormal stack's
 SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
 
 
@@ -53,15 +52,14 @@ class KroneckerSum(SubspaceOperator):
             return self._one_sided(b, [(c, G) for c, G, _ in self.terms], shift, right=False)
         single = self.null > NULL
         if shift == 0 and (damping := self._singular()):  # no preconditioner: it would leave the operator's range
-            solution = conjugate_gradients(
-                lambda x: self.apply(x) + damping * x, b, tolerance=1e-8, max_steps=self.max_steps
-            )
+            solution = conjugate_gradients(self.shifted(damping), b, tolerance=1e-8, max_steps=self.max_steps)
             return replace(solution, status=Status.DAMPED, damping=damping)
-        P = _diagonaliser([G for _, G, _ in self.terms], b.shape[0], b, single=single, joint=self.max_steps is None)
-        Q = _diagonaliser([A for _, _, A in self.terms], b.shape[1], b, single=single, joint=self.max_steps is None)
+        joint = self.max_steps is None
+        P = _diagonaliser([G for _, G, _ in self.terms], b.shape[0], b, single=single, joint=joint)
+        Q = _diagonaliser([A for _, _, A in self.terms], b.shape[1], b, single=single, joint=joint)
         terms = [(c, _congruent(P, G), _congruent(Q, A)) for c, G, A in (*self.terms, (shift, None, None)) if c]
         y = P @ _preconditioned(terms, P.T @ b @ Q, single=single, max_steps=self.max_steps) @ Q.T
-        return solved(y, relative_residual(self, y, b, shift), iterative=True)
+        return solved(y, self.relative_residual(y, b, shift), iterative=True)
 
     def _singular(self) -> float:
         """Return the damping an undamped sum needs: 0 where one term alone is well above rounding everywhere."""
@@ -78,7 +76,7 @@ class KroneckerSum(SubspaceOperator):
         H = _total(factors, b.shape[1] if right else b.shape[0], b)
         solution = solve_spd(H, b.T if right else b, shift, self.null)
         y, damping = solution.value.T if right else solution.value, solution.damping
-        return solved(y, relative_residual(self, y, b, shift + damping), damping)
+        return solved(y, self.relative_residual(y, b, shift + damping), damping)
 
 
 def _diagonaliser(factors: list[Tensor | None], size: int, like: Tensor, *, single: bool, joint: bool) -> Tensor:
@@ -123,41 +121,34 @@ def _preconditioned(
     for c, G, A in terms:
         diagonal += c * G.diagonal()[:, None] * A.diagonal()[None, :]
     diagonal = diagonal.clamp_min(1e-30 * float(diagonal.max()))
-    exact = _Stacked(terms, torch.float64)
+    exact = _stacked(terms, torch.float64)
     if not single:
-        return conjugate_gradients(exact.apply, b, lambda r: r / diagonal, max_steps=max_steps).value
-    quick, diagonal = _Stacked(terms, torch.float32), diagonal.float()
+        return conjugate_gradients(exact, b, lambda r: r / diagonal, max_steps=max_steps).value
+    quick, diagonal = _stacked(terms, torch.float32), diagonal.float()
     y, r, norm = torch.zeros_like(b), b, float(torch.linalg.vector_norm(b))
     size = norm
     for _ in range(8):
-        target = max(0.5 * SINGLE * norm / size, 3e-6)
-        scaled = (r / size).float()
-        step = conjugate_gradients(
-            quick.apply, scaled, lambda r: r / diagonal, tolerance=target, max_steps=max_steps
-        ).value
-        y = y + size * step.double()
+        target, scaled = max(0.5 * SINGLE * norm / size, 3e-6), (r / size).float()
+        step = conjugate_gradients(quick, scaled, lambda r: r / diagonal, tolerance=target, max_steps=max_steps)
+        y = y + size * step.value.double()
         if max_steps is not None:
             break
-        r, previous = b - exact.apply(y), size
+        r, previous = b - exact(y), size
         size = float(torch.linalg.vector_norm(r))
         if size <= SINGLE * norm or size > 0.5 * previous:
             break
     return y
 
 
-class _Stacked:
-    """X -> Σ c G X A as two large products instead of two per term."""
-
-    def __init__(self, terms: list[tuple[float, Tensor, Tensor]], dtype: torch.dtype) -> None:
-        self.G_tpp = torch.stack([(c * G).to(dtype) for c, G, _ in terms])
-        self.A_sq = torch.cat([A.to(dtype) for _, _, A in terms])  # the A_t below each other
-
-    def apply(self, x: Tensor) -> Tensor:
-        return torch.matmul(self.G_tpp, x).transpose(0, 1).flatten(1) @ self.A_sq  # the G_t X next to each other
+def _stacked(terms: list[tuple[float, Tensor, Tensor]], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return X -> Σ c G X A as two large products instead of two per term: [G_1 X, G_2 X, …] [A_1; A_2; …]."""
+    G_tpp = torch.stack([(c * G).to(dtype) for c, G, _ in terms])
+    A_sq = torch.cat([A.to(dtype) for _, _, A in terms])
+    return lambda x: torch.matmul(G_tpp, x).transpose(0, 1).flatten(1) @ A_sq
 
 
 def _mean_diagonal(factor: Tensor | None) -> float:
-    return 1.0 if factor is None else float(factor.diagonal().mean()) if factor.numel() else 0.0
+    return 1.0 if factor is None else mean_of(factor.diagonal())
 
 
 def _total(factors: list[tuple[float, Tensor | None]], size: int, like: Tensor) -> Tensor:

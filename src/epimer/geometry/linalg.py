@@ -45,6 +45,11 @@ def as_compute_dtype(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def mean_of(x: Tensor) -> float:
+    """Return the mean of a tensor's entries; 0 where it has none."""
+    return float(x.mean()) if x.numel() else 0.0
+
+
 @dataclass(frozen=True)
 class LowRank:
     """A matrix kept as its factors B_mr A_rn, with those operations of a tensor that the geometry applies to it."""
@@ -72,7 +77,6 @@ class LowRank:
         return LowRank(self.B.to(*args), self.A.to(*args))
 
     def dense(self) -> Tensor:
-        """Return the product."""
         return self.B @ self.A
 
     def __matmul__(self, X: Tensor) -> Tensor:
@@ -147,12 +151,8 @@ def top_svd(A_mn: Delta, k: int, *, exact: bool = False) -> Svd:
 def uses_krylov(A_mn: Delta, k: int) -> bool:
     """Whether `top_svd` searches a Krylov space for `k` triples, which makes them approximate."""
     side = min(A_mn.shape)
-    return (
-        isinstance(A_mn, Tensor)
-        and A_mn.dtype != torch.float64
-        and side > SMALL
-        and side >= 2 * FIRST_CHECK * _width(k)
-    )
+    single = isinstance(A_mn, Tensor) and A_mn.dtype != torch.float64
+    return single and side > SMALL and side >= 2 * FIRST_CHECK * _width(k)
 
 
 def _width(k: int) -> int:
@@ -162,14 +162,12 @@ def _width(k: int) -> int:
 
 def _nonzero(svd: Svd, A_mn: Delta) -> Svd:
     """Drop the triples that are zero up to the rounding of `A_mn`'s precision."""
-    if not svd.sigma.numel():
-        return Svd(*(part.to(A_mn.dtype) for part in svd))
-    rank = int((svd.sigma > _floor(A_mn) * svd.sigma[0]).sum())
+    rank = int((svd.sigma > rounding_share(A_mn) * svd.sigma[0]).sum()) if svd.sigma.numel() else 0
     U, sigma, V = (part.to(A_mn.dtype) for part in svd)
     return Svd(U[:, :rank], sigma[:rank], V[:, :rank])
 
 
-def _floor(A_mn: Delta) -> float:
+def rounding_share(A_mn: Delta) -> float:
     """Return the share of the largest singular value below which there is only the rounding of `A_mn`."""
     return 8 * torch.finfo(A_mn.dtype).eps * math.sqrt(max(A_mn.shape))
 
@@ -214,7 +212,7 @@ def _krylov_svd(A_mn: Tensor, k: int) -> Svd | None:
         sigma, R_bk = _ritz(B_nb[:, every], W_mb[:, every], k)
         # The residual AᵀAv - σ²v of a Ritz vector v = BR lies in the next block: it is what `fresh` makes of R's end.
         residual_k = torch.linalg.vector_norm(fresh @ R_bk[new], dim=0)
-        if _svd_error(sigma, residual_k, k, _floor(A_mn)) <= SVD_TOLERANCE:
+        if _svd_error(sigma, residual_k, k, rounding_share(A_mn)) <= SVD_TOLERANCE:
             U = W_mb[:, every] @ R_bk
             sigma = torch.linalg.vector_norm(U, dim=0)
             return Svd(U / sigma.clamp_min(torch.finfo(U.dtype).tiny), sigma, B_nb[:, every] @ R_bk)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ from torch import Tensor
 from epimer.geometry.diagonal import TaggedDiagonal, TensorProductDiagonal, project_diagonal
 from epimer.geometry.kinds import SERVES
 from epimer.geometry.kronecker import KroneckerSum
-from epimer.geometry.linalg import nonfinite, null_share, sum_of_atoms
+from epimer.geometry.linalg import nonfinite, null_share
 from epimer.geometry.operator import Dense, Elementwise, OuterSum, SubspaceOperator
+
+if TYPE_CHECKING:
+    from epimer.geometry.subspace import Tagged
 
 ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative
 
@@ -47,31 +50,30 @@ class Metric(ABC):
         image = self.apply(D_mn)
         return [float((X * image).double().sum()) for X in (D_mn, *others)]
 
-    def energy_outside(self, D_mn: Tensor, c: Tensor, U: Tensor, V: Tensor) -> float:
+    def energy_outside(self, D_mn: Tensor, c: Tensor, atoms: Tagged) -> float:
         """Return the energy of D - U diag(c) Vᵀ, what the atoms leave of D."""
-        return self.energy(D_mn - sum_of_atoms(c, U, V))
+        return self.energy(D_mn - atoms.lift_atoms(c))
 
     @abstractmethod
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         """Return X -> Uᵀ H(U X Vᵀ) V; None for U and V is the identity, so the full space."""
 
     @abstractmethod
-    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
-        """Return SᵀHS for S x = U diag(mix x) Vᵀ; `tolerance` allows an approximate start of its solves."""
+    def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
+        """Return SᵀHS on the span of atoms; `tolerance` allows an approximate start of its solves."""
 
     @abstractmethod
     def to(self, device: torch.device, dtype: torch.dtype) -> Metric:
         """Return the metric with its tensors on `device` in `dtype`."""
 
-    @abstractmethod
     def problem(self, shape: Sequence[int]) -> str | None:
-        """Say what is wrong with this metric for a layer of `shape`, or None."""
+        """Return what is wrong with this metric for a layer of `shape`, or None."""
+        return None
 
 
-def _mixed(H_pp: Tensor, mix: Tensor | None, dtype: torch.dtype) -> Dense:
-    """Return p x p curvature, computed in `dtype`, in the coordinates that `mix` makes orthonormal."""
-    H_pp = H_pp.double()
-    return Dense(H_pp if mix is None else mix.T @ H_pp @ mix, null_share(dtype))
+def _on_atoms(H_pp: Tensor, atoms: Tagged) -> Dense:
+    """Return p x p curvature of atoms, computed in their precision, in orthonormal coordinates."""
+    return Dense(atoms.orthonormal(H_pp.double()), null_share(atoms.U.dtype))
 
 
 def _symmetric(M: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
@@ -86,8 +88,15 @@ def _not_finite(name: str, x: Tensor) -> str | None:
     return f"{name} holds NaN or Inf in {bad} of {x.numel()} entries" if bad else None
 
 
+def _negative(name: str, x: Tensor) -> str | None:
+    """Return why `x` does not hold finite numbers of at least 0, or None."""
+    if (problem := _not_finite(name, x)) or not x.numel() or float(x.min()) >= 0:
+        return problem
+    return f"{name} must not be negative; its lowest entry is {float(x.min()):.3g}"
+
+
 def _not_psd(name: str, M: Tensor, size: int | None) -> str | None:
-    """Say why `M` is not a symmetric positive semi-definite matrix (of `size`), up to rounding."""
+    """Return why `M` is not a symmetric positive semi-definite matrix (of `size`), up to rounding."""
     if M.dim() != 2 or M.shape[0] != M.shape[1] or (size is not None and len(M) != size):
         expected = "square" if size is None else f"{size} x {size}"
         return f"{name} must be {expected}, got shape {tuple(M.shape)}"
@@ -120,14 +129,11 @@ class Identity(Metric):
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         return Elementwise(torch.ones((), device=None if U is None else U.device))
 
-    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
-        return Elementwise(torch.ones((), device=U.device))
+    def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
+        return Elementwise(torch.ones((), device=atoms.U.device))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Identity:
         return self
-
-    def problem(self, shape: Sequence[int]) -> str | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -143,8 +149,8 @@ class Diagonal(Metric):
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         return Elementwise(self.F) if U is None or V is None else TensorProductDiagonal(((self.F, U, V),))
 
-    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
-        return TaggedDiagonal(self.F, U, V, mix, tolerance)
+    def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
+        return TaggedDiagonal(self.F, atoms, tolerance)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Diagonal:
         return Diagonal(self.F.to(device, dtype))
@@ -152,11 +158,7 @@ class Diagonal(Metric):
     def problem(self, shape: Sequence[int]) -> str | None:
         if tuple(self.F.shape) != tuple(shape):
             return f"F must have the tensor's shape {tuple(shape)}, got {tuple(self.F.shape)}"
-        if problem := _not_finite("F", self.F):
-            return problem
-        if self.F.numel() and float(self.F.min()) < 0:
-            return f"F must not be negative; its lowest entry is {float(self.F.min()):.3g}"
-        return None
+        return _negative("F", self.F)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +176,14 @@ class Kronecker(Metric):
         return image if self.A is None else image @ self.A
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
-        return KroneckerSum(((1.0, _sandwich(self.G, U), _sandwich(self.A, V)),), _null_share(self.A, self.G))
+        null = max((null_share(M.dtype) for M in (self.A, self.G) if M is not None), default=null_share(torch.float64))
+        return KroneckerSum(((1.0, _sandwich(self.G, U), _sandwich(self.A, V)),), null)
 
-    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
+    def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
+        U, V = atoms.U, atoms.V
         left = U.T @ (U if self.G is None else self.G @ U)
         right = V.T @ (V if self.A is None else self.A @ V)
-        return _mixed(left.double() * right.double(), mix, U.dtype)
+        return _on_atoms(left.double() * right.double(), atoms)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Kronecker:
         return Kronecker(A=_symmetric(self.A, device, dtype), G=_symmetric(self.G, device, dtype), inputs=self.inputs)
@@ -193,10 +197,6 @@ class Kronecker(Metric):
             if factor is not None and (problem := _not_psd(name, factor, size)):
                 return problem
         return None
-
-
-def _null_share(*factors: Tensor | None) -> float:
-    return max((null_share(M.dtype) for M in factors if M is not None), default=null_share(torch.float64))
 
 
 def _sandwich(M: Tensor | None, U: Tensor | None) -> Tensor | None:
@@ -225,8 +225,9 @@ class EKFAC(Metric):
         left = self.P.T if U is None else self.P.T @ U
         return TensorProductDiagonal(((self.S, left, self.Q.T if V is None else self.Q.T @ V),))
 
-    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
-        return _mixed(project_diagonal(self.S.to(U.dtype), self.P.T @ U, self.Q.T @ V), mix, U.dtype)
+    def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
+        U, V = self.P.T @ atoms.U, self.Q.T @ atoms.V
+        return _on_atoms(project_diagonal(self.S.to(atoms.U.dtype), U, V), atoms)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> EKFAC:
         return EKFAC(S=self.S.to(device, dtype), P=self.P.to(device, dtype), Q=self.Q.to(device, dtype))
@@ -234,10 +235,8 @@ class EKFAC(Metric):
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2 or tuple(self.S.shape) != tuple(shape):
             return f"S must have the shape of the tensor's matrix {tuple(shape)}, got {tuple(self.S.shape)}"
-        if problem := _not_finite("S", self.S):
+        if problem := _negative("S", self.S):
             return problem
-        if self.S.numel() and float(self.S.min()) < 0:
-            return f"S must not be negative; its lowest entry is {float(self.S.min()):.3g}"
         for name, E, size in (("P", self.P, shape[0]), ("Q", self.Q, shape[1])):
             if tuple(E.shape) != (size, size) or _not_finite(name, E):
                 return f"{name} must be a finite {size} x {size} matrix, got shape {tuple(E.shape)}"
@@ -262,9 +261,9 @@ class Samples(Metric):
         g = self.g if U is None else self.g @ U
         return OuterSum(((1.0, g, self.x if V is None else self.x @ V),))
 
-    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
-        s_np = ((self.g @ U) * (self.x @ V)).sum(dim=1).double()
-        return _mixed(s_np.T @ s_np / len(s_np), mix, U.dtype)
+    def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
+        s_np = ((self.g @ atoms.U) * (self.x @ atoms.V)).sum(dim=1).double()
+        return _on_atoms(s_np.T @ s_np / len(s_np), atoms)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Samples:
         return Samples(g=self.g.to(device, dtype), x=self.x.to(device, dtype))
@@ -272,18 +271,9 @@ class Samples(Metric):
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2:
             return f"samples need a matrix, the tensor has shape {tuple(shape)}"
-        if (
-            self.g.dim() != 3
-            or self.x.dim() != 3
-            or self.g.shape[:2] != self.x.shape[:2]
-            or (self.g.shape[2], self.x.shape[2]) != tuple(shape)
-            or not len(self.g)
-        ):
-            m, n = shape
-            return (
-                f"g and x must have shapes [N, tokens, {m}] and [N, tokens, {n}], "
-                f"got {tuple(self.g.shape)} and {tuple(self.x.shape)}"
-            )
+        (m, n), g, x = shape, tuple(self.g.shape), tuple(self.x.shape)
+        if not g or not g[0] or g != (*g[:2], m) or x != (*g[:2], n):
+            return f"g and x must have shapes [N, tokens, {m}] and [N, tokens, {n}], got {g} and {x}"
         return _not_finite("g", self.g) or _not_finite("x", self.x)
 
 
@@ -305,19 +295,17 @@ class TaskGram(Metric):
     def products(self, D_mn: Tensor, *others: Tensor) -> list[float]:
         size = float(torch.linalg.vector_norm(self.D.double()))
         D = self.D / size if size else self.D  # a product of three task vectors would leave float32
-        images = []
-        for X in (D_mn, *others):
-            step = X.to(D.dtype).T
-            images.append((D @ step) @ D if D.shape[0] <= D.shape[1] else D @ (step @ D))
+        steps = [X.to(D.dtype).T for X in (D_mn, *others)]
+        images = [(D @ step) @ D if D.shape[0] <= D.shape[1] else D @ (step @ D) for step in steps]
         return [size**4 * float((images[0] * image).sum(dtype=torch.float64)) for image in images]
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         left, right = self._factors(U, V)
         return KroneckerSum(((1.0, left, right),), null_share(self.D.dtype))
 
-    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
-        left, right = self._factors(U, V)
-        return _mixed(left.double() * right.double(), mix, U.dtype)
+    def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
+        left, right = self._factors(atoms.U, atoms.V)
+        return _on_atoms(left.double() * right.double(), atoms)
 
     def _factors(self, U: Tensor | None, V: Tensor | None) -> tuple[Tensor, Tensor]:
         for left, right, factors in self._known:
@@ -331,33 +319,29 @@ class TaskGram(Metric):
         self._known[:] = [(U, V, factors)]
         return factors
 
-    def energy_outside(self, D_mn: Tensor, c: Tensor, U: Tensor, V: Tensor) -> float:
+    def energy_outside(self, D_mn: Tensor, c: Tensor, atoms: Tagged) -> float:
         """Return ‖D (D - L)ᵀ D‖² for L = U diag(c) Vᵀ, from Gram matrices where D is the task vector itself.
 
         With K = DᵀD it is tr K³ - 2 Σ c_i u_iᵀDK²v_i + cᵀ(UᵀDDᵀU ∘ VᵀKV)c: less arithmetic where D is not square.
         """
         size = float(torch.linalg.vector_norm(self.D.double()))
         if D_mn is not self.D or size == 0 or max(D_mn.shape) < 2 * min(D_mn.shape):
-            return super().energy_outside(D_mn, c, U, V)
-        if self.D.shape[0] < self.D.shape[1]:
-            D, U_, V_ = self.D.T / size, V, U
-        else:
-            D, U_, V_ = self.D / size, U, V
+            return super().energy_outside(D_mn, c, atoms)
+        D, U, V = self.D / size, atoms.U, atoms.V
+        if D.shape[0] < D.shape[1]:
+            D, U, V = D.T, V, U
         K = D.T @ D
         K2 = K @ K
         whole = float((K2 * K).sum(dtype=torch.float64))
-        crossed = ((D.T @ U_) * (K2 @ V_)).double().sum(0) @ c.double() / size
-        left, right = self._factors(U, V)
+        crossed = ((D.T @ U) * (K2 @ V)).double().sum(0) @ c.double() / size
+        left, right = self._factors(atoms.U, atoms.V)
         inside = float(c.double() @ (left * right) @ c.double()) / size**6
         outside = whole - 2 * float(crossed) + inside
         floor = 1e-4 if D.dtype == torch.float32 else 1e-12
-        return size**6 * outside if outside > floor * whole else super().energy_outside(D_mn, c, U, V)
+        return size**6 * outside if outside > floor * whole else super().energy_outside(D_mn, c, atoms)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TaskGram:
         return TaskGram(self.D.to(device, dtype))
-
-    def problem(self, shape: Sequence[int]) -> str | None:
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,14 +365,14 @@ class Projected(Metric):
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         assert self.H is None
-        return KroneckerSum(((1.0, _sandwich(self.G, None), _sandwich(self.A, None)),), _null_share(self.A, self.G))
+        return Kronecker(A=self.A, G=self.G).on_tensor_product(None, None)
 
-    def on_tagged(self, U: Tensor, V: Tensor, mix: Tensor | None, tolerance: float) -> SubspaceOperator:
+    def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
         if self.H is not None:
             return Dense(self.H.double(), null_share(self.H.dtype))
-        left = U.T @ U if self.G is None else self.G
-        right = V.T @ V if self.A is None else self.A
-        return _mixed(left.double() * right.double(), mix, U.dtype)
+        left = atoms.U.T @ atoms.U if self.G is None else self.G
+        right = atoms.V.T @ atoms.V if self.A is None else self.A
+        return _on_atoms(left.double() * right.double(), atoms)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Projected:
         H, A, G = (_symmetric(M, device, dtype) for M in (self.H, self.A, self.G))

@@ -7,13 +7,14 @@ one projection is enough for all tasks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NULL, conjugate_gradients, solve_spd
+from epimer.geometry.linalg import NULL, conjugate_gradients, mean_of, solve_spd
 from epimer.geometry.solution import Solution, solved
 
 
@@ -40,6 +41,15 @@ class SubspaceOperator(ABC):
     def solve(self, b: Tensor, shift: float) -> Solution:
         """Solve (H̃ + shift·I) y = b."""
 
+    def shifted(self, shift: float) -> Callable[[Tensor], Tensor]:
+        """Return x -> H̃x + shift·x."""
+        return lambda x: self.apply(x) + shift * x
+
+    def relative_residual(self, y: Tensor, b: Tensor, shift: float) -> float:
+        """Return ‖(H̃ + shift·I) y - b‖ / ‖b‖."""
+        norm = float(torch.linalg.vector_norm(b))
+        return float(torch.linalg.vector_norm(self.apply(y) + shift * y - b)) / norm if norm > 0 else 0.0
+
 
 def linear_combination(operators: list[SubspaceOperator], weights: list[float]) -> SubspaceOperator:
     """Return Σ weights_t · operators_t; all operators are of one kind."""
@@ -47,12 +57,6 @@ def linear_combination(operators: list[SubspaceOperator], weights: list[float]) 
     for operator, weight in zip(operators[1:], weights[1:], strict=True):
         total = total.plus(operator, weight)
     return total
-
-
-def relative_residual(operator: SubspaceOperator, y: Tensor, b: Tensor, shift: float) -> float:
-    """Return ‖(H̃ + shift·I) y - b‖ / ‖b‖."""
-    norm = float(torch.linalg.vector_norm(b))
-    return float(torch.linalg.vector_norm(operator.apply(y) + shift * y - b)) / norm if norm > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Dense(SubspaceOperator):
         return self.H @ x
 
     def mean_diagonal(self) -> float:
-        return float(self.H.diagonal().mean()) if self.H.numel() else 0.0
+        return mean_of(self.H.diagonal())
 
     def plus(self, other: Self, weight: float) -> Dense:
         return Dense(self.H + weight * other.H, max(self.null, other.null))
@@ -78,7 +82,7 @@ class Dense(SubspaceOperator):
     def solve(self, b: Tensor, shift: float) -> Solution:
         column = solve_spd(self.H, b[:, None], shift, self.null)
         y, damping = column.value[:, 0], column.damping
-        return solved(y, relative_residual(self, y, b, shift + damping), damping)
+        return solved(y, self.relative_residual(y, b, shift + damping), damping)
 
 
 @dataclass(frozen=True)
@@ -134,4 +138,4 @@ class OuterSum(SubspaceOperator):
 
     def solve(self, b: Tensor, shift: float) -> Solution:
         tolerance = 1e-11 if self.terms[0][1].dtype == torch.float64 else 1e-6
-        return conjugate_gradients(lambda x: self.apply(x) + shift * x, b, tolerance=tolerance)
+        return conjugate_gradients(self.shifted(shift), b, tolerance=tolerance)

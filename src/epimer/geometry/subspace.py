@@ -12,16 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import (
-    NULL,
-    Svd,
-    atom_coefficients,
-    column_basis,
-    polar,
-    sum_of_atoms,
-    top_svd,
-    uses_krylov,
-)
+from epimer.geometry.linalg import NULL, Svd, atom_coefficients, column_basis, polar, sum_of_atoms, top_svd, uses_krylov
 from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
 
@@ -104,7 +95,11 @@ class Tagged(Subspace):
         return Tagged(self.U.to(like), self.V.to(like), self.sigma.to(like), self.owner.to(like.device), mix)
 
     def restrict(self, metric: Metric, tolerance: float = 0.0) -> SubspaceOperator:
-        return metric.on_tagged(self.U, self.V, self.mix, tolerance)
+        return metric.on_tagged(self, tolerance)
+
+    def orthonormal(self, H_pp: Tensor) -> Tensor:
+        """Return a matrix on the atoms' coefficients in the coordinates that `mix` makes orthonormal."""
+        return H_pp if self.mix is None else self.mix.T @ H_pp @ self.mix
 
 
 @dataclass(frozen=True)

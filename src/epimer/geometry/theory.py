@@ -35,8 +35,9 @@ def diagnose_layer(
     r_s = residual_energy(subspace, metrics, deltas, weights, problem.points)
     energies = [float(D.double().square().sum()) for D in deltas]
     kept = [float(point.square().sum()) for point in problem.points]
+    energy_kept, energy_kept_by_task = _energy_kept(kept, energies, weights)
     spectrum = _spectrum(problem.mean_operator, x.numel())
-    shift = problem.mean_shift
+    lowest, highest = (float(spectrum[i]) + problem.mean_shift for i in (0, -1))
     return LayerDiagnosis(
         eta=solution.eta or 0.0,
         eta_unit_trace=(solution.eta or 0.0) / max(1, x.numel()),
@@ -45,12 +46,9 @@ def diagnose_layer(
         v_s_solve=problem.objective(x),
         r_s=r_s,
         bound=bound(v_s, r_s),
-        energy_kept=_share(
-            sum(w * e for w, e in zip(weights, kept, strict=True)),
-            sum(w * e for w, e in zip(weights, energies, strict=True)),
-        ),
-        energy_kept_by_task=tuple(_share(k, e) for k, e in zip(kept, energies, strict=True)),
-        condition=_condition(spectrum, shift),
+        energy_kept=energy_kept,
+        energy_kept_by_task=energy_kept_by_task,
+        condition=highest / lowest if lowest > 0 else math.inf,
         damped=int((spectrum < damping).sum()),
         rank=rank,
     )
@@ -71,7 +69,7 @@ def residual_energy(
     for D, metric, weight, x in zip(deltas, metrics, weights, inside, strict=True):
         if isinstance(subspace, Tagged):
             c = x if subspace.mix is None else subspace.mix @ x
-            total += weight * metric.energy_outside(D, c, subspace.U, subspace.V)
+            total += weight * metric.energy_outside(D, c, subspace)
         else:
             total += weight * metric.energy(D - subspace.lift(x))
     return total
@@ -97,6 +95,7 @@ def total(
         for t in range(len(weights))
     ]
     whole = [sum(energy[t] for energy in energies) for t in range(len(weights))]
+    energy_kept, energy_kept_by_task = _energy_kept(kept, whole, weights)
     return LayerDiagnosis(
         eta=sum(layer.eta for layer in layers),
         eta_unit_trace=sum(layer.eta_unit_trace for layer in layers),
@@ -105,19 +104,22 @@ def total(
         v_s_solve=sum(layer.v_s_solve for layer in layers),
         r_s=r_s,
         bound=bound(v_s, r_s),
-        energy_kept=_share(
-            sum(w * k for w, k in zip(weights, kept, strict=True)),
-            sum(w * e for w, e in zip(weights, whole, strict=True)),
-        ),
-        energy_kept_by_task=tuple(_share(k, e) for k, e in zip(kept, whole, strict=True)),
+        energy_kept=energy_kept,
+        energy_kept_by_task=energy_kept_by_task,
         condition=max((layer.condition for layer in layers), default=1.0),
         damped=sum(layer.damped for layer in layers),
         rank=None,
     )
 
 
-def _share(part: float, whole: float) -> float:
-    return min(1.0, part / whole) if whole > 0 else 1.0
+def _energy_kept(
+    kept: Sequence[float], energies: Sequence[float], weights: Sequence[float]
+) -> tuple[float, tuple[float, ...]]:
+    """Return the share of Σ λ_t ‖D_t‖² that a basis keeps, and that of every ‖D_t‖²."""
+    total_kept, total_energy = (sum(w * e for w, e in zip(weights, each, strict=True)) for each in (kept, energies))
+    pairs = zip((total_kept, *kept), (total_energy, *energies), strict=True)
+    share, *by_task = (min(1.0, part / whole) if whole > 0 else 1.0 for part, whole in pairs)
+    return share, tuple(by_task)
 
 
 def _spectrum(operator: SubspaceOperator, dimension: int) -> Tensor:
@@ -125,12 +127,6 @@ def _spectrum(operator: SubspaceOperator, dimension: int) -> Tensor:
     if not dimension:
         return torch.ones(1, dtype=torch.float64)
     if isinstance(operator, Dense | TaggedDiagonal):
-        matrix = operator.H if isinstance(operator, Dense) else operator.dense()
-        return torch.linalg.eigvalsh(matrix).clamp_min(0)
+        return torch.linalg.eigvalsh(operator.H).clamp_min(0)
     basis = torch.eye(dimension, dtype=torch.float64)
     return torch.linalg.eigvalsh(torch.stack([operator.apply(column) for column in basis]))
-
-
-def _condition(spectrum: Tensor, shift: float) -> float:
-    lowest, highest = float(spectrum[0]) + shift, float(spectrum[-1]) + shift
-    return highest / lowest if lowest > 0 else math.inf

@@ -18,14 +18,14 @@ from epimer.geometry.solution import Solution
 from epimer.methods.options import MethodOptions, Option, per_model
 from epimer.methods.registry import Layer, Method, Prepared, Prepass
 
+Scorer = Callable[[dict[str, Tensor]], Any]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GreedySoupOptions(MethodOptions):
     """Options of greedy_soup."""
 
-    evaluate: Annotated[Callable[[dict[str, Tensor]], Any] | None, Option("scores a state dict; higher is better")] = (
-        None
-    )
+    evaluate: Annotated[Scorer | None, Option("scores a state dict; higher is better")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +98,7 @@ def thresholds(prepass: Prepass, options: TiesOptions) -> Prepared:
 
 def ties(layer: Layer, options: TiesOptions) -> Solution:
     """Trim each task vector, elect a sign per entry, average the entries that agree with it."""
-    trimmed = [
-        torch.where(D.abs() >= threshold, D, 0) for D, threshold in zip(layer.deltas, layer.context, strict=True)
-    ]
+    trimmed = [torch.where(D.abs() >= least, D, 0) for D, least in zip(layer.deltas, layer.context, strict=True)]
     votes = trimmed if options.elect == "mass" else [D.sign() for D in trimmed]
     elected = weighted_sum(votes, layer.weights).sign()
     total, mass = torch.zeros_like(elected), torch.zeros_like(elected)
@@ -195,7 +193,6 @@ METHODS: tuple[Method, ...] = (
         citation="Ilharco et al., Editing Models with Task Arithmetic, ICLR 2023",
         merge=average,
         options=MethodOptions(),
-        needs_base=True,
         elementwise=True,
         separable=True,
         absolute_weights=True,
@@ -236,7 +233,6 @@ METHODS: tuple[Method, ...] = (
         citation="Yadav et al., TIES-Merging, NeurIPS 2023",
         merge=ties,
         options=TiesOptions(),
-        needs_base=True,
         elementwise=True,
         separable=True,
         prepare=thresholds,
@@ -252,7 +248,6 @@ METHODS: tuple[Method, ...] = (
         citation="Yu et al., Language Models are Super Mario (DARE), ICML 2024",
         merge=dare,
         options=DareOptions(),
-        needs_base=True,
         elementwise=True,
         absolute_weights=True,
         workspace=(1.0, 3.0),
@@ -265,11 +260,10 @@ METHODS: tuple[Method, ...] = (
         citation="Daheim et al., Model Merging by Uncertainty-Based Gradient Matching, ICLR 2024",
         merge=gradient_matching,
         options=GradientMatchingOptions(),
-        needs_base=True,
         curvature="diagonal",
         elementwise=True,
         linear_in_scale=False,
         workspace=(4.0, 8.0),
-        laws=frozenset({"permutation", "copies", "scale_zero"}),
+        laws=LINEAR_LAWS,
     ),
 )

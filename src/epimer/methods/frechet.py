@@ -7,21 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
+from torch import Tensor
 
 from epimer.errors import CurvatureError
-from epimer.geometry.aggregator import (
-    Aggregator,
-    Anchor,
-    Anchored,
-    Mean,
-    Sum,
-    anchor_at,
-    average_anchor,
-    iso_c_delta,
-    sum_anchor,
-    tsv_delta,
-)
-from epimer.geometry.frechet import frechet_mean
+from epimer.geometry.aggregator import anchored, iso_c_delta, mean, summed, tsv_delta
+from epimer.geometry.frechet import Problem, build_problem
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution
@@ -50,8 +40,7 @@ class FrechetOptions(MethodOptions):
         Literal["mean", "sum", "anchored"], Option("mean; sum = T times the mean; anchored: a damped pull to an anchor")
     ] = "mean"
     anchor: Annotated[
-        Literal["tsv", "sum", "iso_c", "average"],
-        Option("where directions without curvature go (aggregator anchored)"),
+        Literal["tsv", "sum", "iso_c", "average"], Option("where directions without curvature go (aggregator anchored)")
     ] = "tsv"
     normalize: Normalize = "trace"
     damping: Damping = 1e-2
@@ -69,11 +58,6 @@ class FrechetOptions(MethodOptions):
             low=1,
         ),
     ] = None
-
-    @property
-    def needs_atoms(self) -> bool:
-        """Whether the subspace or the anchor is made of the tasks' singular vectors."""
-        return self.basis != "full" or (self.aggregator == "anchored" and self.anchor == "tsv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +81,14 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
     shape, tasks = layer.deltas[0].shape, len(layer.deltas)
     rank = clamp_rank(shape, tasks, options.rank) if len(shape) == 2 else 0
     atoms = None if layer.basis is None else atoms_of(layer.basis)
-    if atoms is None and options.needs_atoms:
+    anchored_at_tsv = options.aggregator == "anchored" and options.anchor == "tsv"
+    if atoms is None and (options.basis != "full" or anchored_at_tsv):  # both are made of singular vectors
         if rank == 0:
             return clamped(layer)
         atoms = tagged(layer.deltas, rank)
-    solution = frechet_mean(
+    problem = build_problem(
         layer.basis or _subspace(layer, options, atoms),
         layer.metrics,
-        _aggregator(layer, options, atoms),
         layer.deltas,
         layer.weights,
         normalize=options.normalize,
@@ -112,6 +96,13 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         tolerance=options.projection_tol,
         max_steps=options.iterations,
     )
+    match options.aggregator:
+        case "mean":
+            solution = mean(problem, options.damping)
+        case "sum":
+            solution = summed(problem, options.damping)
+        case "anchored":
+            solution = anchored(problem, _anchor(problem, layer, options, atoms), options.damping)
     if layer.basis is not None:
         return replace(solution, rank=layer.basis.rank)
     return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
@@ -123,35 +114,27 @@ def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Su
     return tensor_product(atoms) if options.basis == "tensor" else atoms
 
 
-def _aggregator(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Aggregator:
-    match options.aggregator:
-        case "mean":
-            return Mean(options.damping)
-        case "sum":
-            return Sum(options.damping)
-        case "anchored":
-            return Anchored(_anchor(layer, options, atoms), options.damping)
-
-
-def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Anchor:
+def _anchor(problem: Problem, layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Tensor:
+    """Return the anchor's coordinates in the problem's subspace."""
     match options.anchor:
         case "average":
-            return average_anchor
+            return problem.flat_mean()
         case "sum":
-            return sum_anchor
+            return len(problem.points) * problem.flat_mean()
         case "iso_c":
-            return anchor_at(iso_c_delta(layer.deltas, layer.weights))
+            return problem.subspace.project(iso_c_delta(layer.deltas, layer.weights))
         case "tsv":
             assert atoms is not None
-            return anchor_at(tsv_delta(atoms, layer.weights))
+            return problem.subspace.project(tsv_delta(atoms, layer.weights))
 
 
 def fisher(layer: Layer, options: FisherOptions) -> Solution:
     """Return Σ λ_t F_t ∘ D_t / Σ λ_t F_t, whatever the tensor's shape."""
-    full, mean = Full(layer.deltas[0].dtype), Mean(options.damping)
-    return frechet_mean(
-        full, layer.metrics, mean, layer.deltas, layer.weights, normalize=options.normalize, jitter=options.jitter
+    full = Full(layer.deltas[0].dtype)
+    problem = build_problem(
+        full, layer.metrics, layer.deltas, layer.weights, normalize=options.normalize, jitter=options.jitter
     )
+    return mean(problem, options.damping)
 
 
 FISHER = FisherOptions()
@@ -159,12 +142,22 @@ FISHER = FisherOptions()
 
 
 def regmean(layer: Layer, options: RegMeanOptions) -> Solution:
-    """Return (Σ λ_t W_t A_t)(Σ λ_t A_t)⁻¹."""
-    return frechet(replace(layer, metrics=_input_grams(layer, options.off_diagonal)), options)
+    """Return (Σ λ_t W_t A_t)(Σ λ_t A_t)⁻¹, the off-diagonal entries of every A_t shrunk."""
+    grams: list[Metric] = []
+    for t, metric in enumerate(layer.metrics):
+        side = "G" if isinstance(metric, Kronecker) and metric.inputs == 0 else "A"
+        gram = getattr(metric, side) if isinstance(metric, Kronecker) else None
+        if gram is None:
+            raise CurvatureError(
+                f"curvature[{t}][{layer.name!r}] has no {side}; regmean needs the inputs' Gram matrix."
+            )
+        gram = options.off_diagonal * gram + (1 - options.off_diagonal) * torch.diag(gram.diagonal())
+        grams.append(Kronecker(**{side: gram}))
+    return frechet(replace(layer, metrics=grams), options)
 
 
 def wudi(layer: Layer, options: FrechetOptions) -> Solution:
-    """Return the same with A_t = D_tᵀD_t / ‖D_t‖², which needs no data."""
+    """Return regmean's solution with A_t = D_tᵀD_t / ‖D_t‖², which needs no data."""
     grams: list[Metric] = []
     for D in layer.deltas:
         energy = float(as_compute_dtype(D).square().sum())
@@ -177,21 +170,6 @@ def epimer_free(layer: Layer, options: FrechetOptions) -> Solution:
     if not layer.metrics or not all(isinstance(metric, TaskGram) for metric in layer.metrics):
         layer = replace(layer, metrics=[TaskGram(D) for D in layer.deltas])
     return frechet(layer, options)
-
-
-def _input_grams(layer: Layer, off_diagonal: float) -> list[Metric]:
-    """Return the curvature's input factors alone, their off-diagonal entries shrunk."""
-    grams: list[Metric] = []
-    for t, metric in enumerate(layer.metrics):
-        gram = (metric.G, metric.A)[metric.inputs] if isinstance(metric, Kronecker) else None
-        if not isinstance(metric, Kronecker) or gram is None:
-            side = "G" if isinstance(metric, Kronecker) and metric.inputs == 0 else "A"
-            raise CurvatureError(
-                f"curvature[{t}][{layer.name!r}] has no {side}; regmean needs the inputs' Gram matrix."
-            )
-        gram = off_diagonal * gram + (1 - off_diagonal) * torch.diag(gram.diagonal())
-        grams.append(Kronecker(A=gram) if metric.inputs else Kronecker(G=gram))
-    return grams
 
 
 MEAN_LAWS = frozenset({"permutation", "copies", "scale_zero"})
@@ -249,7 +227,6 @@ METHODS: tuple[Method, ...] = (
         citation="Cheng et al., Whoever Started the Interference Should End It (WUDI), ICML 2025",
         merge=wudi,
         options=FrechetOptions(basis="full"),
-        needs_base=True,
         curvature="task-gram",
         workspace=(4.5, 12.0),
         squares=True,
@@ -262,7 +239,6 @@ METHODS: tuple[Method, ...] = (
         citation="Lu et al., Model Merging on Loss Landscape: A Geometry Perspective, CVPR 2026",
         merge=frechet,
         options=FrechetOptions(basis="tagged", aggregator="sum"),
-        needs_base=True,
         curvature="diagonal",
         accepts=("diagonal", "projected"),
         workspace=(0.2, 9.0),
@@ -278,7 +254,6 @@ METHODS: tuple[Method, ...] = (
         citation="this project; after Lu et al., CVPR 2026",
         merge=frechet,
         options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
-        needs_base=True,
         curvature="kronecker",
         accepts=KRONECKER,
         workspace=(2.0, 3.0),
@@ -295,7 +270,6 @@ METHODS: tuple[Method, ...] = (
         citation="this project; after Lu et al., CVPR 2026",
         merge=frechet,
         options=FrechetOptions(basis="tagged", aggregator="sum"),
-        needs_base=True,
         curvature="samples",
         accepts=("samples", "projected"),
         workspace=(0.5, 5.0),
@@ -311,7 +285,6 @@ METHODS: tuple[Method, ...] = (
         citation="this project; after Lu et al., CVPR 2026",
         merge=epimer_free,
         options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
-        needs_base=True,
         curvature="task-gram",
         workspace=(0.6, 5.0),
         factored=True,

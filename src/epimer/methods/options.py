@@ -14,6 +14,7 @@ from epimer.errors import ParameterError, nearest, short
 from epimer.methods.rules import RULES
 
 BASES = ("tagged", "tensor", "full")
+SIMPLE = {float: "number", int: "integer", bool: "boolean", list: "numbers", Callable: "callable", Mapping: "mapping"}
 Rules = Sequence[tuple[str, str]]
 
 
@@ -81,11 +82,8 @@ class Parameter:
                 "basis": "'tagged', 'tensor', 'full' or a mapping from tensor names to bases (epimer.build_basis)",
                 "rules": "a list of (name pattern, rule) pairs with rules " + ", ".join(RULES),
             }[self.kind]
-        return (
-            text
-            + (", or a list of them, one per model" if self.per_model else "")
-            + (" or None" if self.optional else "")
-        )
+        several = ", or a list of them, one per model" if self.per_model else ""
+        return text + several + (" or None" if self.optional else "")
 
     def check(self, method: str, value: Any) -> Any:
         """Return `value` as a plain number, list or object if it is valid; raise what is expected if it is not."""
@@ -102,14 +100,10 @@ class Parameter:
         if not self._fits(value):
             choices = self.choices or (BASES if self.kind == "basis" else ())
             raise self._refusal(method, value, nearest(value, choices) if isinstance(value, str) else "")
-        match self.kind:
-            case "number":
-                return float(value)
-            case "integer":
-                return int(value)
-            case "numbers":
-                return [float(x) for x in value]
-        return value
+        if self.kind == "numbers":
+            return [float(x) for x in value]
+        convert = {"number": float, "integer": int}.get(self.kind)
+        return value if convert is None else convert(value)
 
     def _refusal(self, method: str, value: Any, hint: str) -> ParameterError:
         return ParameterError(
@@ -162,10 +156,8 @@ def _parameter(name: str, hint: Any, default: Any) -> Parameter:
     plain = get_args(hint)[0]
     types = list(get_args(plain)) if get_origin(plain) in (Union, UnionType) else [plain]
     optional = type(None) in types
-    types = [one for one in types if one is not type(None)]
-    if option.per_model and list[float] in types:
-        types.remove(list[float])
-    kind, choices = _kind(name, types)
+    implied = (type(None), list[float] if option.per_model else None)
+    kind, choices = _kind(name, [one for one in types if one not in implied])
     return Parameter(
         name, kind, default, option.help, option.low, option.high, option.open_low, choices, optional, option.per_model
     )
@@ -180,17 +172,9 @@ def _kind(name: str, types: list[Any]) -> tuple[str, tuple[str, ...]]:
         return "rules", ()
     if origins == [Literal, Mapping]:
         return "basis", ()
-    simple = {
-        float: "number",
-        int: "integer",
-        bool: "boolean",
-        list: "numbers",
-        Callable: "callable",
-        Mapping: "mapping",
-    }
-    if len(origins) != 1 or origins[0] not in simple:
+    if len(origins) != 1 or origins[0] not in SIMPLE:
         raise ParameterError(f"The type of the option {name!r} is not one that options can have (see MethodOptions).")
-    return simple[origins[0]], ()
+    return SIMPLE[origins[0]], ()
 
 
 def _is_rule(pair: Any) -> bool:

@@ -131,10 +131,6 @@ class Method(Generic[OptionsT]):
     laws: frozenset[str] = frozenset()
     """which of the laws in epimer.testing it obeys at its defaults"""
 
-    def __post_init__(self) -> None:
-        if not self.accepts and self.curvature is not None and self.needs_curvature:
-            object.__setattr__(self, "accepts", (self.curvature,))
-
     @property
     def needs_curvature(self) -> bool:
         """Whether a merge needs curvature that was measured on data."""
@@ -162,19 +158,17 @@ class Method(Generic[OptionsT]):
     def resolve(self, given: Mapping[str, Any]) -> OptionsT:
         """Return the method's options with the given values, each checked; the rest are at their defaults."""
         known = {parameter.name: parameter for parameter in self.parameters}
-        for name in given:
-            if name not in known:
-                raise ParameterError(
-                    f"{self.name} has no parameter {name!r}.{nearest(name, known)} It takes: {', '.join(known)}."
-                )
+        if unknown := [name for name in given if name not in known]:
+            hint = nearest(unknown[0], known)
+            raise ParameterError(f"{self.name} has no parameter {unknown[0]!r}.{hint} It takes: {', '.join(known)}.")
         checked = {name: known[name].check(self.name, given[name]) for name in known if name in given}
         return replace(self.options, **checked)
 
     @property
     def accepted(self) -> tuple[str, ...]:
         """All kinds of measured curvature it can work with: those of its row, and those that may stand in for one."""
-        others = [kind for kind, served in SERVES.items() if set(served) & set(self.accepts)]
-        return tuple(dict.fromkeys((*self.accepts, *others)))
+        own = self.accepts or ((self.curvature,) if self.curvature is not None and self.needs_curvature else ())
+        return tuple(dict.fromkeys((*own, *(kind for kind, served in SERVES.items() if set(served) & set(own)))))
 
     def takes(self, kind: str | None) -> bool:
         """Whether curvature of a kind, known in the full space, is what the method needs, if it needs any."""
@@ -188,14 +182,11 @@ class Method(Generic[OptionsT]):
             raise ParameterError(f"{self.name} needs {self.curvature} curvature, and {have}; {remedy}.")
 
     def __str__(self) -> str:
-        needs = [
-            "a base model" if self.needs_base else "",
-            f"{self.curvature} curvature" if self.needs_curvature else "",
-        ]
+        needs = ["a base model"] * self.needs_base + [f"{self.curvature} curvature"] * self.needs_curvature
         lines = [
             f"{self.name}: {self.summary}",
             f"  equation  {self.equation}",
-            f"  needs     {' and '.join(filter(None, needs)) or 'only the models'}",
+            f"  needs     {' and '.join(needs) or 'only the models'}",
             f"  citation  {self.citation}",
             "  parameters",
         ]
@@ -203,66 +194,45 @@ class Method(Generic[OptionsT]):
         return "\n".join(lines)
 
 
-class _Registry:
-    """The methods by name, each with where it comes from; filled when it is first used."""
+_METHODS: dict[str, Method] = {}
+"""filled when it is first used: epimer's own in the order they are documented, then those of others"""
+_ORIGINS: dict[str, str] = {}
+"""the package or module of every method that is not epimer's own"""
+_LOCK = RLock()
 
-    def __init__(self) -> None:
-        self._rows: dict[str, Method] = {}
-        self._origins: dict[str, str] = {}
-        self._filled = False
-        self._lock = RLock()
 
-    def rows(self) -> dict[str, Method]:
-        """Return all methods: epimer's own in the order they are documented, then those of others."""
-        with self._lock:
-            if not self._filled:
-                own = [method for module in BUILT_IN for method in import_module(module).METHODS]
-                self._filled = True  # a package may ask for methods while its own are loaded
-                for method in own:
-                    self.add(method, "epimer")
-                for point in entry_points(group=GROUP):
-                    self._load(point)
-            return self._rows
+def _methods() -> dict[str, Method]:
+    with _LOCK:
+        if not _METHODS:  # a package may ask for methods while its own are loaded
+            own = [method for module in BUILT_IN for method in import_module(module).METHODS]
+            _METHODS.update((method.name, method) for method in own)
+            for point in entry_points(group=GROUP):
+                _load(point)
+        return _METHODS
 
-    def add(self, method: Method, origin: str) -> None:
-        """Add a method, or raise why it cannot be added."""
-        with self._lock:
-            _check_row(method)
-            if method.name in self.rows():
-                raise ParameterError(
-                    f"There are two methods {method.name!r}: one from {self._origins[method.name]}, one from {origin}; "
-                    "rename one of them."
-                )
-            self._rows[method.name] = method
-            self._origins[method.name] = origin
 
-    def remove(self, name: str) -> None:
-        """Remove a method that is not epimer's own."""
-        with self._lock:
-            if name not in self.added():
-                raise ParameterError(f"{short(name)} was not added by register_method, so it cannot be removed.")
-            del self._rows[name], self._origins[name]
+def _load(point: EntryPoint) -> None:
+    package = point.dist.name if point.dist is not None else point.value
+    try:
+        loaded = point.load()
+        for method in loaded if isinstance(loaded, Sequence) else [loaded]:
+            _add(method, package)
+    except Exception as error:
+        reason = short(error) if not isinstance(error, ParameterError) else str(error).rstrip(".")
+        text = f"methods of the package {package} (entry point {point.name!r}) are left out: {reason}."
+        warnings.warn(text, EpimerWarning, stacklevel=2)
 
-    def added(self) -> list[str]:
-        """Return the names of the methods that are not epimer's own."""
-        return [name for name in self.rows() if self._origins[name] != "epimer"]
 
-    def _load(self, point: EntryPoint) -> None:
-        package = point.dist.name if point.dist is not None else point.value
-        try:
-            loaded = point.load()
-            for method in loaded if isinstance(loaded, Sequence) else [loaded]:
-                self.add(method, package)
-        except Exception as error:
-            reason = short(error) if not isinstance(error, ParameterError) else str(error).rstrip(".")
-            warnings.warn(
-                f"methods of the package {package} (entry point {point.name!r}) are left out: {reason}.",
-                EpimerWarning,
-                stacklevel=2,
+def _add(method: Method, origin: str) -> None:
+    """Add a method, or raise why it cannot be added."""
+    with _LOCK:
+        _check_row(method)
+        if method.name in _methods():
+            first = _ORIGINS.get(method.name, "epimer")
+            raise ParameterError(
+                f"There are two methods {method.name!r}: one from {first}, one from {origin}; rename one of them."
             )
-
-
-_REGISTRY = _Registry()
+        _METHODS[method.name], _ORIGINS[method.name] = method, origin
 
 
 def _check_row(method: Any) -> None:
@@ -287,28 +257,31 @@ def register_method(method: Method) -> Method:
     Another package does the same with an entry point of the group "epimer.methods" that names a `Method`.
     `epimer.testing.check_laws(method)` checks what its row claims.
     """
-    _REGISTRY.add(method, getattr(getattr(method, "merge", None), "__module__", "unknown"))
+    _add(method, getattr(getattr(method, "merge", None), "__module__", "unknown"))
     return method
 
 
 def unregister_method(name: str) -> None:
     """Remove a method that was added by `register_method`."""
-    _REGISTRY.remove(name)
+    with _LOCK:
+        if name not in added_methods():
+            raise ParameterError(f"{short(name)} was not added by register_method, so it cannot be removed.")
+        del _METHODS[name], _ORIGINS[name]
 
 
 def list_methods() -> list[str]:
     """Return the names of all merging methods."""
-    return list(_REGISTRY.rows())
+    return list(_methods())
 
 
 def added_methods() -> list[str]:
     """Return the names of the methods that other packages or the user's code added."""
-    return _REGISTRY.added()
+    return [name for name in _methods() if name in _ORIGINS]
 
 
 def describe_method(name: str) -> Method:
     """Return a method's row: its parameters, needs, equation and citation."""
-    table = _REGISTRY.rows()
+    table = _methods()
     if not isinstance(name, str) or name not in table:
         hint = nearest(name, table) if isinstance(name, str) else ""
         raise ParameterError(f"There is no method {short(name)}.{hint} Methods: {', '.join(table)}.")
@@ -317,12 +290,12 @@ def describe_method(name: str) -> Method:
 
 def default_sweep(kind: str | None) -> list[str]:
     """Return the methods a sweep tries by default: those without data, then those that take this curvature."""
-    return _defaults([row for row in _REGISTRY.rows().values() if row.sweep], kind)
+    return _defaults([row for row in _methods().values() if row.sweep], kind)
 
 
 def default_forecasts(kind: str | None) -> list[str]:
     """Return the methods a diagnosis forecasts by default: those without data, then those that take this curvature."""
-    return _defaults([row for row in _REGISTRY.rows().values() if row.forecast], kind)
+    return _defaults([row for row in _methods().values() if row.forecast], kind)
 
 
 def _defaults(rows: list[Method], kind: str | None) -> list[str]:

@@ -13,36 +13,12 @@ RULES = ("matrix", "average", "fisher", "copy", "skip")
 
 # Tables of tokens, positions and classes are two-dimensional but not linear maps of one feature space into
 # another: their rows belong to single tokens or classes. By default they are averaged.
-NOT_MATRICES = (
-    "*embed_tokens*",
-    "*embeddings.*",
-    "*embedding.weight",
-    "*embedding",
-    "*embed.weight",
-    "*pos_embed*",
-    "*cls_token*",
-    "wte.*",
-    "*.wte.*",
-    "wpe.*",
-    "*.wpe.*",
-    "shared.weight",
-    "*.shared.weight",
-    "*relative_attention_bias*",
-    "lm_head.*",
-    "*.lm_head.*",
-    "head.*",
-    "*.head.*",
-    "heads.*",
-    "*.heads.*",
-    "classifier.*",
-    "*.classifier.*",
-    "score.*",
-    "*.score.*",
-    "qa_outputs.*",
-    "*.qa_outputs.*",
-    "cls.predictions.*",
-    "*text_projection*",
-)
+TABLES = ("*embed_tokens*", "*embeddings.*", "*embedding.weight", "*embedding", "*embed.weight", "*pos_embed*")
+OTHERS = ("*cls_token*", "*relative_attention_bias*", "cls.predictions.*", "*text_projection*")
+MODULES = ("wte", "wpe", "lm_head", "head", "heads", "classifier", "score", "qa_outputs")
+ANYWHERE = ("shared.weight", *(f"{module}.*" for module in MODULES))
+"""patterns of a name, or of what follows a dot in it"""
+NOT_MATRICES = (*TABLES, *OTHERS, *ANYWHERE, *(f"*.{pattern}" for pattern in ANYWHERE))
 
 
 def matching(name: str, rules: Sequence[tuple[str, str]]) -> str | None:

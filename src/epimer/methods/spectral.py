@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.aggregator import iso_c_delta, tsv_delta
-from epimer.geometry.linalg import Svd, polar, top_svd, weighted_sum
+from epimer.geometry.linalg import Svd, polar, rounding_share, top_svd, weighted_sum
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import atoms_of, clamp_rank, tagged
 from epimer.methods.options import MethodOptions, Option
@@ -58,8 +57,7 @@ def tsv(layer: Layer, options: TsvOptions) -> Solution:
     if options.coefficients == "sigma":
         delta = tsv_delta(atoms, layer.weights)
     else:
-        flat = weighted_sum(layer.deltas, layer.weights)
-        delta = len(layer.deltas) * atoms.lift(atoms.project(flat))
+        delta = len(layer.deltas) * atoms.lift(atoms.project(weighted_sum(layer.deltas, layer.weights)))
     return Solution(delta, rank=rank, note=note)
 
 
@@ -71,8 +69,7 @@ def iso_c(layer: Layer, options: MethodOptions) -> Solution:
 def _beyond(common: Svd, D: Tensor, rank: int) -> Svd:
     """Return the leading triples of a task vector without its part in the common directions, rounding apart."""
     U, sigma, V = top_svd(D - common.U @ (common.U.T @ D), rank)
-    noise = 8 * torch.finfo(D.dtype).eps * math.sqrt(max(D.shape)) * float(torch.linalg.vector_norm(D))
-    kept = sigma > noise
+    kept = sigma > rounding_share(D) * float(torch.linalg.vector_norm(D))
     return Svd(U[:, kept], sigma[kept], V[:, kept])
 
 
@@ -82,11 +79,8 @@ def iso_cts(layer: Layer, options: IsoCtsOptions) -> Solution:
     own = min(round((side - int(side * options.common)) / tasks), side // tasks)  # directions of each task
     summed = [tasks * w * D for w, D in zip(layer.weights, layer.deltas, strict=True)]
     common = top_svd(weighted_sum(summed, [1.0] * tasks), side - own * tasks)
-    triples = [common]
-    if own:
-        triples += [_beyond(common, D, own) for D in summed]
-    U_mp = polar(torch.cat([triple.U for triple in triples], dim=1)).factor
-    V_np = polar(torch.cat([triple.V for triple in triples], dim=1)).factor
+    triples = [common, *(_beyond(common, D, own) for D in summed if own)]
+    U_mp, V_np = (polar(torch.cat([triple[side] for triple in triples], dim=1)).factor for side in (0, 2))
     level = torch.cat([triple.sigma for triple in triples]).sum() / side
     return Solution(level * (U_mp @ V_np.T).to(level.dtype))
 
@@ -99,7 +93,6 @@ METHODS: tuple[Method, ...] = (
         citation="Gargiulo et al., Task Singular Vectors, CVPR 2025",
         merge=tsv,
         options=TsvOptions(),
-        needs_base=True,
         workspace=(0.6, 9.0),
         factored=True,
         sweep=True,
@@ -113,7 +106,6 @@ METHODS: tuple[Method, ...] = (
         citation="Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
         merge=iso_c,
         options=MethodOptions(),
-        needs_base=True,
         workspace=(0.0, 10.0),
         factored=True,
         sweep=True,
@@ -126,7 +118,6 @@ METHODS: tuple[Method, ...] = (
         citation="Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
         merge=iso_cts,
         options=IsoCtsOptions(),
-        needs_base=True,
         workspace=(1.0, 11.0),
         laws=frozenset({"permutation", "scale_zero"}),
     ),

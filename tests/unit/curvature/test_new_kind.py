@@ -21,6 +21,7 @@ from epimer.curvature.collectors import Collector
 from epimer.curvature.kinds import KINDS, Kind
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.metric import Metric, Samples
+from epimer.geometry.subspace import Tagged
 from oracle import gradients, near
 
 
@@ -45,8 +46,8 @@ class Rows(Metric):
     def on_tensor_product(self, U, V):
         return self._samples().on_tensor_product(U, V)
 
-    def on_tagged(self, U, V, mix, tolerance):
-        return self._samples().on_tagged(U, V, mix, tolerance)
+    def on_tagged(self, atoms, tolerance):
+        return self._samples().on_tagged(atoms, tolerance)
 
     def to(self, device, dtype):
         return Rows(self.B.to(device, dtype))
@@ -127,7 +128,8 @@ def test_it_is_measured_as_its_definition_says():
         U, V = (torch.linalg.qr(torch.randn(size, 3, dtype=torch.float64)).Q for size in (m, n))
         S = torch.stack([torch.outer(u, v).flatten() for u, v in zip(U.T, V.T, strict=True)], dim=1)
         x = torch.randn(3, dtype=torch.float64)
-        assert near(found[name].on_tagged(U, V, None, 0.0).apply(x), S.T @ H @ S @ x)
+        atoms = Tagged(U, V, sigma=torch.ones(3), owner=torch.zeros(3, dtype=torch.int64))
+        assert near(found[name].on_tagged(atoms, 0.0).apply(x), S.T @ H @ S @ x)
         X = torch.randn(3, 3, dtype=torch.float64)
         image = (H @ (U @ X @ V.T).flatten()).reshape(m, n)
         assert near(found[name].on_tensor_product(U, V).apply(X), U.T @ image @ V)

@@ -6,17 +6,8 @@ import pytest
 import torch
 
 from dense import basis_of, close, matrix_of, random_metric
-from epimer.geometry.aggregator import (
-    Anchored,
-    Mean,
-    Sum,
-    anchor_at,
-    average_anchor,
-    iso_c_delta,
-    sum_anchor,
-    tsv_delta,
-)
-from epimer.geometry.frechet import frechet_mean
+from epimer.geometry.aggregator import anchored, iso_c_delta, mean, summed, tsv_delta
+from epimer.geometry.frechet import build_problem
 from epimer.geometry.subspace import Full, tagged, tensor_product
 from epimer.records import MergeRecord, Status, TensorRecord
 
@@ -49,11 +40,11 @@ def test_mean_and_sum_damp_every_task_s_curvature(kind, normalize):
     H = sum(w * H_t for w, H_t in zip(WEIGHTS, damped, strict=True))
     b = sum(w * H_t @ x for w, H_t, x in zip(WEIGHTS, damped, points, strict=True))
     expected = (S @ torch.linalg.solve(H, b)).reshape(M, N)
-    mean = frechet_mean(subspace, METRICS, Mean(0.3), DELTAS, WEIGHTS, normalize=normalize)
-    total = frechet_mean(subspace, METRICS, Sum(0.3), DELTAS, WEIGHTS, normalize=normalize)
-    assert close(mean.value, expected, 1e-8)
-    assert torch.equal(total.value, 3 * mean.value)
-    assert total.eta == mean.eta > 0
+    problem = build_problem(subspace, METRICS, DELTAS, WEIGHTS, normalize=normalize)
+    average, total = mean(problem, 0.3), summed(problem, 0.3)
+    assert close(average.value, expected, 1e-8)
+    assert torch.equal(total.value, 3 * average.value)
+    assert total.eta == average.eta > 0
 
 
 @pytest.mark.parametrize("normalize", ["trace", "none"])
@@ -61,11 +52,11 @@ def test_mean_and_sum_damp_every_task_s_curvature(kind, normalize):
 @pytest.mark.parametrize(
     ("anchor", "delta"),
     [
-        (average_anchor, AVERAGE),
-        (sum_anchor, 3 * AVERAGE),
-        (anchor_at(tsv_delta(ATOMS, WEIGHTS)), tsv_delta(ATOMS, WEIGHTS)),
-        (anchor_at(iso_c_delta(DELTAS, WEIGHTS)), iso_c_delta(DELTAS, WEIGHTS)),
-        (lambda problem, subspace: 2 * problem.points[0], 2 * DELTAS[0]),
+        (lambda problem: problem.flat_mean(), AVERAGE),
+        (lambda problem: 3 * problem.flat_mean(), 3 * AVERAGE),
+        (lambda problem: problem.subspace.project(tsv_delta(ATOMS, WEIGHTS)), tsv_delta(ATOMS, WEIGHTS)),
+        (lambda problem: problem.subspace.project(iso_c_delta(DELTAS, WEIGHTS)), iso_c_delta(DELTAS, WEIGHTS)),
+        (lambda problem: 2 * problem.points[0], 2 * DELTAS[0]),
     ],
 )
 def test_anchored_damps_the_way_to_its_anchor(kind, normalize, anchor, delta):
@@ -76,7 +67,8 @@ def test_anchored_damps_the_way_to_its_anchor(kind, normalize, anchor, delta):
     epsilon = 0.3 * sum(w * size for w, size in zip(WEIGHTS, sizes, strict=True))
     eye = torch.eye(S.shape[1], dtype=torch.float64)
     expected = (S @ torch.linalg.solve(H + epsilon * eye, b + epsilon * S.T @ delta.flatten())).reshape(M, N)
-    solution = frechet_mean(subspace, METRICS, Anchored(anchor, 0.3), DELTAS, WEIGHTS, normalize=normalize)
+    problem = build_problem(subspace, METRICS, DELTAS, WEIGHTS, normalize=normalize)
+    solution = anchored(problem, anchor(problem), 0.3)
     assert close(solution.value, expected, 1e-8)
     assert solution.eta is None
 
@@ -89,5 +81,6 @@ def test_a_status_is_its_word_in_json_and_tells_what_helps():
     assert [status.value for status in Status] == ["exact", "converged", "damped", "stalled", "clamped", "tied"]
     assert all(status.meaning for status in Status)
     assert Status.STALLED.remedy == "Raise iterations, or damping."
-    with pytest.raises(ValueError, match="'solved' is not a valid Status"):
+    words = "'exact', 'converged', 'damped', 'stalled', 'clamped' or 'tied'"
+    with pytest.raises(ValueError, match=rf"tensors\.w\.status: input should be {words}\. Got 'solved' instead"):
         MergeRecord.from_dict({**written, "tensors": {"w": {**written["tensors"]["w"], "status": "solved"}}})

@@ -75,7 +75,7 @@ def test_projected_curvature_equals_brute_force(layer, kind, metric_kind):
     if shape.numel():
         assert operator.mean_diagonal() == pytest.approx(float(expected.diagonal().mean()), rel=1e-10, abs=1e-12)
     if isinstance(operator, TaggedDiagonal):
-        assert close(operator.dense(), expected)
+        assert close(operator.H, expected)
     D = torch.randn(m, n, dtype=torch.float64)
     assert close(metric.apply(D).flatten(), matrix_of(metric, m, n) @ D.flatten())
 
@@ -153,7 +153,7 @@ def test_low_rank_projection_is_within_its_measured_error(shape):
     atoms = tagged(deltas, 6)
     F = (torch.rand(shape[0], 2, generator=generator) @ torch.rand(2, shape[1], generator=generator)).double()
     F = F + 1e-3 * torch.rand(*shape, generator=generator).double()
-    exact = TaggedDiagonal(F, atoms.U, atoms.V, None, 0.0).dense()
+    exact = TaggedDiagonal(F, atoms, 0.0).H
     approximate = project_diagonal_lowrank(F, atoms.U, atoms.V, 1e-3)
     assert approximate is not None
     assert 0 < float((approximate - exact).norm()) < 3e-3 * float(exact.norm())

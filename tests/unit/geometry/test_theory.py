@@ -199,7 +199,7 @@ def test_what_atoms_leave_of_a_task_vector_by_gram_matrices(shape, dtype):
         E = (D - basis.lift(x)).double().numpy()
         A, G = (D.T @ D).double().numpy(), (D @ D.T).double().numpy()
         expected = float(np.trace(E.T @ G @ E @ A))
-        assert TaskGram(D).energy_outside(D, x, basis.U, basis.V) == pytest.approx(
+        assert TaskGram(D).energy_outside(D, x, basis) == pytest.approx(
             expected, rel=1e-4 if dtype == torch.float32 else 1e-10
         )
     near = whitened_to_rounding(deltas[0])
@@ -210,6 +210,6 @@ def whitened_to_rounding(D):
     """What a basis of full rank leaves, as a share of all: nothing, not a negative number."""
     atoms = tagged([D], min(D.shape))
     metric = TaskGram(D)
-    left = metric.energy_outside(D, atoms.project(D), atoms.U, atoms.V)
+    left = metric.energy_outside(D, atoms.project(D), atoms)
     assert left >= 0
     return left / metric.energy(D)
