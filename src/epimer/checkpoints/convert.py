@@ -5,17 +5,18 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from epimer.checkpoints.folder import TORCH_SUFFIXES
+from epimer.checkpoints.folder import FORMATS
 from epimer.checkpoints.safetensors import DTYPE_NAMES
-from epimer.checkpoints.torchfile import find_ties, load_tensors
+from epimer.checkpoints.torchfile import TorchFile, find_ties, load_tensors
 from epimer.checkpoints.writer import save_tensors
 from epimer.errors import CheckpointError, OutputError
 
 
 def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bool = False) -> dict[str, str]:
     """Write the tensors of a torch file to a safetensors file; return the names that shared another's tensor."""
-    if source.suffix not in TORCH_SUFFIXES:
-        raise CheckpointError(f"{source} is not a torch file: expected {', '.join(TORCH_SUFFIXES)}.")
+    if FORMATS.get(source.suffix) is not TorchFile:
+        suffixes = ", ".join(suffix for suffix, file in FORMATS.items() if file is TorchFile)
+        raise CheckpointError(f"{source} is not a torch file: expected {suffixes}.")
     if target.suffix != ".safetensors":
         raise OutputError(f"{target} should end in .safetensors; give the file to make.")
     if target.exists() and not overwrite:

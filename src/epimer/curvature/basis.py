@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from epimer.checkpoints.folder import inside
-from epimer.checkpoints.tensor_parts import StoredParts, read_header
+from epimer.checkpoints.tensor_parts import TensorParts, read_header
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
 from epimer.curvature.format import model_fingerprint
 from epimer.errors import CurvatureError, ParameterError
@@ -25,7 +25,7 @@ NUMBERS, HEADER = "basis.safetensors", "basis.json"
 PARTS = ("U", "V", "sigma", "owner", "mix", "left", "right")
 
 
-class StoredBasis(StoredParts[Basis]):
+class StoredBasis(TensorParts[Basis]):
     """A basis folder: tensor name -> its basis, read from disk when it is accessed."""
 
     def __init__(self, folder: Path, where: str = "") -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside
-from epimer.checkpoints.tensor_parts import StoredParts, read_header
+from epimer.checkpoints.tensor_parts import TensorParts, read_header
 from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
 from epimer.curvature.curvature import Curvature, Provenance
 from epimer.curvature.kinds import KINDS, tensors_of
@@ -32,7 +32,7 @@ TYPES: dict[str, type] = {"samples": int, "tokens": int, "counts": int, "left_ou
 MAPPINGS = ("counts", "left_out", "ties")
 
 
-class _StoredMetrics(StoredParts[Metric]):
+class _StoredMetrics(TensorParts[Metric]):
     """The metrics of a curvature folder, each read from disk when it is accessed."""
 
     def __init__(self, folder: Path, metric: type[Any], where: str, inputs_first: set[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import epimer
-from epimer.checkpoints.sidecar_files import carried, code_files
+from epimer.checkpoints.sidecar_files import code_files, sidecar_files
 from epimer.checkpoints.writer import Draft, Shard, as_json, draft_of, explained, index_of, lay_out, settle
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
@@ -228,7 +228,7 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
     """Return the index and the files that are carried over; note those that are not."""
     dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
     folder = plan.participants.donor.folder
-    files = carried(folder, plan.tokenizer, dtypes.pop() if len(dtypes) == 1 else None)
+    files = sidecar_files(folder, plan.tokenizer, dtypes.pop() if len(dtypes) == 1 else None)
     if (index := index_of(shards, plan.outputs)) is not None:
         files[INDEX] = index
     left = code_files(folder)

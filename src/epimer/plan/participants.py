@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from epimer.checkpoints import open_checkpoint
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_table
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_embedding
 from epimer.checkpoints.hub import is_hub_id
 from epimer.checkpoints.memory import Cached, StateDict, total_bytes
 from epimer.errors import EpimerError, TensorError
@@ -222,7 +222,7 @@ def _aligned(
 def _twin(model: Checkpoint, name: str, among: Mapping[str, Tensor]) -> str | None:
     """Return the embedding, named in `among`, that a model has also saved under this name, as its head."""
     for other, V in model.headers.items():
-        table = other != name and other in among and is_table(other) and V.dim() == 2
+        table = other != name and other in among and is_embedding(other) and V.dim() == 2
         if table and not (model.problem(name) or model.problem(other)) and model.equal(name, model, other):
             return other
     return None
