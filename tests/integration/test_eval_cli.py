@@ -170,8 +170,8 @@ def test_benches_of_losses_show_losses(here):
     better = [row for row in record["data"] if row.get("difference", 0) > 0]
     assert all(rows[row["method"]][-1].startswith("-") for row in better)
     figure = (here / "out" / "performance.svg").read_text()
-    assert "<!-- loss -->" in figure, "what the axis is called"
-    assert "<!-- −" not in figure, "a loss has no sign"
+    assert ">loss</text>" in figure, "what the axis is called"
+    assert ">−" not in figure, "a loss has no sign"
     assert_refused(run("bench", suite, "--experiment", "worst-task", "-o", "other"), "'worst-task'", "a loss has none")
 
 

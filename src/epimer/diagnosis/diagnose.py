@@ -71,7 +71,7 @@ class DiagnosisWalk:
         if basis is not None and not isinstance(basis, Tagged):
             kind = type(basis).__name__
             raise ParameterError(f"basis[{job.name!r}] must be a tagged basis for a diagnosis, got {kind}.")
-        return MatrixInputs(read_tensors(self.participants, job), metrics, basis)
+        return MatrixInputs(read_tensors(self.participants, job, factors=False), metrics, basis)
 
     def work(self, job: Job, loaded: MatrixInputs, device: torch.device) -> tuple[LayerFindings, Sums]:
         """Examine one matrix."""

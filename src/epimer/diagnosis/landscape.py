@@ -125,7 +125,7 @@ class _Plane:
         self.mean = {name: torch.stack([m[name].float() for m in models]).mean(0) for name in names}
         gram = torch.zeros(count, count, dtype=torch.float64)
         for name in names:
-            X = torch.stack([m[name].float() - self.mean[name] for m in models]).flatten(1).double()
+            X = torch.stack([m[name].float() - self.mean[name] for m in models]).reshape(len(models), -1).double()
             gram += (X @ X.T).cpu()
         values, vectors = torch.linalg.eigh(gram)
         values = values.clamp_min(0)
@@ -133,7 +133,7 @@ class _Plane:
         mix = vectors[:, [-1, -2]] / values[[-1, -2]].sqrt().clamp_min(1e-30)
         mix = mix * torch.sign(mix.gather(0, mix.abs().argmax(0)[None]))  # which of ±δ is chosen must not be chance
         self.axes = {
-            name: torch.stack([m[name].float() - self.mean[name] for m in models]).flatten(1).T.double()
+            name: torch.stack([m[name].float() - self.mean[name] for m in models]).reshape(len(models), -1).T.double()
             @ mix.to(self.mean[name].device)
             for name in names
         }

@@ -15,7 +15,7 @@ from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
 from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method, describe_method
 from epimer.methods.rules import matrix_shape
-from epimer.plan.inputs import Fates, check_finite, check_models, refuse
+from epimer.plan.inputs import Fates, check_models, refuse
 from epimer.plan.jobs import Job, memory_of, precision
 from epimer.plan.participants import Participants
 from epimer.progress import Progress
@@ -34,7 +34,7 @@ class BasisWalk:
 
     def read(self, job: Job) -> Tensors:
         """Read one matrix of the base and of every model."""
-        return read_tensors(self.participants, job)
+        return read_tensors(self.participants, job, factors=False)
 
     def work(self, job: Job, tensors: Tensors, device: torch.device) -> Basis:
         """Return the basis of one matrix."""
@@ -63,8 +63,6 @@ def matrix_jobs(participants: Participants, fates: Fates, method: Method, rank: 
 def read_deltas(participants: Participants, job: Job, tensors: Tensors, device: torch.device) -> list[Tensor]:
     """Return a matrix's task vectors, dense, m x n."""
     assert tensors.base is not None
-    if not any(isinstance(W, Tensor) for W in tensors.models):  # else a task vector shows what is not finite
-        check_finite("base", job.name, tensors.base)
     return task_vectors(participants, job, tensors.base.to(device, job.precision), tensors, device)
 
 

@@ -217,12 +217,12 @@ def batches(jobs: Sequence[Job]) -> Iterator[Batch]:
         yield Batch(tuple(batch))
 
 
-def read_tensors(participants: Participants, job: Job) -> Tensors:
-    """Read one tensor of the base and of every model; an adapter's as the factors it adds to the base."""
+def read_tensors(participants: Participants, job: Job, *, factors: bool = True) -> Tensors:
+    """Read one tensor of the base and of every model; an adapter's as the `factors` it adds to the base."""
     base = participants.base
     models: list[Tensor | LowRank | None] = []
     for model in participants.models:
-        delta = None if base is None else model.delta(job.name, base, job.rows)
+        delta = model.delta(job.name, base, job.rows) if factors and base is not None else None
         if delta is not None:
             for factor in (delta.A, delta.B):
                 check_finite(model.label, job.name, factor)

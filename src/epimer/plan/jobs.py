@@ -221,9 +221,11 @@ def plan_jobs(
             options, weights = settings(name, depth[name])
             tensors = [one.headers[name] for one in participants.all]
             tasks = len(participants.models)
-            extra = curvature_bytes(name, rule, W, method, curvatures)
-            extra += basis_bytes(name, rule, W, tasks, getattr(options, "basis", None))
-            reads = 0 if name in fates.ties else sum(map(nbytes, tensors)) + extra
+            extra = reads = 0
+            if name not in fates.ties:
+                extra = curvature_bytes(name, rule, W, method, curvatures)
+                extra += basis_bytes(name, rule, W, tasks, getattr(options, "basis", None))
+                reads = sum(map(nbytes, tensors)) + extra
             wide = torch.float64 if dtype == torch.float64 else precision(tensors)
             memory = memory_of(method, rule, reads, W, wide, extra, tasks)
             jobs.append(Job(name, rule, result, method, options, weights, reads, memory, wide, device=device))

@@ -67,6 +67,13 @@ class SweepRecord(Record):
     best: Trial | None = None
     notes: list[str] = field(default_factory=list)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON-ready values; tasks are None where a trial has no scores on test data."""
+        data = super().to_dict()
+        for trial in (*data["data"], data["best"] or {}):
+            trial["tasks"] = trial.get("tasks") or None
+        return data
+
 
 @dataclass(frozen=True)
 class OverallScore:

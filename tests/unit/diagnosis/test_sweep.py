@@ -58,8 +58,10 @@ def accuracies(state, suite, split):
 
 
 def written_trial(tried):
-    """Return a trial as a sweep's file has it: without a KL where none was measured."""
-    return {name: value for name, value in asdict(tried.record()).items() if name != "kl" or value is not None}
+    """Return a trial as a sweep's file has it: without a KL where none was measured, tasks where it saw test data."""
+    trial = asdict(tried.record())
+    trial["tasks"] = trial["tasks"] if tried.test is not None else None
+    return {name: value for name, value in trial.items() if name != "kl" or value is not None}
 
 
 def test_the_table_equals_merging_and_scoring_each_setting_by_hand(suite):

@@ -22,7 +22,7 @@ from epimer import EpimerWarning, ParameterError
 from epimer.experiments.bench import CANDIDATES, Candidate, all_candidates
 from epimer.methods import registry
 from epimer.methods.registry import default_forecasts, default_sweep
-from epimer.recipe.model import ALIASES, AUTO
+from epimer.recipe.load import ALIASES, AUTO
 from epimer.testing import check_laws, make_base, make_models
 
 ROOT = Path(__file__).parents[3]

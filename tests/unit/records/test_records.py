@@ -99,7 +99,7 @@ def test_what_is_not_known_is_left_out_of_the_file():
     assert written["made"] == {"limit": None}
     (trial,) = SweepRecord("e", [Trial("tsv", 1.0, 0.5)]).to_dict()["data"]
     assert "kl" not in trial
-    assert trial["average"] is None
+    assert (trial["average"], trial["tasks"]) == (None, None)
     (row,) = HarnessRecord("m", "lm-eval", [HarnessScore("t", "acc", 0.5)]).to_dict()["results"]
     assert row["stderr"] is None
 

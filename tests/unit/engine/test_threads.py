@@ -1,0 +1,120 @@
+"""The contract of an engine, on threads: order, budget, errors, and an end that leaves nothing running."""
+
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from epimer.engine.memory import memory_budget
+from epimer.engine.threads import Threads
+from epimer.errors import OutputError, ParameterError
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    memory: int = 1
+    delay: float = 0.0
+
+
+class Squares:
+    """Reads a number and squares it, and remembers how much memory was in use at once."""
+
+    def __init__(self, jobs, fails=(), fails_reading=()):
+        self.jobs, self.fails, self.fails_reading = jobs, fails, fails_reading
+        self.lock, self.used, self.most, self.read_names = threading.Lock(), 0, 0, []
+
+    def read(self, job):
+        with self.lock:
+            self.used += job.memory
+            self.most = max(self.most, self.used)
+            self.read_names.append(job.name)
+        if job.name in self.fails_reading:
+            raise ValueError(f"cannot read {job.name}")
+        return int(job.name)
+
+    def work(self, job, loaded, device):
+        time.sleep(job.delay)
+        assert not torch.is_grad_enabled()
+        if job.name in self.fails:
+            raise KeyError(job.name)
+        return loaded**2
+
+    def consumed(self, job):
+        with self.lock:
+            self.used -= job.memory
+
+
+def running():
+    return [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_results_come_in_the_order_of_the_jobs_whoever_is_done_first(workers):
+    jobs = [Job(str(i), delay=0.02 * (i % 3 == 0)) for i in range(12)]
+    results = list(Threads([CPU] * workers).map(Squares(jobs)))
+    assert results == [(job, int(job.name) ** 2) for job in jobs]
+    assert not running()
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(10, 10), (25, 25), (3, 10), (None, 120)])
+def test_what_is_in_use_stays_within_the_budget_but_one_job_always_goes_ahead(budget, expected):
+    walk = Squares([Job(str(i), memory=10 if i % 2 else 5, delay=0.003) for i in range(16)])
+    for job, _ in Threads([CPU] * 3, memory=budget).map(walk):
+        walk.consumed(job)
+        time.sleep(0.002)
+    assert walk.most <= expected
+    assert walk.used == 0
+
+
+def test_a_slow_consumer_stops_the_reader():
+    walk = Squares([Job(str(i), memory=10) for i in range(50)])
+    results = Threads([CPU], memory=30).map(walk)
+    next(results)
+    time.sleep(0.1)
+    assert len(walk.read_names) <= 3
+    results.close()
+    assert not running()
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_first_error_in_the_order_of_the_jobs_is_raised_in_its_place(workers):
+    jobs = [Job(str(i), delay=0.03 * (i == 2)) for i in range(8)]
+    results, seen = Threads([CPU] * workers).map(Squares(jobs, fails=("2", "3"))), []
+    with pytest.raises(KeyError, match="2"):
+        seen += (job.name for job, _ in results)
+    results, seen = Threads([CPU] * workers).map(Squares(jobs, fails=("5",), fails_reading=("4",))), []
+    with pytest.raises(ValueError, match="cannot read 4"):
+        for job, _ in results:
+            seen.append(job.name)
+    assert seen == ["0", "1", "2", "3"]
+    assert not running()
+
+
+def test_a_device_without_memory_is_named_with_the_job():
+    class Greedy(Squares):
+        def work(self, job, loaded, device):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(OutputError, match="cpu has too little memory for '7'; use --device cpu"):
+        list(Threads([CPU]).map(Greedy([Job("7")])))
+
+
+def test_torch_s_threads_are_as_before_afterwards():
+    before = torch.get_num_threads()
+    list(Threads([CPU], threads=before + 1).map(Squares([Job("1")])))
+    assert torch.get_num_threads() == before
+
+
+def test_no_jobs_are_done_at_once():
+    assert list(Threads([CPU] * 2).map(Squares([]))) == []
+
+
+def test_a_limit_below_the_widest_job_is_refused_by_its_name():
+    with pytest.raises(ParameterError, match=r"'wide' needs 9\.00 GB beside .* for Python and torch; give"):
+        memory_budget("1GB", [Job("narrow", 5), Job("wide", 9 * 10**9)])
+    assert memory_budget(None, [Job("wide", 10**15)]) == 10**15
