@@ -16,7 +16,7 @@ from epimer.evaluation.judges import Evaluate
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.subspace import Basis, Tagged, atoms_of
 from epimer.methods.registry import Method, default_forecasts, describe_method
-from epimer.plan.inputs import check_models, check_weights, refuse
+from epimer.plan.inputs import assign_rules, check_weights
 from epimer.plan.jobs import Plan
 from epimer.plan.merge import Opened, plan_recipe
 from epimer.plan.participants import public_recipe
@@ -132,7 +132,7 @@ def diagnose_recipe(
     participants, tasks = opened.participants, len(recipe.models)
 
     def weights(name: str, depth: float) -> list[float]:
-        return check_weights(recipe.weights(name, depth), tasks, "a diagnosis")
+        return check_weights(recipe.settings(name, depth).weights, tasks, "a diagnosis")
 
     def wanted(kind: str) -> dict[str, dict[str, Any]]:
         chosen: dict[str, dict[str, Any]] = {
@@ -223,7 +223,7 @@ def sweep_recipe(
         raise opened.problems[0]
     if opened.participants.base is None:
         raise RecipeError("a sweep scales task vectors, so the recipe needs a base_model.")
-    fates = check_models(opened.participants, recipe.rules, refuse)
+    assigned = assign_rules(opened.participants, recipe.rules).checked()
     rows = check_methods(methods, opened.kind)
     merges = Merges(opened.participants, recipe.rules, run)
     opened = replace(opened, participants=merges.participants)
@@ -240,7 +240,7 @@ def sweep_recipe(
         shown = rank if rank is not None else settled(recipe, row.name).parameters.get("rank")
         return shown if isinstance(shown, int) else None
 
-    names = [name for name, rule in fates.rules.items() if rule != "skip"]
+    names = [name for name, rule in assigned.rules.items() if rule != "skip"]
     tensors = {name: base.read(name) for name in names}
     with Progress(run.progress, unit="settings") as bar:
         stage = bar.begin("trying", None)

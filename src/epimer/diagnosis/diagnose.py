@@ -21,7 +21,7 @@ from epimer.geometry.subspace import Basis, Tagged, clamp_rank
 from epimer.geometry.theory import total
 from epimer.methods.registry import default_forecasts, describe_method
 from epimer.plan.curvature_inputs import metric_bytes
-from epimer.plan.inputs import check_models, refuse
+from epimer.plan.inputs import assign_rules
 from epimer.plan.jobs import Job, memory_of
 from epimer.plan.layer_curvature import Curvatures, layer_basis, layer_metrics, missing_metric
 from epimer.plan.participants import Participants
@@ -121,14 +121,14 @@ def diagnose_models(
     """
     if participants.base is None:
         raise TensorError("a diagnosis needs the base model that the others were fine-tuned from; pass base.")
-    fates = check_models(participants, rules, refuse)
-    jobs = matrix_jobs(participants, fates, describe_method("tsv"), rank)
+    assigned = assign_rules(participants, rules).checked()
+    jobs = matrix_jobs(participants, assigned, describe_method("tsv"), rank)
     if not jobs:
         raise TensorError("there is no matrix to diagnose: every tensor is averaged, copied or too small.")
     kind = kind or _kind(curvatures, jobs)
     chosen = forecasts(methods(kind) if callable(methods) else methods, kind)
     question = Question(rank, damping, chosen)
-    depth = depths(list(fates.rules))
+    depth = depths(list(assigned.rules))
     jobs = [
         replace(job, weights=weights(job.name, depth[job.name]), memory=_memory(job, curvatures, chosen, participants))
         for job in jobs

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -112,12 +113,9 @@ def open_participants(
 
     def opening(text: str, label: str) -> Checkpoint | None:
         if text not in opened:
-            try:
+            with collected(problems, label):
                 opened[text] = open_checkpoint(locate(text, folder), progress=progress)
-            except EpimerError as error:
-                problems.append(type(error)(f"{label}: {error}"))
-                return None
-        return opened[text]
+        return opened.get(text)
 
     base = None if recipe.base_model is None else opening(recipe.base_model, "base_model")
     models = [opening(entry.model, f"models[{t}]") for t, entry in enumerate(recipe.models)]
@@ -130,6 +128,15 @@ def open_participants(
     labels = [f"models[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
     participants = align(base, present, labels)
     return participants, tokenizer if isinstance(tokenizer, Path) else (tokenizer or participants.donor).folder
+
+
+@contextmanager
+def collected(problems: list[EpimerError], label: str) -> Iterator[None]:
+    """Add an error of the block to `problems`, after what it is about."""
+    try:
+        yield
+    except EpimerError as error:
+        problems.append(type(error)(f"{label}: {error}"))
 
 
 def locate(text: str, folder: Path | None) -> str:
