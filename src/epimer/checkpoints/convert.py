@@ -26,9 +26,7 @@ def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bo
         raise CheckpointError(f"{source} holds no tensor.")
     for name, W in tensors.items():
         if name == "__metadata__":
-            raise CheckpointError(
-                f"{source} has a tensor called __metadata__, which safetensors cannot hold; rename it."
-            )
+            raise CheckpointError(f"{source} has a tensor __metadata__, which safetensors cannot hold; rename it.")
         if W.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{source}: {name!r} is {W.dtype}, which safetensors cannot hold; convert it first.")
     ties = find_ties(tensors)

@@ -38,6 +38,8 @@ def fetch_repo(
     repo, _, revision = text.partition("@")
     wanted = revision or None
     quiet = are_progress_bars_disabled()
+    ancestors = errors.HfHubHTTPError.__mro__  # with the base class of whichever HTTP library huggingface_hub uses
+    unreachable = next((kind for kind in ancestors if kind.__name__ == "HTTPError"), ConnectionError)
     try:
         if not progress:
             disable_progress_bars()
@@ -55,7 +57,7 @@ def fetch_repo(
         raise failure(
             f"{text} is neither a path here nor a {kind} on the hub (a private one needs `hf auth login`)."
         ) from error
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, _network_errors()) as error:
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, unreachable) as error:
         try:
             folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, local_files_only=True))
         except (errors.LocalEntryNotFoundError, OSError, ValueError) as missing:
@@ -86,11 +88,3 @@ def needed(files: Sequence[str], text: str) -> list[str]:
         if weights:
             return weights + [file for file in top if file.endswith(SIDECARS)]
     raise CheckpointError(f"{text} holds no weights on the hub: neither .safetensors nor .bin among {listed(top)}.")
-
-
-def _network_errors() -> type[BaseException]:
-    """Return the exception of whichever HTTP library huggingface_hub uses."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    ancestors = [kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError"]
-    return ancestors[0] if ancestors else ConnectionError

@@ -214,9 +214,7 @@ def _collect(module: Any, prefix: str, entries: dict[str, Any], where: str, seen
     if depth > MAX_DEPTH or seen[0] > MAX_ENTRIES:
         raise CheckpointError(f"{where} holds modules without end; save model.state_dict() instead.")
     if not _is_module(module):
-        raise CheckpointError(
-            f"{where}: {prefix[:-1]!r} is no module that can be read; save model.state_dict() instead."
-        )
+        raise CheckpointError(f"{where}: {prefix[:-1]!r} is not a readable module; save model.state_dict() instead.")
     unsaved = set(_members(module.state.get("_non_persistent_buffers_set")))
     for name, value in (*_pairs(module.state["_parameters"]), *_pairs(module.state.get("_buffers"))):
         if value is not None and name not in unsaved:

@@ -7,7 +7,6 @@ merge of many files would seem to need all of them at once.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,20 +68,16 @@ class SafetensorsFile(Checkpoint):
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
         try:
-            fd = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"{self.where} cannot be opened: {error.strerror}.") from error
-        try:
-            done = 0
-            while done < len(buffer):
-                count = os.preadv(fd, [buffer[done : done + PART]], offset + done)
-                if not count:
-                    raise CheckpointError(f"{self.where} ends too early: it was cut while being read; copy it again.")
-                done += count
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(offset)
+                while buffer:
+                    count = file.readinto(buffer[:PART])
+                    if not count:
+                        message = "ends too early: it was cut while being read; copy it again."
+                        raise CheckpointError(f"{self.where} {message}")
+                    buffer = buffer[count:]
         except OSError as error:
             raise CheckpointError(f"{self.where} cannot be read: {error.strerror}.") from error
-        finally:
-            os.close(fd)
 
 
 def as_bytes(W: Tensor) -> Any:

@@ -124,6 +124,4 @@ def load(path: Path, where: str, *, mapped: bool, save: str = "model.state_dict(
         raise
     except Exception as error:  # torch raises whatever a damaged file makes it stumble over
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{where} is damaged or not a torch file ({reason}); copy or download it again."
-        ) from error
+        raise CheckpointError(f"{where} is damaged or not a torch file ({reason}); download it again.") from error

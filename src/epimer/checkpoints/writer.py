@@ -113,9 +113,7 @@ class Draft:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise OutputError(
-                    f"another merge is writing {self.out}; wait for it, or choose another name."
-                ) from error
+                raise OutputError(f"another merge is writing {self.out}; wait, or choose another name.") from error
             with explained(self.out, "written"):
                 try:
                     self._begin()

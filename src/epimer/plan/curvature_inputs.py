@@ -41,19 +41,23 @@ def python_curvatures(curvature: Any, tasks: int, method: Method | None = None) 
     return curvature
 
 
-def open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> list[Curvature] | None:
-    """Open the curvature of every model, where the recipe gives it."""
-    paths = [entry.curvature for entry in recipe.models]
-    if all(path is None for path in paths):
-        return None
-    opened = []
-    for t, path in enumerate(paths):
+def open_measured(
+    recipe: Recipe, folder: Path | None, problems: list[EpimerError]
+) -> tuple[list[Curvature] | None, StoredBasis | None]:
+    """Open the curvature of the models and the basis, where the recipe names them."""
+    curvatures: list[Curvature] = []
+    measured = any(entry.curvature is not None for entry in recipe.models)
+    for t, path in enumerate(entry.curvature for entry in recipe.models if measured):
         if path is None:
             problems.append(CurvatureError(f"models[{t}] has no curvature, while others have; measure it for all."))
             continue
         with collected(problems, f"curvature of models[{t}]"):
-            opened.append(open_curvature(Path(locate(path, folder)).expanduser(), path))
-    return opened
+            curvatures.append(open_curvature(Path(locate(path, folder)).expanduser(), path))
+    basis = None
+    if recipe.basis is not None:
+        with collected(problems, "basis"):
+            basis = StoredBasis(Path(locate(recipe.basis, folder)).expanduser(), recipe.basis)
+    return curvatures if measured else None, basis
 
 
 def check_measured_models(
@@ -87,15 +91,6 @@ def _stored_name(name: str, model: Participant, curvature: Curvature) -> str:
     return next((stored for stored in candidates if stored in model.checkpoint.headers), name)
 
 
-def open_basis(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> StoredBasis | None:
-    """Open the basis that a recipe names."""
-    if recipe.basis is None:
-        return None
-    with collected(problems, "basis"):
-        return StoredBasis(Path(locate(recipe.basis, folder)).expanduser(), recipe.basis)
-    return None
-
-
 def kind_problems(curvatures: Sequence[Curvature], basis: StoredBasis | None) -> Iterator[CurvatureError]:
     """Refuse curvature of several kinds, and projected curvature whose basis is not the merge's."""
     for curvature in curvatures:
@@ -114,15 +109,11 @@ def basis_problems(basis: StoredBasis, recipe: Recipe, participants: Participant
     """Refuse a basis that was built from other models, or otherwise than the recipe says."""
     models = [participant.checkpoint.fingerprint for participant in participants.all]
     if basis.models is not None and basis.models != models:  # in their order: atoms are owned by number
-        yield CurvatureError(
-            f"{basis.where} was built from other models, or in another order; make it with `epimer basis`."
-        )
+        yield CurvatureError(f"{basis.where} was built from other models, or in another order; run `epimer basis`.")
     for key, built in (("rank", basis.rank), ("basis", basis.kind)):
         wanted = recipe.parameters.get(key, built)
         if built is not None and wanted != built:
-            yield CurvatureError(
-                f"{basis.where} was built with {key} {built}, the recipe says {wanted}; build it again."
-            )
+            yield CurvatureError(f"{basis.where} was built with {key} {built}, the recipe says {wanted}; rebuild it.")
 
 
 def curvature_bytes(name: str, rule: str, W: Tensor, method: Method, curvatures: Curvatures | None) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from epimer.errors import EpimerError, ParameterError, TensorError, listed
 from epimer.geometry.linalg import nonfinite
 from epimer.methods.frechet import FrechetOptions
-from epimer.methods.options import MethodOptions, is_number
+from epimer.methods.options import MethodOptions, Rules, is_number
 from epimer.methods.registry import Method
 from epimer.methods.rules import is_matrix, matching
 from epimer.plan.participants import Participants
@@ -39,9 +39,7 @@ class TensorRules:
         return self
 
 
-def assign_rules(
-    participants: Participants, patterns: Sequence[tuple[str, str]], *, elementwise: bool = False
-) -> TensorRules:
+def assign_rules(participants: Participants, patterns: Rules, *, elementwise: bool = False) -> TensorRules:
     """Assign every tensor of the template a rule: that of the user's (pattern, rule) pairs, or else the default.
 
     With `elementwise`, the method acts on every tensor entry by entry instead of on matrices.
@@ -80,10 +78,7 @@ def _rule(name: str, W: Tensor, explicit: str, *, elementwise: bool) -> str:
 
 
 def _rule_problems(
-    template: Mapping[str, Tensor],
-    names: Iterable[str],
-    patterns: Sequence[tuple[str, str]],
-    explicit: Mapping[str, str],
+    template: Mapping[str, Tensor], names: Iterable[str], patterns: Rules, explicit: Mapping[str, str]
 ) -> Iterator[EpimerError]:
     for pattern, rule in patterns:
         if not any(matching(name, [(pattern, rule)]) for name in names):
@@ -192,9 +187,7 @@ def check_options(options: MethodOptions, method: Method, tasks: int, *, based: 
     if based:
         return
     if options.scale != 1:
-        raise ParameterError(
-            f"The 'scale' parameter of {method.name} needs a base model; pass base or leave scale at 1."
-        )
+        raise ParameterError(f"The 'scale' parameter of {method.name} needs a base model; pass it or leave scale at 1.")
     if isinstance(options, FrechetOptions) and (options.basis != "full" or options.aggregator != "mean"):
         raise ParameterError(
             f"{method.name} without a base model must have basis='full' and aggregator='mean'; pass base."

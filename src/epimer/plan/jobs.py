@@ -19,7 +19,7 @@ from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, TensorError
 from epimer.methods.frechet import FrechetOptions
-from epimer.methods.options import MethodOptions
+from epimer.methods.options import MethodOptions, Rules
 from epimer.methods.registry import Method, describe_method
 from epimer.methods.rules import matrix_shape
 from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
@@ -106,7 +106,7 @@ class Plan:
     method: Method
     curvatures: Curvatures | None
     jobs: list[Job]
-    """one for every tensor that is written, in the template's order; none where there are problems"""
+    """one for every tensor that is written, in the template's order; none if the models do not fit together"""
     assigned: TensorRules
     problems: list[EpimerError]
     notes: list[str]
@@ -188,7 +188,7 @@ def plan_jobs(
     participants: Participants,
     method: Method,
     settings: SettingsOf,
-    patterns: Sequence[tuple[str, str]],
+    patterns: Rules,
     curvatures: Curvatures | None,
     *,
     problems: Sequence[EpimerError] = (),

@@ -167,9 +167,8 @@ def _check_basis(basis: Any, where: str, W: Tensor) -> None:
 
 
 def _equal_bases(left: Any, right: Any) -> bool:
-    return left is right or (
-        type(left) is type(right) and torch.equal(left.U, right.U) and torch.equal(left.V, right.V)
-    )
+    same_type = type(left) is type(right)
+    return left is right or (same_type and torch.equal(left.U, right.U) and torch.equal(left.V, right.V))
 
 
 def _check_projected(metric: Projected, where: str, basis: Basis) -> None:

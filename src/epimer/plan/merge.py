@@ -16,8 +16,7 @@ from epimer.plan.curvature_inputs import (
     basis_problems,
     check_measured_models,
     kind_problems,
-    open_basis,
-    open_curvatures,
+    open_measured,
     python_curvatures,
 )
 from epimer.plan.inputs import check_options, check_weights
@@ -59,8 +58,7 @@ def open_models(
     """
     missing: list[EpimerError] = []
     participants, tokenizer = open_participants(recipe, folder, missing, progress=progress)
-    curvatures = open_curvatures(recipe, folder, missing) if measured else None
-    basis = open_basis(recipe, folder, missing) if measured else None
+    curvatures, basis = open_measured(recipe, folder, missing) if measured else (None, None)
     if missing or participants is None:
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in missing) + ".")
     problems: list[EpimerError] = []

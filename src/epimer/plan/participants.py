@@ -1,4 +1,4 @@
-"""The models of a merge: opened once, compared, and brought to the names of the one that gives the output its shape."""
+"""The models of a merge: opened once, compared, and brought to the names of the template, the base if there is one."""
 
 from __future__ import annotations
 
@@ -21,30 +21,27 @@ from epimer.recipe.model import Recipe
 
 @dataclass(frozen=True)
 class Participant:
-    """One checkpoint of a merge: what errors call it, and its tensors under the merge's names."""
+    """A checkpoint under the names of the merge: its methods do as those of `Checkpoint`."""
 
     label: str
+    """what errors call it"""
     checkpoint: Checkpoint
     headers: Mapping[str, Tensor]
     stored: Mapping[str, str] = field(default_factory=dict)
     """names that this checkpoint keeps under another one, which they are tied to"""
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
-        """Return one tensor, or some of its rows."""
         return self.checkpoint.read(self.stored.get(name, name), rows)
 
     def delta(self, name: str, base: Participant, rows: Rows = None) -> LowRank | None:
-        """Return one tensor's difference from the base as factors, where it is stored so."""
         return self.checkpoint.delta(self.stored.get(name, name), base.checkpoint, rows)
 
     def problem(self, name: str) -> str | None:
-        """Say why a tensor cannot be used as plain numbers, or None."""
         return self.checkpoint.problem(self.stored.get(name, name))
 
     def shares(self, name: str, twin: str) -> bool:
-        """Whether two names stand for one tensor here."""
-        places = [self.stored.get(one, one) for one in (name, twin)]
-        return all(place in self.checkpoint.headers for place in places) and self.checkpoint.shares(*places)
+        first, second = self.stored.get(name, name), self.stored.get(twin, twin)
+        return {first, second} <= self.checkpoint.headers.keys() and self.checkpoint.shares(first, second)
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,6 @@ class Participants:
 
     @property
     def all(self) -> list[Participant]:
-        """The base, if there is one, and the models."""
         return [*([self.base] if self.base else []), *self.models]
 
     @property
@@ -86,11 +82,9 @@ class Participants:
             return self
         kept = {id(one): one if one.in_memory else Cached(one) for one in self.checkpoints}
 
-        def cached(one: Participant) -> Participant:
-            return replace(one, checkpoint=kept[id(one.checkpoint)])
-
-        base = None if self.base is None else cached(self.base)
-        return replace(self, base=base, models=[cached(model) for model in self.models], donor=kept[id(self.donor)])
+        cached = [replace(one, checkpoint=kept[id(one.checkpoint)]) for one in self.all]
+        base = None if self.base is None else cached.pop(0)
+        return replace(self, base=base, models=cached, donor=kept[id(self.donor)])
 
 
 def state_dict_participants(base: Mapping[str, Tensor] | None, models: Sequence[Mapping[str, Tensor]]) -> Participants:
