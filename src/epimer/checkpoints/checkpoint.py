@@ -128,7 +128,7 @@ def header(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Allocate uninitialised memory for a tensor; large tensors get their own mapping, with huge pages if possible."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):

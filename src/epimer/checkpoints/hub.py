@@ -39,7 +39,7 @@ def fetch_repo(
     wanted = revision or None
     quiet = are_progress_bars_disabled()
     ancestors = errors.HfHubHTTPError.__mro__  # with the base class of whichever HTTP library huggingface_hub uses
-    unreachable = next((kind for kind in ancestors if kind.__name__ == "HTTPError"), ConnectionError)
+    unreachable: type[BaseException] = next((a for a in ancestors if a.__name__ == "HTTPError"), ConnectionError)
     try:
         if not progress:
             disable_progress_bars()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, fresh, header, is_text, nbytes, sample_ranges
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, allocate, header, is_text, nbytes, sample_ranges
 from epimer.errors import CheckpointError
 
 DTYPES = {
@@ -54,7 +54,7 @@ class SafetensorsFile(Checkpoint):
         if rows is not None:
             skipped = rows[0] * nbytes(entry.W[:1])
             shape[0] = rows[1] - rows[0]
-        W = fresh(shape, entry.W.dtype)
+        W = allocate(shape, entry.W.dtype)
         self._fill(memoryview(as_bytes(W)), entry.start + skipped)
         return W
 

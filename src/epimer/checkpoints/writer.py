@@ -14,7 +14,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -41,7 +41,7 @@ class Shard:
     size: int
 
 
-def lay_out(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int) -> list[Shard]:
+def plan_shards(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int) -> list[Shard]:
     """Divide tensors over files of at most `most` bytes (one tensor may exceed it), in their order.
 
     A name that shares another's tensor is not stored: the metadata of its file says so, as safetensors' own
@@ -68,7 +68,7 @@ def lay_out(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int) -
     return shards
 
 
-def index_of(shards: list[Shard], tensors: Mapping[str, Tensor]) -> bytes | None:
+def shard_index(shards: list[Shard], tensors: Mapping[str, Tensor]) -> bytes | None:
     """Return the index of a sharded model; None where one file holds it."""
     if len(shards) == 1:
         return None
@@ -90,7 +90,7 @@ class Draft:
         self.out, self.shards, self.key = out, shards, key
         self.check = check
         """refuses to replace what is at `out`; called again when the folder is about to appear"""
-        self.root = draft_of(out)
+        self.root = draft_path(out)
         self.folder, self.old, self.journal = self.root / "model", self.root / "old", self.root / "journal.jsonl"
         self.place = {name: (shard, start) for shard in shards for name, start in shard.starts.items()}
         self.done: dict[str, dict[str, Any]] = {}
@@ -102,7 +102,7 @@ class Draft:
     @contextmanager
     def opened(self) -> Iterator[Draft]:
         """Hold the draft alone; what was written stays for the next run unless `discard` is called."""
-        with explained(self.root, "made"):
+        with explain_os_errors(self.root, "made"):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.root.mkdir(exist_ok=True)
             foreign = sorted(path.name for path in self.root.iterdir() if path.name not in OURS)
@@ -114,7 +114,7 @@ class Draft:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise OutputError(f"another merge is writing {self.out}; wait, or choose another name.") from error
-            with explained(self.out, "written"):
+            with explain_os_errors(self.out, "written"):
                 try:
                     self._begin()
                 except OSError:
@@ -201,7 +201,7 @@ class Draft:
     def publish(self) -> None:
         """Move the finished folder to its name."""
         self.flush()
-        with explained(self.out, "written"):
+        with explain_os_errors(self.out, "written"):
             for file in self._files.values():
                 os.fsync(file)
             _sync(self.folder)
@@ -210,19 +210,19 @@ class Draft:
                 self.out.rename(self.old)
             self.folder.rename(self.out)
             _sync(self.out.parent)
-            settle(self.out)
+            finish_replacement(self.out)
 
     def discard(self) -> None:
         """Remove what was written so far."""
-        settle(self.out)
+        finish_replacement(self.out)
         shutil.rmtree(self.root, ignore_errors=True)
 
 
 def save_tensors(target: Path, tensors: Mapping[str, Tensor], ties: Mapping[str, str] | None = None) -> None:
     """Write tensors in memory to one safetensors file, which appears complete or not at all."""
-    (shard,) = lay_out(tensors, ties or {}, 1 << 62)
+    (shard,) = plan_shards(tensors, ties or {}, 1 << 62)
     data = (as_bytes(tensors[name].contiguous()) for name in shard.starts)
-    with whole_file(target) as draft:
+    with atomic_file(target) as draft:
         _write_synced(draft, chain([shard.header], data))
 
 
@@ -243,10 +243,10 @@ def check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a file to write, which is moved to its name when the block ends well."""
-    draft = draft_of(path)
-    with explained(path, "written"):
+    draft = draft_path(path)
+    with explain_os_errors(path, "written"):
         try:
             yield draft
             draft.replace(path)
@@ -266,14 +266,14 @@ def check_new(out: Path, marker: str, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def whole_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a folder to fill with files, which is moved to its name when the block ends well.
 
     Only a folder that holds `marker`, so one of the same kind, is replaced, and only with `overwrite`.
     """
     out = Path(os.path.abspath(out.expanduser()))
     draft, old = out.parent / f".{out.name}.epimer-draft", out.parent / f".{out.name}.epimer-old"
-    with explained(out, "written"):
+    with explain_os_errors(out, "written"):
         if old.exists() and not os.path.lexists(out):  # a run was killed between two renames
             old.rename(out)
         check_new(out, marker, overwrite=overwrite)
@@ -298,9 +298,20 @@ def whole_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterator
             raise
 
 
-def settle(out: Path) -> None:
-    """Finish the replacement of an output that was interrupted: restore the old one, or remove it and the draft."""
-    root = draft_of(out)
+def recover(out: Path) -> None:
+    """Finish the replacement of an output by a run that was killed, unless another run is at work."""
+    with suppress(OSError):
+        lock = os.open(draft_path(out), os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finish_replacement(out)
+        finally:
+            os.close(lock)
+
+
+def finish_replacement(out: Path) -> None:
+    """Restore the old output if the new one did not appear; otherwise remove the old one and the draft."""
+    root = draft_path(out)
     old, gone = root / "old", root / "gone"
     if old.exists() and not os.path.lexists(out):
         old.rename(out)
@@ -313,13 +324,13 @@ def settle(out: Path) -> None:
         shutil.rmtree(root)
 
 
-def draft_of(out: Path) -> Path:
+def draft_path(out: Path) -> Path:
     """Return where an output is kept until it is complete."""
     return out.parent / f".{out.name}.epimer"
 
 
 @contextmanager
-def explained(path: Path, verb: str) -> Iterator[None]:
+def explain_os_errors(path: Path, verb: str) -> Iterator[None]:
     """Turn an error of the system into one line with a reason and a remedy."""
     try:
         yield

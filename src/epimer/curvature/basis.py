@@ -15,7 +15,7 @@ from torch import Tensor
 
 from epimer.checkpoints.folder import inside
 from epimer.checkpoints.tensor_parts import TensorParts, read_header
-from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
+from epimer.checkpoints.writer import as_json, atomic_folder, save_tensors
 from epimer.curvature.format import model_fingerprint
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.subspace import Basis, Tagged, TensorProduct, atoms_of
@@ -82,7 +82,7 @@ def save_basis(
     overwrite: bool = False,
 ) -> None:
     """Write bases into a new folder, with `about` in its header; an interrupted write leaves no folder."""
-    with whole_folder(folder, HEADER, overwrite=overwrite) as draft:
+    with atomic_folder(folder, HEADER, overwrite=overwrite) as draft:
         tensors: dict[str, Tensor] = {}
         fingerprints: list[tuple[str, str]] = []
         kind = "tagged"

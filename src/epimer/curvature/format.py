@@ -18,7 +18,7 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside
 from epimer.checkpoints.tensor_parts import TensorParts, read_header
-from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
+from epimer.checkpoints.writer import as_json, atomic_folder, save_tensors
 from epimer.curvature.curvature import Curvature, Provenance
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.errors import CurvatureError, short
@@ -96,7 +96,7 @@ def save_curvature(curvature: Curvature, folder: Path, *, overwrite: bool = Fals
     if not tensors:
         raise CurvatureError("there is no curvature to save: no tensor was measured.")
     header = {"format": FORMAT, **asdict(curvature.provenance), "inputs_first": inputs_first}
-    with whole_folder(folder, HEADER, overwrite=overwrite) as draft:
+    with atomic_folder(folder, HEADER, overwrite=overwrite) as draft:
         save_tensors(draft / NUMBERS, tensors)
         (draft / HEADER).write_bytes(as_json(header))
 

@@ -18,7 +18,7 @@ from epimer.geometry.subspace import Basis, Tagged, atoms_of
 from epimer.methods.registry import Method, default_forecasts, describe_method
 from epimer.plan.inputs import assign_rules, check_weights
 from epimer.plan.jobs import Plan
-from epimer.plan.merge import Opened, plan_recipe
+from epimer.plan.merge import OpenedModels, plan_recipe
 from epimer.plan.participants import public_recipe
 from epimer.progress import Progress
 from epimer.recipe.model import AUTO, Recipe, known_parameters
@@ -29,7 +29,7 @@ Choice = tuple[Recipe, str]
 """a recipe with nothing left open, and why it is so"""
 
 
-def resolve(recipe: Recipe, opened: Opened, evaluate: Evaluate | None, run: RunOptions) -> Choice:
+def resolve(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate | None, run: RunOptions) -> Choice:
     """Choose what a recipe leaves open: on validation data where there is an evaluation, else by forecast."""
     if not recipe.auto:
         return recipe, ""
@@ -40,7 +40,7 @@ def resolve(recipe: Recipe, opened: Opened, evaluate: Evaluate | None, run: RunO
     return by_forecast(recipe, opened, run)
 
 
-def by_forecast(recipe: Recipe, opened: Opened, run: RunOptions) -> Choice:
+def by_forecast(recipe: Recipe, opened: OpenedModels, run: RunOptions) -> Choice:
     """Choose by what the diagnosis forecasts."""
     methods = None if "merge_method" in recipe.auto else [recipe.merge_method]
     diagnosis = diagnose_recipe(recipe, opened, methods=methods, run=run)
@@ -60,10 +60,10 @@ def by_forecast(recipe: Recipe, opened: Opened, run: RunOptions) -> Choice:
 def _total_weight(recipe: Recipe) -> float:
     if "weight" in recipe.varying():
         raise RecipeError("weights differ between tensors, so no scale can be forecast; add 'eval', or give a scale.")
-    return sum(recipe.weights("", 0.0) or [1.0])
+    return sum(recipe.settings("", 0.0).weights or [1.0])
 
 
-def by_sweep(recipe: Recipe, opened: Opened, evaluate: Evaluate, run: RunOptions) -> Choice:
+def by_sweep(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate, run: RunOptions) -> Choice:
     """Choose on validation data."""
     free = "scale" in recipe.auto
     found = sweep_recipe(
@@ -119,7 +119,7 @@ def settled(recipe: Recipe, method: str, scale: float | None = None, rank: int |
 
 def diagnose_recipe(
     recipe: Recipe,
-    opened: Opened,
+    opened: OpenedModels,
     *,
     rank: int | None = None,
     methods: Sequence[str] | None = None,
@@ -205,7 +205,7 @@ def _names(recipe: Recipe) -> list[str]:
 
 def sweep_recipe(
     recipe: Recipe,
-    opened: Opened,
+    opened: OpenedModels,
     evaluate: Evaluate,
     *,
     methods: Sequence[str] | None = None,

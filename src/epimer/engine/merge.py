@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import fresh, header
+from epimer.checkpoints.checkpoint import allocate, header
 from epimer.engine.protocol import Engine
 from epimer.errors import TensorError
 from epimer.geometry.linalg import LowRank, as_compute_dtype, chunks, dense, nonfinite
@@ -137,7 +137,7 @@ class MergeWalk:
 
     def _merge_in_chunks(self, job: Job, tensors: Tensors) -> tuple[Tensor, TensorRecord]:
         """Merge entries that stand alone a megabyte at a time, which never leaves the processor's cache."""
-        result, dtype = fresh(job.template.shape, job.template.dtype), job.precision
+        result, dtype = allocate(job.template.shape, job.template.dtype), job.precision
         given = [dense(W).to(dtype) if isinstance(W, LowRank) else W for W in tensors.models]
         columns = [None if W is None else chunks(W.reshape(-1)) for W in (tensors.base, *given)]
         record: TensorRecord | None = None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from epimer.checkpoints.writer import as_json, explained, whole_file
+from epimer.checkpoints.writer import as_json, atomic_file, explain_os_errors
 from epimer.records import Experiment
 from epimer.report.figures import figure_file
 
 
 def write(experiment: Experiment, folder: Path) -> list[Path]:
     """Write one experiment's files into a folder; return their paths."""
-    with explained(folder, "written"):
+    with explain_os_errors(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
     contents = {"json": as_json(experiment.to_dict()), "md": experiment.markdown().encode()}
     svg = figure_file(experiment)
@@ -20,6 +20,6 @@ def write(experiment: Experiment, folder: Path) -> list[Path]:
     files = []
     for extension, content in contents.items():
         files.append(folder / f"{experiment.name}.{extension}")
-        with whole_file(files[-1]) as draft:
+        with atomic_file(files[-1]) as draft:
             draft.write_bytes(content)
     return files

@@ -18,7 +18,7 @@ from epimer.geometry.subspace import clamp_rank
 from epimer.methods.registry import Method
 from epimer.methods.rules import matrix_shape
 from epimer.plan.layer_curvature import CLASSES, Curvatures, accepted_kinds, missing_metric, needs_metric
-from epimer.plan.participants import Participant, Participants, collected, locate
+from epimer.plan.participants import Participant, Participants, collect_errors, locate
 from epimer.recipe.model import Recipe
 
 
@@ -51,11 +51,11 @@ def open_measured(
         if path is None:
             problems.append(CurvatureError(f"models[{t}] has no curvature, while others have; measure it for all."))
             continue
-        with collected(problems, f"curvature of models[{t}]"):
+        with collect_errors(problems, f"curvature of models[{t}]"):
             curvatures.append(open_curvature(Path(locate(path, folder)).expanduser(), path))
     basis = None
     if recipe.basis is not None:
-        with collected(problems, "basis"):
+        with collect_errors(problems, "basis"):
             basis = StoredBasis(Path(locate(recipe.basis, folder)).expanduser(), recipe.basis)
     return curvatures if measured else None, basis
 

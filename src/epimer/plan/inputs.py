@@ -86,7 +86,7 @@ def _rule_problems(
                 f"The rule pattern {pattern!r} matches no tensor; patterns are globs over whole names: '*.bias'."
             )
     for name, W in template.items():
-        rule = explicit.get(name)
+        rule = explicit.get(name, "")
         if rule in ("matrix", "average", "fisher") and not W.is_floating_point():
             yield TensorError(f"The rule {rule!r} cannot be applied to {name!r}, which is {W.dtype}; use 'copy'.")
         if rule == "matrix" and W.dim() < 2:

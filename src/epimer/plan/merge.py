@@ -26,7 +26,7 @@ from epimer.recipe.model import Recipe
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModels:
     """Everything that a recipe names, opened and compared once: a sweep plans many merges of it."""
 
     participants: Participants
@@ -50,7 +50,7 @@ def open_models(
     progress: bool = False,
     any_curvature: bool = False,
     measured: bool = True,
-) -> Opened:
+) -> OpenedModels:
     """Open the models that a recipe names, with curvature and basis if `measured`, and check that they fit together.
 
     Relative paths that do not exist here are looked for in `folder`. With `any_curvature`, curvature that was measured
@@ -66,10 +66,10 @@ def open_models(
     check_measured_models(participants.models, curvatures or [], problems, notes, any_curvature=any_curvature)
     problems += kind_problems(curvatures or [], basis)
     problems += [] if basis is None else basis_problems(basis, recipe, participants)
-    return Opened(participants, tokenizer, curvatures, basis, problems, notes)
+    return OpenedModels(participants, tokenizer, curvatures, basis, problems, notes)
 
 
-def plan_recipe(recipe: Recipe, opened: Opened) -> Plan:
+def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
     """Plan the merge of opened models as a recipe says; problems are collected, not raised."""
     check_settled(recipe)
     method = describe_method(recipe.merge_method)

@@ -107,7 +107,7 @@ def open_participants(
 
     def opening(text: str, label: str) -> Checkpoint | None:
         if text not in opened:
-            with collected(problems, label):
+            with collect_errors(problems, label):
                 opened[text] = open_checkpoint(locate(text, folder), progress=progress)
         return opened.get(text)
 
@@ -125,7 +125,7 @@ def open_participants(
 
 
 @contextmanager
-def collected(problems: list[EpimerError], label: str) -> Iterator[None]:
+def collect_errors(problems: list[EpimerError], label: str) -> Iterator[None]:
     """Add an error of the block to `problems`, after what it is about."""
     try:
         yield

@@ -81,8 +81,8 @@ class _Reader:
 
     method: Method | None
     """None where the recipe leaves it to be chosen"""
-    called: str
-    """the method's name, or auto"""
+    method_name: str
+    """auto where it is to be chosen"""
     needs_base: bool
     known: dict[str, Parameter]
 
@@ -96,12 +96,12 @@ class _Reader:
         data = {key: value for key, value in self.mapping((), raw, KEYS, NOT_OURS).items() if value is not None}
         auto = self.take_auto(data)
         self.method = None if "merge_method" in auto else self.find_method(data)
-        self.called = AUTO if self.method is None else self.method.name
+        self.method_name = AUTO if self.method is None else self.method.name
         self.needs_base = self.method is None or self.method.needs_base
-        self.known = known_parameters(self.called)
+        self.known = known_parameters(self.method_name)
         base = self.text(("base_model",), data.get("base_model"))
         if self.needs_base and base is None:
-            who = "a recipe with 'auto'" if self.method is None else self.called
+            who = "a recipe with 'auto'" if self.method is None else self.method_name
             need = f"{who} needs the base model that the others were fine-tuned from; add 'base_model'."
             raise self.error(("merge_method",), need)
         models = self.models(data, base)
@@ -120,7 +120,7 @@ class _Reader:
             if data.get(key, DTYPES[0]) not in DTYPES:
                 raise self.wrong((key,), data[key], f"one of {', '.join(DTYPES)}")
         return Recipe(
-            merge_method=self.called,
+            merge_method=self.method_name,
             base_model=base,
             models=tuple(models.values()),
             parameters=parameters,
@@ -157,7 +157,7 @@ class _Reader:
         """Return the folder of a basis that is to be used, where the method has one."""
         folder = self.text(("basis",), data.get("basis"))
         if folder is not None and "basis" not in self.known:
-            raise self.error(("basis",), f"{self.called} is not merged in a basis; remove 'basis'.")
+            raise self.error(("basis",), f"{self.method_name} is not merged in a basis; remove 'basis'.")
         if folder in ("tagged", "tensor", "full"):
             raise self.error(("basis",), f"{folder!r} is a kind of basis; it belongs under 'parameters'.")
         return folder
@@ -186,7 +186,7 @@ class _Reader:
         for t, entry in list(models.items()):
             if self.needs_base and entry.model == base:
                 if entry.parameters or entry.curvature:
-                    remedy = f"which {self.called} does not merge; remove it from 'models'."
+                    remedy = f"which {self.method_name} does not merge; remove it from 'models'."
                     raise self.error(("models", t), f"models[{t}] is the base model, {remedy}")
                 del models[t]
         if not models:
@@ -220,10 +220,10 @@ class _Reader:
 
     def parameters(self, data: Mapping[str, Any], models: int) -> tuple[dict[str, Value], bool | None]:
         """Return the parameters for all models, and whether to normalise weights (mergekit's `normalize`)."""
-        only = f"of {self.called} can be given only from Python, not in a recipe."
+        only = f"of {self.method_name} can be given only from Python, not in a recipe."
         refused = {name: f"{name!r} {only}" for name in self.python_only}
         names = dict.fromkeys([*self.known, "lambda", "normalize"])
-        where, of = ("parameters",), f" of {self.called}"
+        where, of = ("parameters",), f" of {self.method_name}"
         raw = self.mapping(where, data.get("parameters", {}), names, refused | NOT_OUR_PARAMETERS, of)
         values: dict[Location, Any] = {("parameters", key): value for key, value in raw.items()}
         if "scale" in data:
@@ -281,6 +281,6 @@ class _Reader:
 
     def checked(self, path: Location, parameter: Parameter, value: Any) -> Any:
         try:
-            return parameter.check(self.called, value)
+            return parameter.check(self.method_name, value)
         except ParameterError as error:
             raise self.error(path, f"{spell(path)}: {error}" if len(path) > 2 else str(error)) from None
