@@ -108,24 +108,18 @@ class Draft:
             foreign = sorted(path.name for path in self.root.iterdir() if path.name not in OURS)
             if foreign:
                 raise OutputError(f"{self.root} holds {foreign[0]!r}, which epimer did not put there; move it away.")
-            lock = os.open(self.root, os.O_RDONLY)
-        try:
+        with explain_os_errors(self.out, "written"), _locked(self.out):
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise OutputError(f"another merge is writing {self.out}; wait, or choose another name.") from error
-            with explain_os_errors(self.out, "written"):
                 try:
                     self._begin()
                 except OSError:
                     self.discard()
                     raise
                 yield self
-        finally:
-            for file in self._files.values():
-                os.close(file)
-            self._files.clear()
-            os.close(lock)
+            finally:
+                for file in self._files.values():
+                    os.close(file)
+                self._files.clear()
 
     def _begin(self) -> None:
         if not self._restore():
@@ -300,13 +294,22 @@ def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterato
 
 def recover(out: Path) -> None:
     """Finish the replacement of an output by a run that was killed, unless another run is at work."""
-    with suppress(OSError):
-        lock = os.open(draft_path(out), os.O_RDONLY)
+    with suppress(OSError, OutputError), _locked(out):
+        finish_replacement(out)
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Hold the draft of an output alone."""
+    lock = os.open(draft_path(out), os.O_RDONLY)
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            finish_replacement(out)
-        finally:
-            os.close(lock)
+        except OSError as error:
+            raise OutputError(f"another merge is writing {out}; wait for it, or choose another name.") from error
+        yield
+    finally:
+        os.close(lock)
 
 
 def finish_replacement(out: Path) -> None:

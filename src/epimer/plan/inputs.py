@@ -176,7 +176,7 @@ def check_weights(weights: Sequence[float] | None, tasks: int, user: str, *, abs
 
 
 def check_options(options: MethodOptions, method: Method, tasks: int, *, based: bool) -> None:
-    """Refuse lists of another length than there are models, and what depends on a base that is not there."""
+    """Refuse lists of another length than there are models, and options that need a base where there is none."""
     for parameter in method.parameters:
         value = getattr(options, parameter.name)
         if (parameter.per_model or parameter.kind == "numbers") and isinstance(value, list) and len(value) != tasks:
@@ -184,11 +184,9 @@ def check_options(options: MethodOptions, method: Method, tasks: int, *, based: 
                 f"The {parameter.name!r} parameter of {method.name} must be {parameter.expected}. "
                 f"Got {len(value)} entries for {tasks} models instead."
             )
-    if based:
-        return
-    if options.scale != 1:
+    if not based and options.scale != 1:
         raise ParameterError(f"The 'scale' parameter of {method.name} needs a base model; pass it or leave scale at 1.")
-    if isinstance(options, FrechetOptions) and (options.basis != "full" or options.aggregator != "mean"):
+    if not based and isinstance(options, FrechetOptions) and (options.basis != "full" or options.aggregator != "mean"):
         raise ParameterError(
             f"{method.name} without a base model must have basis='full' and aggregator='mean'; pass base."
         )
