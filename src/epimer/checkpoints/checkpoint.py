@@ -89,7 +89,6 @@ class Checkpoint(ABC):
             raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
     def size(self, name: str) -> int:
-        """Return the bytes of one tensor."""
         return nbytes(self.headers[name])
 
     def equal(self, name: str, other: Checkpoint, twin: str) -> bool:

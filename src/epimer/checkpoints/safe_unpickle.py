@@ -51,9 +51,6 @@ class Placeholder:
         self.args, self.items, self.state = args, [], None
         return self
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
     def __call__(self, *args: Any, **_: Any) -> Placeholder:
         return Placeholder(*args)
 

@@ -39,7 +39,6 @@ class TensorParts(Mapping[str, T]):
         return {part: self.file.read(key) for part, key in self._keys[name].items()}
 
     def size(self, name: str) -> int:
-        """Return the bytes of a tensor's parts."""
         return sum(self.file.size(key) for key in self._keys[name].values())
 
     def __iter__(self) -> Iterator[str]:

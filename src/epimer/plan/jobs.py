@@ -118,7 +118,6 @@ class Plan:
 
     @property
     def ties(self) -> dict[str, str]:
-        """Name -> the earlier name whose tensor it shares."""
         return self.assigned.ties
 
     @property
@@ -154,7 +153,6 @@ class Plan:
 
     @property
     def writes(self) -> int:
-        """The bytes of the output's tensors."""
         return sum(job.writes for job in self.jobs if job.name not in self.ties)
 
     @cached_property

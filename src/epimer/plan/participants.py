@@ -28,7 +28,7 @@ class Participant:
     checkpoint: Checkpoint
     headers: Mapping[str, Tensor]
     stored: Mapping[str, str] = field(default_factory=dict)
-    """names that this checkpoint keeps under another one, which they are tied to"""
+    """name -> the tied name under which this checkpoint stores the tensor"""
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         return self.checkpoint.read(self.stored.get(name, name), rows)
