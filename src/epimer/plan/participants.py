@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -187,7 +187,7 @@ def align(
     groups: dict[str, list[str]] = {}
     for name in template.headers:
         groups.setdefault(known.get(name, name), []).append(name)
-    aligned = [_aligned(model, label, template, known, groups) for model, label in zip(models, labels, strict=True)]
+    aligned = [_aligned(*pair, template, groups.values()) for pair in zip(models, labels, strict=True)]
     ties: dict[str, str] = {}
     for names in groups.values():
         first: list[str] = []
@@ -201,15 +201,12 @@ def align(
     return Participants(ancestor, aligned, ties, donor or template)
 
 
-def _aligned(
-    model: Checkpoint, label: str, template: Checkpoint, known: Mapping[str, str], groups: Mapping[str, list[str]]
-) -> Participant:
+def _aligned(model: Checkpoint, label: str, template: Checkpoint, groups: Iterable[list[str]]) -> Participant:
     """Return a model under the template's names; `groups` are the names that stand for one tensor in the template."""
     stored = {}
-    for name in template.headers:
-        others = [other for other in groups[known.get(name, name)] if other in model.headers]
-        if name not in model.headers and others:
-            stored[name] = others[0]
+    for names in groups:
+        if present := [name for name in names if name in model.headers]:
+            stored |= {name: present[0] for name in names if name not in model.headers}
     shared = {model.ties.get(name, name) for name in model.headers if name in template.headers}
     headers = {
         name: W
