@@ -1,4 +1,4 @@
-"""What can be wrong with a user's input, said in one line that they can act on."""
+"""Errors about a user's input, each one line with the problem and its remedy, and helpers to word them."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def listed(names: Iterable[str], most: int = 3) -> str:
     """Name the first few of `names` and count the rest: ``'a', 'b', 'c' and 4 more``."""
     every = list(names)
-    shown = ", ".join(repr(name) for name in every[:most])
-    return shown if len(every) <= most else f"{shown} and {len(every) - most} more"
+    rest = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(map(repr, every[:most])) + rest
 
 
 def short(value: Any) -> str:

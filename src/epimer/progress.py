@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import Any
 
 
 class Progress:
-    """Counts bytes or samples; shows the current item, the rate and an estimate where there is someone to see it."""
+    """Counts bytes or samples; on a terminal it shows the current item, the rate and the remaining time."""
 
     def __init__(self, shown: bool, unit: str = "bytes") -> None:
         self._bar: Any = None
         if shown and sys.stderr.isatty():
+            from rich import progress as rich
             from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                DownloadColumn,
-                MofNCompleteColumn,
-                TextColumn,
-                TimeRemainingColumn,
-                TransferSpeedColumn,
-            )
-            from rich.progress import Progress as Bar
             from rich.table import Column
 
             narrow = Column(no_wrap=True, min_width=11)
-            amounts = [DownloadColumn(table_column=narrow), TransferSpeedColumn(table_column=narrow)]
-            self._bar = Bar(
-                TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-                BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
-                *(amounts if unit == "bytes" else [MofNCompleteColumn(table_column=narrow), TextColumn(unit)]),
-                TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
-                TextColumn("[dim]{task.fields[item]}", table_column=Column(no_wrap=True, ratio=2)),
+            amounts: list[rich.ProgressColumn] = [rich.MofNCompleteColumn(table_column=narrow), rich.TextColumn(unit)]
+            if unit == "bytes":
+                amounts = [rich.DownloadColumn(table_column=narrow), rich.TransferSpeedColumn(table_column=narrow)]
+            self._bar = rich.Progress(
+                rich.TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+                rich.BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+                *amounts,
+                rich.TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+                rich.TextColumn("[dim]{task.fields[item]}", table_column=Column(no_wrap=True, ratio=2)),
                 console=Console(stderr=True),
                 transient=True,
                 expand=True,
@@ -43,14 +36,12 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
 
     def begin(self, what: str, total: int | None) -> Stage:
-        """Start a stage of `total` units, or of no one knows how many."""
+        """Start a stage of `total` units; None where their number is not known."""
         return Stage(self._bar, self._bar.add_task(what, total=total, item="") if self._bar else None)
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import epimer
-from epimer.checkpoints.writer import Draft, lay_out
+from epimer.checkpoints.writer import Draft, plan_shards
 from epimer.errors import OutputError
 
 SHAPES = {
@@ -205,7 +205,7 @@ def test_a_damaged_draft_is_repaired(models, tmp_path, monkeypatch, damage):
 
 
 def test_a_second_merge_into_the_same_place_waits_its_turn(tmp_path):
-    shards = lay_out({"w": torch.empty(3, device="meta")}, {}, 1 << 20)
+    shards = plan_shards({"w": torch.empty(3, device="meta")}, {}, 1 << 20)
     with (
         Draft(tmp_path / "out", shards, "key").opened(),
         pytest.raises(OutputError, match="another merge is writing"),

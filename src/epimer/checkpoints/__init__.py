@@ -1,4 +1,4 @@
-"""Checkpoints on disk: read lazily, tensor by tensor, without executing anything; written whole or not at all."""
+"""Checkpoints on disk: read lazily, tensor by tensor, without executing anything; written completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def open_checkpoint(text: str, *, progress: bool = False) -> Checkpoint:
     if not text.strip():
         raise CheckpointError("the name of a model is empty; give a path or a hub id.")
     if os.path.exists(text) or "+" not in text:
-        return _open_one(text, progress=progress)
+        path, name = _locate(text, progress=progress)
+        return open_folder(path, text, name) if path.is_dir() else open_file(path, text)
     base, adapter = text.rsplit("+", 1)
     folder, name = _locate(adapter.strip(), progress=progress)
     if not folder.is_dir() or not (folder / "adapter_config.json").exists():
@@ -26,17 +27,8 @@ def open_checkpoint(text: str, *, progress: bool = False) -> Checkpoint:
     return Adapted(under, folder, adapter.strip(), f"{under.name}+{name}")
 
 
-def _open_one(text: str, *, progress: bool) -> Checkpoint:
-    path, name = _locate(text, progress=progress)
-    if path.is_dir():
-        return open_folder(path, text, name)
-    opened = open_file(path, text)
-    opened.name = name
-    return opened
-
-
 def _locate(text: str, *, progress: bool) -> tuple[Path, str]:
-    """Return where a model lies and what to call it without its path."""
+    """Return the path of a model, and its name without the path."""
     path = Path(os.path.expanduser(text))
     if os.path.exists(path):
         return path, path.resolve().name if path.is_dir() else path.stem

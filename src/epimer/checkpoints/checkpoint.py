@@ -7,7 +7,6 @@ import math
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -40,11 +39,8 @@ class Checkpoint(ABC):
     """name -> the name it shares its tensor with; both are in `headers`"""
     in_memory: bool = False
     """whether `read` returns tensors that others hold too, and that must not be written to"""
-
-    @property
-    @abstractmethod
-    def files(self) -> list[Path]:
-        """The files the tensors lie in."""
+    files: Sequence[Path] = ()
+    """the files the tensors lie in"""
 
     @abstractmethod
     def read(self, name: str, rows: Rows = None) -> Tensor:
@@ -62,9 +58,9 @@ class Checkpoint(ABC):
         """Whether two names stand for one tensor."""
         return self.ties.get(name, name) == self.ties.get(twin, twin)
 
-    @abstractmethod
     def sample(self, name: str) -> bytes:
         """Return some bytes of a tensor, from its start, middle and end."""
+        return sample_bytes(self.read(name))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -79,26 +75,20 @@ class Checkpoint(ABC):
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """A hash of every tensor: its dtype, its shape and a sample of its data."""
-        found = {}
-        for name, W in self.headers.items():
-            content = f"{W.dtype}\0{tuple(W.shape)}\0".encode() + self.sample(name)
-            found[name] = hashlib.blake2b(content, digest_size=8).hexdigest()
-        return found
+        contents = {
+            name: f"{W.dtype}\0{tuple(W.shape)}\0".encode() + self.sample(name) for name, W in self.headers.items()
+        }
+        return {name: hashlib.blake2b(content, digest_size=8).hexdigest() for name, content in contents.items()}
 
     @property
     def state(self) -> list[tuple[str, int, int]]:
         """Each file's name, size and time of change: if one differs, the file was written to."""
-        found = []
-        for file in self.files:
-            try:
-                status = file.stat()
-            except OSError as error:
-                raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
-            found.append((file.name, status.st_size, status.st_mtime_ns))
-        return found
+        try:
+            return [(file.name, (now := file.stat()).st_size, now.st_mtime_ns) for file in self.files]
+        except OSError as error:
+            raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
     def size(self, name: str) -> int:
-        """Return the bytes of one tensor."""
         return nbytes(self.headers[name])
 
     def equal(self, name: str, other: Checkpoint, twin: str) -> bool:
@@ -122,7 +112,7 @@ def is_text(name: str) -> bool:
     return True
 
 
-def is_table(name: str) -> bool:
+def is_embedding(name: str) -> bool:
     """Whether a tensor is by its name a table of embeddings, which models may share with their head."""
     return any(word in name for word in ("embed", "wte", "shared"))
 
@@ -137,7 +127,7 @@ def header(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Allocate uninitialised memory for a tensor; large tensors get their own mapping, with huge pages if possible."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -147,7 +137,7 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).reshape(shape)
 
 
-def sampled(size: int) -> list[tuple[int, int]]:
+def sample_ranges(size: int) -> list[tuple[int, int]]:
     """Return the (start, stop) byte ranges of a tensor of `size` bytes that enter its fingerprint."""
     if size <= 3 * SAMPLE:
         return [(0, size)]
@@ -155,19 +145,21 @@ def sampled(size: int) -> list[tuple[int, int]]:
     return [(0, SAMPLE), (middle, middle + SAMPLE), (size - SAMPLE, size)]
 
 
-@dataclass
-class Joined(Checkpoint):
+def sample_bytes(W: Tensor) -> bytes:
+    """Return the bytes of a tensor that enter its fingerprint."""
+    flat = W.contiguous().reshape(-1).view(torch.uint8)
+    return b"".join(flat[start:stop].cpu().numpy().tobytes() for start, stop in sample_ranges(flat.numel()))
+
+
+class ShardedCheckpoint(Checkpoint):
     """Several files that together hold one model."""
 
-    name: str
-    where: str
-    parts: list[Checkpoint]
-    folder: Path | None = None
-    owner: dict[str, Checkpoint] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.owner, self.headers, self.ties = {}, {}, {}
-        for part in self.parts:
+    def __init__(self, name: str, where: str, shards: Sequence[Checkpoint], folder: Path) -> None:
+        self.name, self.where, self.folder = name, where, folder
+        self.files = [file for shard in shards for file in shard.files]
+        self.owner: dict[str, Checkpoint] = {}
+        self.headers, self.ties = {}, {}
+        for part in shards:
             for name, W in part.headers.items():
                 if name in self.owner:
                     raise CheckpointError(
@@ -176,10 +168,6 @@ class Joined(Checkpoint):
                     )
                 self.owner[name], self.headers[name] = part, W
             self.ties = {**self.ties, **part.ties}
-
-    @property
-    def files(self) -> list[Path]:
-        return [file for part in self.parts for file in part.files]
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         return self.owner[name].read(name, rows)

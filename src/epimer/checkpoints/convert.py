@@ -5,17 +5,18 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from epimer.checkpoints.folder import TORCH_SUFFIXES
+from epimer.checkpoints.folder import FORMATS
 from epimer.checkpoints.safetensors import DTYPE_NAMES
-from epimer.checkpoints.torchfile import find_ties, load_tensors
+from epimer.checkpoints.torchfile import TorchFile, find_ties, load_tensors
 from epimer.checkpoints.writer import save_tensors
 from epimer.errors import CheckpointError, OutputError
 
 
 def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bool = False) -> dict[str, str]:
     """Write the tensors of a torch file to a safetensors file; return the names that shared another's tensor."""
-    if source.suffix not in TORCH_SUFFIXES:
-        raise CheckpointError(f"{source} is not a torch file: expected {', '.join(TORCH_SUFFIXES)}.")
+    if FORMATS.get(source.suffix) is not TorchFile:
+        suffixes = ", ".join(suffix for suffix, file in FORMATS.items() if file is TorchFile)
+        raise CheckpointError(f"{source} is not a torch file: expected {suffixes}.")
     if target.suffix != ".safetensors":
         raise OutputError(f"{target} should end in .safetensors; give the file to make.")
     if target.exists() and not overwrite:
@@ -25,9 +26,7 @@ def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bo
         raise CheckpointError(f"{source} holds no tensor.")
     for name, W in tensors.items():
         if name == "__metadata__":
-            raise CheckpointError(
-                f"{source} has a tensor called __metadata__, which safetensors cannot hold; rename it."
-            )
+            raise CheckpointError(f"{source} has a tensor __metadata__, which safetensors cannot hold; rename it.")
         if W.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{source}: {name!r} is {W.dtype}, which safetensors cannot hold; convert it first.")
     ties = find_ties(tensors)

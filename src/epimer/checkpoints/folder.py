@@ -1,31 +1,31 @@
-"""Find the weights in a Hugging Face folder, and never leave it."""
+"""Open a file of weights by its suffix, or find the weights in a Hugging Face folder and never leave it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
-from epimer.checkpoints.checkpoint import Checkpoint, Joined
+from epimer.checkpoints.checkpoint import Checkpoint, ShardedCheckpoint
 from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.checkpoints.torchfile import TorchFile
 from epimer.errors import CheckpointError, listed
 
-TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+FORMATS: dict[str, Callable[[Path, str], Checkpoint]] = {
+    ".safetensors": SafetensorsFile, ".bin": TorchFile, ".pt": TorchFile, ".pth": TorchFile
+}  # fmt: skip
+"""suffix -> the class that opens such a file from its path and what to call it in errors"""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
 
 
 def open_file(path: Path, where: str = "") -> Checkpoint:
-    """Open one file of weights by its suffix."""
+    """Open one file of weights in the format of its suffix."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{where or path} is not a regular file; copy the weights to one.")
-    if path.suffix == ".safetensors":
-        return SafetensorsFile(path, where)
-    if path.suffix in TORCH_SUFFIXES:
-        return TorchFile(path, where)
-    raise CheckpointError(
-        f"{where or path} is not a checkpoint: expected .safetensors, {', '.join(TORCH_SUFFIXES)} or a model folder."
-    )
+    if path.suffix not in FORMATS:
+        raise CheckpointError(f"{where or path} is not a checkpoint: expected {', '.join(FORMATS)} or a model folder.")
+    return FORMATS[path.suffix](path, where)
 
 
 def open_folder(folder: Path, where: str = "", name: str = "") -> Checkpoint:
@@ -37,38 +37,32 @@ def open_folder(folder: Path, where: str = "", name: str = "") -> Checkpoint:
         raise CheckpointError(
             f"{where} has both model.safetensors and {indexes[0]}, and only one can be the model; remove the other."
         )
-    if "model.safetensors" in singles or (singles and not indexes):
-        paths = [inside(folder, singles[0])]
-    elif indexes:
+    name = name or folder.resolve().name
+    if indexes and "model.safetensors" not in singles:
         return _open_sharded(folder, indexes[0], where, name)
-    else:
-        paths = _only_weights(folder, where)
-    return Joined(
-        name or folder.resolve().name, where, [open_file(path, f"{where}/{path.name}") for path in paths], folder
-    )
+    file = singles[0] if singles else _only_weights(folder, where)
+    return ShardedCheckpoint(name, where, [open_file(inside(folder, file), f"{where}/{file}")], folder)
 
 
-def _only_weights(folder: Path, where: str) -> list[Path]:
+def _only_weights(folder: Path, where: str) -> str:
     """Return the folder's single weights file where none has a usual name."""
-    suffixes = (".safetensors", *TORCH_SUFFIXES)
-    found = sorted(p.name for p in folder.iterdir() if p.suffix in suffixes and p.name not in NOT_WEIGHTS)
-    if "adapter_model.safetensors" in found or "adapter_model.bin" in found:
+    files = sorted(p.name for p in folder.iterdir() if p.suffix in FORMATS and p.name not in NOT_WEIGHTS)
+    if "adapter_model.safetensors" in files or "adapter_model.bin" in files:
         raise CheckpointError(f"{where} is a LoRA adapter, not a whole model; write it as BASE+{where}.")
-    found = [name for name in found if name.endswith(".safetensors")] or found
-    if len(found) != 1:
-        held = f"{len(found)} weight files and no index: {listed(found)}" if found else "no weights"
+    files = [name for name in files if name.endswith(".safetensors")] or files
+    if len(files) != 1:
+        held = f"{len(files)} weight files and no index: {listed(files)}" if files else "no weights"
         raise CheckpointError(f"{where} holds {held}; expected model.safetensors or shards with an index.")
-    return [inside(folder, found[0])]
+    return files[0]
 
 
 def _open_sharded(folder: Path, index: str, where: str, name: str) -> Checkpoint:
     at = f"{where}/{index}"
-    table = read_json(inside(folder, index), at)
-    weight_map = table.get("weight_map")
+    weight_map = read_json(inside(folder, index), at).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{at} has no weight_map from tensor names to file names; save the model again.")
     shards = {file: open_file(inside(folder, file), f"{where}/{file}") for file in dict.fromkeys(weight_map.values())}
-    model = Joined(name or folder.resolve().name, where, list(shards.values()), folder)
+    model = ShardedCheckpoint(name, where, list(shards.values()), folder)
     lost = [tensor for tensor, file in weight_map.items() if tensor not in shards[file].headers]
     if lost:
         raise CheckpointError(f"{at} names {len(lost)} tensors that their shards lack: {listed(lost)}.")

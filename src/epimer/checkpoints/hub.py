@@ -12,7 +12,7 @@ from epimer.errors import CheckpointError, EpimerError, listed
 
 REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
 HUB_ID = re.compile(rf"{REPO}(@[\w./-]+)?")
-CARRIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
+SIDECARS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
 
 
 def is_hub_id(text: str) -> bool:
@@ -26,69 +26,52 @@ def fetch(text: str, *, progress: bool = False) -> tuple[Path, str]:
 
 
 def fetch_repo(
-    text: str,
-    kind: str,
-    choose: Callable[[Sequence[str]], list[str]],
-    failure: type[EpimerError],
-    *,
-    progress: bool,
+    text: str, kind: str, choose: Callable[[Sequence[str]], list[str]], failure: type[EpimerError], *, progress: bool
 ) -> tuple[Path, str]:
-    """Return the folder of a hub repository, and `id@commit`.
+    """Return the folder of the hub's `id` or `id@revision`, a model or a dataset by its `kind`, and `id@commit`.
 
-    Args:
-        text: `id` or `id@revision`.
-        kind: model or dataset.
-        choose: which of its files to fetch.
-        failure: the error that says why it could not be had.
-        progress: show the progress of downloads.
+    `choose` says which of its files to fetch; `failure` is the error that is raised.
     """
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     repo, _, revision = text.partition("@")
     wanted = revision or None
     quiet = are_progress_bars_disabled()
+    ancestors = errors.HfHubHTTPError.__mro__  # with the base class of whichever HTTP library huggingface_hub uses
+    unreachable: type[BaseException] = next((a for a in ancestors if a.__name__ == "HTTPError"), ConnectionError)
     try:
         if not progress:
             disable_progress_bars()
         if constants.HF_HUB_OFFLINE:
-            raise OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        about: Any = HfApi().repo_info(repo, repo_type=kind, revision=wanted)
-        files = choose([sibling.rfilename for sibling in about.siblings or ()])
+            raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
+        info: Any = HfApi().repo_info(repo, repo_type=kind, revision=wanted)
+        files = choose([sibling.rfilename for sibling in info.siblings or ()])
         patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in files]
         folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, allow_patterns=patterns))
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise failure(f"{repo} is gated; accept its terms on the hub and log in: hf auth login") from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise failure(f"{repo} has no revision {revision!r} on the hub; see its page for branches.") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise failure(
             f"{text} is neither a path here nor a {kind} on the hub (a private one needs `hf auth login`)."
         ) from error
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, _network_errors()) as error:
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, unreachable) as error:
         try:
             folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, local_files_only=True))
-        except (LocalEntryNotFoundError, OSError, ValueError) as missing:
+        except (errors.LocalEntryNotFoundError, OSError, ValueError) as missing:
             # The cache holds the files we fetched and no others, which this error calls incomplete.
             cached = getattr(missing, "snapshot_path", None)
             if cached is None:
-                at = (" --repo-type dataset" if kind == "dataset" else "") + (
-                    f" --revision {revision}" if revision else ""
-                )
+                options = " --repo-type dataset" if kind == "dataset" else ""
+                options += f" --revision {revision}" if revision else ""
                 refused = getattr(getattr(error, "response", None), "status_code", None)
-                problem = f"refused it ({refused})" if refused else f"cannot be reached ({_reason(error)})"
+                reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+                problem = f"refused it ({refused})" if refused else f"cannot be reached ({reason})"
                 raise failure(
                     f"{text} is neither a path here nor in the hub's cache, and the hub {problem}; "
-                    f"download it where there is a network: hf download {repo}{at}"
+                    f"download it where there is a network: hf download {repo}{options}"
                 ) from error
             folder = Path(cached)
     finally:
@@ -98,22 +81,10 @@ def fetch_repo(
 
 
 def needed(files: Sequence[str], text: str) -> list[str]:
-    """Return which files of a repository to fetch: one set of weights, and what is carried over."""
+    """Return which files of a repository to fetch: one set of weights, config and tokenizer."""
     top = [file for file in files if "/" not in file]
     for prefix, suffix in (("model", ".safetensors"), ("", ".safetensors"), ("pytorch_model", ".bin"), ("", ".bin")):
         weights = [f for f in top if f.startswith(prefix) and f.endswith(suffix) and f not in NOT_WEIGHTS]
         if weights:
-            return weights + [file for file in top if file.endswith(CARRIED)]
+            return weights + [file for file in top if file.endswith(SIDECARS)]
     raise CheckpointError(f"{text} holds no weights on the hub: neither .safetensors nor .bin among {listed(top)}.")
-
-
-def _network_errors() -> type[BaseException]:
-    """Return the exception of whichever HTTP library huggingface_hub uses."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    ancestors = [kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError"]
-    return ancestors[0] if ancestors else ConnectionError
-
-
-def _reason(error: BaseException) -> str:
-    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__

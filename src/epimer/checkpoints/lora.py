@@ -1,4 +1,4 @@
-"""A LoRA adapter over a base model: W + scaling·B·A, kept as factors until something dense is asked for."""
+"""A LoRA adapter over a base model: W + scaling·B·A, kept as factors until a dense tensor is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_table
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_embedding
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.errors import CheckpointError, listed
 from epimer.geometry.linalg import LowRank, as_compute_dtype
@@ -23,7 +23,7 @@ CONV1D = ("gpt2", "imagegpt", "openai-gpt", "decision_transformer")  # models wh
 
 
 class Update(NamedTuple):
-    """What an adapter does to one tensor: the names of its factors, their factor, and which way round."""
+    """What an adapter adds to one tensor: scaling·B·A, or its transpose; A and B are names in the adapter's file."""
 
     A: str
     B: str
@@ -38,18 +38,13 @@ class Adapted(Checkpoint):
         self.base, self.where, self.name = base, where, name
         self.folder, self.headers, self.ties = base.folder, dict(base.headers), base.ties
         self.config = read_json(inside(folder, "adapter_config.json"), f"{where}/adapter_config.json")
-        weights = "adapter_model.safetensors"
-        if not (folder / weights).exists():
-            weights = "adapter_model.bin"
+        weights = f"adapter_model.{'safetensors' if (folder / 'adapter_model.safetensors').exists() else 'bin'}"
         self.adapter = open_file(inside(folder, weights), f"{where}/{weights}")
+        self.files = [*base.files, *self.adapter.files]
         self._check_config()
         self.updates: dict[str, Update] = {}
         self.replaced: dict[str, str] = {}
         self._match()
-
-    @property
-    def files(self) -> list[Path]:
-        return [*self.base.files, *self.adapter.files]
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         W = self.adapter.read(self.replaced[name], rows) if name in self.replaced else self.base.read(name, rows)
@@ -79,22 +74,20 @@ class Adapted(Checkpoint):
         return factors if rows is None else LowRank(factors.B[slice(*rows)], factors.A)
 
     def sample(self, name: str) -> bytes:
-        own = self.adapter.sample(self.replaced[name]) if name in self.replaced else self.base.sample(name)
+        W = self.adapter.sample(self.replaced[name]) if name in self.replaced else self.base.sample(name)
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
-            return own
-        return own + repr(update[2:]).encode() + self.adapter.sample(update.A) + self.adapter.sample(update.B)
+            return W
+        return W + repr(update[2:]).encode() + self.adapter.sample(update.A) + self.adapter.sample(update.B)
 
     def _refuse(self, problem: str) -> CheckpointError:
         remedy = "merge it into its base with PEFT's merge_and_unload() and give the saved model"
         return CheckpointError(f"{self.where} {problem}; {remedy}.")
 
     def _check_config(self) -> None:
-        kind = self.config.get("peft_type")
-        if kind != "LORA":
+        if (kind := self.config.get("peft_type")) != "LORA":
             raise self._refuse(f"is a {kind} adapter, and only LORA is read")
-        used = [key for key in UNSUPPORTED if self.config.get(key)]
-        if used:
+        if used := [key for key in UNSUPPORTED if self.config.get(key)]:
             raise self._refuse(f"uses {', '.join(used)}, which is not plain LoRA")
         start = self.config.get("init_lora_weights")
         if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
@@ -103,7 +96,7 @@ class Adapted(Checkpoint):
             raise CheckpointError(f"{self.where}/adapter_config.json: alpha_pattern must map names to numbers.")
 
     def _match(self) -> None:
-        """Find the base's tensor for every tensor of the adapter."""
+        """Match every tensor of the adapter with one of the base."""
         factors: dict[str, dict[str, str]] = {}
         for key in self.adapter.headers:
             part = next((part for part in PARTS if key.endswith(part)), None)
@@ -132,7 +125,7 @@ class Adapted(Checkpoint):
         self._untie()
 
     def _replace(self, name: str, key: str) -> None:
-        """Take a tensor from the adapter instead of the base, unless they are the same."""
+        """Read a tensor from the adapter instead of the base, unless they are the same."""
         own, W = self.adapter.headers[key], self.base.headers[name]
         if own.shape != W.shape or own.is_floating_point() != W.is_floating_point():
             raise CheckpointError(
@@ -143,10 +136,10 @@ class Adapted(Checkpoint):
             self.replaced[name], self.headers[name] = key, own
 
     def _untie(self) -> None:
-        """Give up ties of which only one side is replaced; refuse where the other side is not stored."""
+        """Drop ties of which only one side is replaced; refuse where the other side is not stored."""
         self.ties = {n: t for n, t in self.ties.items() if self.replaced.get(n) == self.replaced.get(t)}
         heads = [name for name in self.base.headers if name.endswith(("lm_head.weight", "embed_out.weight"))]
-        tables = [name for name in self.replaced if is_table(name)]
+        tables = [name for name in self.replaced if is_embedding(name)]
         names = self.model_config.get("architectures")
         kinds = " ".join(map(str, names)) if isinstance(names, list) else ""
         tied = any(word in kinds for word in ("LMHead", "CausalLM", "ConditionalGeneration", "MaskedLM"))
@@ -205,10 +198,10 @@ class Adapted(Checkpoint):
         """Return the base's name for an adapter's: the same, or the only one that ends with it (or it with that)."""
         if wanted in self.base.headers:
             return wanted
-        found = [name for name in self.base.headers if name.endswith(f".{wanted}") or wanted.endswith(f".{name}")]
-        if len(found) != 1:
+        fits = [name for name in self.base.headers if name.endswith(f".{wanted}") or wanted.endswith(f".{name}")]
+        if len(fits) != 1:
             raise CheckpointError(
                 f"{self.where}: {key!r} belongs to no tensor of {self.base.where}, which has "
                 f"{listed(self.base.headers)}; is it an adapter of this base?"
             )
-        return found[0]
+        return fits[0]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, nbytes, sampled
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, nbytes
 from epimer.checkpoints.torchfile import find_ties
 from epimer.errors import TensorError
 from epimer.geometry.linalg import LowRank
@@ -31,10 +30,6 @@ class StateDict(Checkpoint):
         self.headers = {name: W.detach() for name, W in tensors.items()}
         self.ties = find_ties({name: W for name, W in self.headers.items() if self.problem(name) is None})
 
-    @property
-    def files(self) -> list[Path]:
-        return []
-
     def problem(self, name: str) -> str | None:
         W = self.headers[name]
         if W.is_meta:
@@ -44,10 +39,6 @@ class StateDict(Checkpoint):
     def read(self, name: str, rows: Rows = None) -> Tensor:
         W = self.headers[name]
         return W if rows is None else W[slice(*rows)]
-
-    def sample(self, name: str) -> bytes:
-        flat = self.headers[name].contiguous().reshape(-1).view(torch.uint8)
-        return b"".join(bytes(flat[start:stop].cpu().numpy()) for start, stop in sampled(flat.numel()))
 
     def shares(self, name: str, twin: str) -> bool:
         W, V = self.headers[name], self.headers[twin]
@@ -62,12 +53,9 @@ class Cached(Checkpoint):
     def __init__(self, source: Checkpoint) -> None:
         self.source, self.name, self.where, self.folder = source, source.name, source.where, source.folder
         self.headers, self.ties, self.fingerprint = source.headers, source.ties, source.fingerprint
+        self.files = source.files
         self._tensors: dict[str, Tensor] = {}
         self._deltas: dict[str, LowRank | None] = {}
-
-    @property
-    def files(self) -> list[Path]:
-        return self.source.files
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         place = self.ties.get(name, name)

@@ -7,34 +7,22 @@ merge of many files would seem to need all of them at once.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, fresh, header, is_text, nbytes, sampled
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, allocate, header, is_text, nbytes, sample_ranges
 from epimer.errors import CheckpointError
 
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000  # the format's own limit
 PART = 1 << 30  # bytes per read call; Linux takes at most 2 GiB
@@ -52,21 +40,13 @@ class SafetensorsFile(Checkpoint):
     """One `.safetensors` file."""
 
     def __init__(self, path: Path, where: str = "") -> None:
-        self.path, self.where, self.name = path, where or str(path), path.stem
+        self.path, self.files, self.where, self.name = path, [path], where or str(path), path.stem
         self.entries, self.metadata = read_header(path, self.where)
         self.headers = {name: entry.W for name, entry in self.entries.items()}
-        self._restore_ties()
-
-    def _restore_ties(self) -> None:
-        """Take up tensors that were left out of the file because another name holds them."""
         self.ties = {}
-        for name, twin in self.metadata.items():
+        for name, twin in self.metadata.items():  # tensors that were left out because another name holds them
             if twin in self.entries and name not in self.entries and name != "format":
                 self.ties[name], self.headers[name] = twin, self.entries[twin].W
-
-    @property
-    def files(self) -> list[Path]:
-        return [self.path]
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         entry = self.entries[self.ties.get(name, name)]
@@ -74,35 +54,30 @@ class SafetensorsFile(Checkpoint):
         if rows is not None:
             skipped = rows[0] * nbytes(entry.W[:1])
             shape[0] = rows[1] - rows[0]
-        W = fresh(shape, entry.W.dtype)
+        W = allocate(shape, entry.W.dtype)
         self._fill(memoryview(as_bytes(W)), entry.start + skipped)
         return W
 
     def sample(self, name: str) -> bytes:
         entry = self.entries[self.ties.get(name, name)]
-        parts = []
-        for start, stop in sampled(entry.stop - entry.start):
-            buffer = bytearray(stop - start)
+        ranges = sample_ranges(entry.stop - entry.start)
+        buffers = [bytearray(stop - start) for start, stop in ranges]
+        for buffer, (start, _) in zip(buffers, ranges, strict=True):
             self._fill(memoryview(buffer), entry.start + start)
-            parts.append(bytes(buffer))
-        return b"".join(parts)
+        return b"".join(buffers)
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
         try:
-            fd = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"{self.where} cannot be opened: {error.strerror}.") from error
-        try:
-            done = 0
-            while done < len(buffer):
-                count = os.preadv(fd, [buffer[done : done + PART]], offset + done)
-                if not count:
-                    raise CheckpointError(f"{self.where} ends too early: it was cut while being read; copy it again.")
-                done += count
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(offset)
+                while buffer:
+                    count = file.readinto(buffer[:PART])
+                    if not count:
+                        message = "ends too early: it was cut while being read; copy it again."
+                        raise CheckpointError(f"{self.where} {message}")
+                    buffer = buffer[count:]
         except OSError as error:
             raise CheckpointError(f"{self.where} cannot be read: {error.strerror}.") from error
-        finally:
-            os.close(fd)
 
 
 def as_bytes(W: Tensor) -> Any:
@@ -131,7 +106,7 @@ def read_header(path: Path, where: str) -> tuple[dict[str, Entry], dict[str, str
     metadata = parsed.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{where}: __metadata__ must map strings to strings; save the file again.")
-    entries = {name: _entry(name, given, where) for name, given in parsed.items()}
+    entries = {name: _entry(name, description, where) for name, description in parsed.items()}
     entries = dict(sorted(entries.items(), key=lambda item: item[1][1:]))
     _check_layout(entries, size - 8 - length, where)
     start = 8 + length
@@ -140,15 +115,15 @@ def read_header(path: Path, where: str) -> tuple[dict[str, Entry], dict[str, str
 
 def _parse(text: bytes, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        table: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in table:
                 raise CheckpointError(f"{where} has {key!r} twice in its header; save the file again.")
-            found[key] = value
-        return found
+            table[key] = value
+        return table
 
     try:
-        parsed = json.loads(text.decode(), object_pairs_hook=unique, parse_int=_whole, parse_constant=_whole)
+        parsed = json.loads(text.decode(), object_pairs_hook=unique, parse_int=_count, parse_constant=_count)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
@@ -158,42 +133,44 @@ def _parse(text: bytes, where: str) -> dict[str, Any]:
     return parsed
 
 
-def _whole(text: str) -> int:
+def _count(text: str) -> int:
     if not text.isdigit():
         raise ValueError(f"{text} is no count")
     return int(text)
 
 
-def _entry(name: str, given: Any, where: str) -> Entry:
+def _entry(name: str, description: Any, where: str) -> Entry:
     """Return one tensor of a header, its offsets relative to the end of the header."""
-    if not isinstance(given, dict) or not {"dtype", "shape", "data_offsets"} <= given.keys():
-        raise CheckpointError(f"{where}: {name!r} lacks dtype, shape or data_offsets; save the file again.")
-    dtype, shape, offsets = DTYPES.get(str(given["dtype"])), given["shape"], given["data_offsets"]
-    if dtype is None:
-        raise CheckpointError(f"{where}: {name!r} has dtype {given['dtype']!r}; known are {', '.join(DTYPES)}.")
+
+    def refuse(problem: str) -> CheckpointError:
+        return CheckpointError(f"{where}: {name!r} {problem}; save the file again.")
+
+    if not isinstance(description, dict) or not {"dtype", "shape", "data_offsets"} <= description.keys():
+        raise refuse("lacks dtype, shape or data_offsets")
+    dtype, shape, offsets = (description[key] for key in ("dtype", "shape", "data_offsets"))
+    if str(dtype) not in DTYPES:
+        raise CheckpointError(f"{where}: {name!r} has dtype {dtype!r}; known are {', '.join(DTYPES)}.")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{where}: {name!r} has shape {shape!r} and offsets {offsets!r}; save the file again.")
+        raise refuse(f"has shape {shape!r} and offsets {offsets!r}")
     if not is_text(name):
-        raise CheckpointError(f"{where}: {name!r} is not a valid name; save the file again.")
+        raise refuse("is not a valid name")
     start, stop = offsets
-    expected = dtype.itemsize
+    expected = DTYPES[dtype].itemsize
     for side in shape:
         expected *= side
         if expected >= 2**63:
-            raise CheckpointError(f"{where}: {name!r} has a shape whose size overflows; save the file again.")
+            raise refuse("has a shape whose size overflows")
     if stop - start != expected:
-        raise CheckpointError(
-            f"{where}: {name!r} of shape {tuple(shape)} in {given['dtype']} takes {expected} bytes, "
-            f"but its offsets span {stop - start}; save the file again."
-        )
-    return Entry(header(tuple(shape), dtype), start, stop)
+        size = f"of shape {tuple(shape)} in {dtype} takes {expected} bytes"
+        raise refuse(f"{size}, but its offsets span {stop - start}")
+    return Entry(header(tuple(shape), DTYPES[dtype]), start, stop)
 
 
 def _counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**62 for value in values)
 
 
-def _check_layout(entries: dict[str, Entry], room: int, where: str) -> None:
+def _check_layout(entries: dict[str, Entry], size: int, where: str) -> None:
     """Refuse tensors that overlap, gaps between them, and a file that is longer or shorter than they are."""
     end, previous = 0, ""
     for name, entry in entries.items():
@@ -202,12 +179,12 @@ def _check_layout(entries: dict[str, Entry], room: int, where: str) -> None:
         if entry.start > end:
             raise CheckpointError(f"{where} has {entry.start - end} unused bytes before {name!r}; save it again.")
         end, previous = entry.stop, name
-    if end > room:
+    if end > size:
         raise CheckpointError(
-            f"{where} is truncated: its tensors take {end} bytes, the file has {room}; copy or download it again."
+            f"{where} is truncated: its tensors take {end} bytes, the file has {size}; copy or download it again."
         )
-    if end < room:
-        raise CheckpointError(f"{where} has {room - end} bytes that no tensor owns at its end; save it again.")
+    if end < size:
+        raise CheckpointError(f"{where} has {size - end} bytes that no tensor owns at its end; save it again.")
 
 
 def encode_header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -217,11 +194,7 @@ def encode_header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple
     for name, W in tensors.items():
         starts[name] = end
         end += nbytes(W)
-        table[name] = {
-            "dtype": DTYPE_NAMES[W.dtype],
-            "shape": list(W.shape),
-            "data_offsets": [starts[name], end],
-        }
+        table[name] = {"dtype": DTYPE_NAMES[W.dtype], "shape": list(W.shape), "data_offsets": [starts[name], end]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     offset = 8 + len(text)

@@ -1,4 +1,4 @@
-"""What goes into a model folder beside the weights: config, generation config, tokenizer and processor files."""
+"""The files of a model folder other than its weights: config, generation config, tokenizer and processor."""
 
 from __future__ import annotations
 
@@ -12,48 +12,32 @@ from epimer.errors import CheckpointError
 
 CONFIG = ("config.json", "generation_config.json")
 TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "source.spm",
-    "target.spm",
-    "tekken.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm",
+    "tekken.json", "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
 PROCESSOR = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-    "feature_extractor_config.json",
-)
+    "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
+    "video_preprocessor_config.json", "feature_extractor_config.json",
+)  # fmt: skip
 PATHS = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_file")
 LARGEST = 1 << 28  # bytes; a tokenizer is a few megabytes
 
 
-def carried(donor: Path | None, tokenizer: Path | None, dtype: str | None) -> dict[str, bytes]:
-    """Return the files to put beside the weights; `dtype` is what the config is to say, None to leave it."""
+def sidecar_files(donor: Path | None, tokenizer: Path | None, dtype: str | None) -> dict[str, bytes]:
+    """Return the files to add to the weights; `dtype` is what the config is to say, None to leave it."""
     files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := _read(donor, name)) is not None}
     files |= {name: data for name in TOKENIZER if (data := _read(tokenizer, name)) is not None}
-    if "tokenizer_config.json" in files and tokenizer is not None:
+    if tokenizer is not None and "tokenizer_config.json" in files:
         path = tokenizer / "tokenizer_config.json"
         config = read_json(path, str(path))
         files[path.name] = as_json({key: value for key, value in config.items() if key not in PATHS})
-    if "config.json" in files:
-        assert donor is not None
-        config = read_json(donor / "config.json", str(donor / "config.json"))
+    if donor is not None and "config.json" in files:
+        path = donor / "config.json"
         try:
-            files["config.json"] = as_json(_config(config, dtype))
+            files[path.name] = as_json(_config(read_json(path, str(path)), dtype))
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{donor / 'config.json'} cannot be written down again: {error}.") from error
+            raise CheckpointError(f"{path} cannot be written down again: {error}.") from error
     return files
 
 

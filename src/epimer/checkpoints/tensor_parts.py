@@ -1,4 +1,4 @@
-"""Folders of numbers about tensors: a JSON header, and a safetensors file with `<tensor>.<part>` keys."""
+"""Folders with several arrays per tensor: a JSON header, and a safetensors file with `<tensor>.<part>` keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def read_header(folder: Path, file: str, what: str, remedy: str, where: str) -> dict[str, Any]:
-    """Return the header of a folder of this kind, or say that it is none and how to make one."""
+    """Return the JSON header in a folder; what is no such folder is refused with its remedy."""
     if not folder.is_dir():
         raise CheckpointError(f"{where} is not a {what} folder: it does not exist or is not a folder.")
     if not (folder / file).exists():
@@ -24,8 +24,8 @@ def read_header(folder: Path, file: str, what: str, remedy: str, where: str) -> 
     return read_json(inside(folder, file), f"{where}/{file}")
 
 
-class StoredParts(Mapping[str, T]):
-    """What a safetensors file holds of each tensor, read when it is asked for; a subclass says what the parts make."""
+class TensorParts(Mapping[str, T]):
+    """Tensor name -> the object that a subclass builds of its parts in a safetensors file, which are read lazily."""
 
     def __init__(self, path: Path, where: str, known: Container[str]) -> None:
         self.file = SafetensorsFile(path, where)
@@ -36,11 +36,9 @@ class StoredParts(Mapping[str, T]):
                 self._keys.setdefault(name, {})[part] = key
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """Return a tensor's parts."""
         return {part: self.file.read(key) for part, key in self._keys[name].items()}
 
     def size(self, name: str) -> int:
-        """Return the bytes of a tensor's parts."""
         return sum(self.file.size(key) for key in self._keys[name].values())
 
     def __iter__(self) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, is_text, nbytes, sampled
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, is_text, sample_bytes
 from epimer.checkpoints.safe_unpickle import module_tensors
 from epimer.errors import CheckpointError, listed
 
@@ -24,15 +24,11 @@ class TorchFile(Checkpoint):
     """A state dict or a module saved with `torch.save`, mapped rather than loaded."""
 
     def __init__(self, path: Path, where: str = "") -> None:
-        self.path, self.where, self.name = path, where or str(path), path.stem
+        self.path, self.files, self.where, self.name = path, [path], where or str(path), path.stem
         self._lock, self._touched = Lock(), 0
         self._tensors = load_tensors(path, self.where)
         self.headers = {name: header(W.shape, W.dtype) for name, W in self._tensors.items()}
         self.ties = find_ties(self._tensors)
-
-    @property
-    def files(self) -> list[Path]:
-        return [self.path]
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         with self._lock:
@@ -43,8 +39,7 @@ class TorchFile(Checkpoint):
         return mapped.clone(memory_format=torch.contiguous_format)
 
     def sample(self, name: str) -> bytes:
-        flat = self._tensors[name].contiguous().reshape(-1).view(torch.uint8)
-        return b"".join(flat[start:stop].numpy().tobytes() for start, stop in sampled(nbytes(self.headers[name])))
+        return sample_bytes(self._tensors[name])
 
 
 def find_ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -64,10 +59,9 @@ def load_tensors(path: Path, where: str, *, key: str | None = None, mapped: bool
         loaded = load(path, where, mapped=mapped)
     except CheckpointError as error:
         holds_objects = isinstance(error.__cause__, pickle.UnpicklingError)
-        found = module_tensors(path, where, key) if holds_objects else None
-        if found is None:
+        loaded, key = module_tensors(path, where, key) if holds_objects else None, None
+        if loaded is None:
             raise
-        loaded, key = found, None
     if key is not None:
         if not isinstance(loaded, Mapping) or key not in loaded:
             inside = listed(map(str, loaded)) if isinstance(loaded, Mapping) else type(loaded).__name__
@@ -130,6 +124,4 @@ def load(path: Path, where: str, *, mapped: bool, save: str = "model.state_dict(
         raise
     except Exception as error:  # torch raises whatever a damaged file makes it stumble over
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{where} is damaged or not a torch file ({reason}); copy or download it again."
-        ) from error
+        raise CheckpointError(f"{where} is damaged or not a torch file ({reason}); download it again.") from error

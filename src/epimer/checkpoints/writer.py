@@ -1,7 +1,7 @@
-"""Write a model folder whole or not at all, and go on where a killed run stopped.
+"""Write a model folder completely or not at all, and resume where a killed run stopped.
 
-While it is made, a folder `out` lives in `.out.epimer/model` beside it, with a journal of the tensors that are safely
-on disk. Every tensor's place is known from the start, so they may come in any order and none is held in memory.
+Until it is complete, a folder `out` is kept in `.out.epimer/model` next to it, with a journal of the tensors that are
+safely on disk. Every tensor's offset is known from the start, so they may come in any order and none stays in memory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -40,7 +41,7 @@ class Shard:
     size: int
 
 
-def lay_out(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int) -> list[Shard]:
+def plan_shards(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int) -> list[Shard]:
     """Divide tensors over files of at most `most` bytes (one tensor may exceed it), in their order.
 
     A name that shares another's tensor is not stored: the metadata of its file says so, as safetensors' own
@@ -67,16 +68,14 @@ def lay_out(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int) -
     return shards
 
 
-def index_of(shards: list[Shard], tensors: Mapping[str, Tensor]) -> bytes | None:
+def shard_index(shards: list[Shard], tensors: Mapping[str, Tensor]) -> bytes | None:
     """Return the index of a sharded model; None where one file holds it."""
     if len(shards) == 1:
         return None
     owner = {name: shard.file for shard in shards for name in shard.starts}
-    table = {
-        "metadata": {"total_size": sum(nbytes(tensors[name]) for name in owner)},
-        "weight_map": {name: owner[name] for name in tensors if name in owner},
-    }
-    return as_json(table)
+    total_size = sum(nbytes(tensors[name]) for name in owner)
+    weight_map = {name: owner[name] for name in tensors if name in owner}
+    return as_json({"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def as_json(value: Any) -> bytes:
@@ -85,13 +84,13 @@ def as_json(value: Any) -> bytes:
 
 
 class Draft:
-    """A model folder in the making. `done` tells what an earlier, killed run has already written."""
+    """An unfinished model folder. `done` tells what an earlier, killed run has already written."""
 
     def __init__(self, out: Path, shards: list[Shard], key: str, check: Callable[[], None] = lambda: None) -> None:
         self.out, self.shards, self.key = out, shards, key
         self.check = check
-        """refuses to replace what is at `out`; asked again when the folder is about to appear"""
-        self.root = draft_of(out)
+        """refuses to replace what is at `out`; called again when the folder is about to appear"""
+        self.root = draft_path(out)
         self.folder, self.old, self.journal = self.root / "model", self.root / "old", self.root / "journal.jsonl"
         self.place = {name: (shard, start) for shard in shards for name, start in shard.starts.items()}
         self.done: dict[str, dict[str, Any]] = {}
@@ -103,38 +102,29 @@ class Draft:
     @contextmanager
     def opened(self) -> Iterator[Draft]:
         """Hold the draft alone; what was written stays for the next run unless `discard` is called."""
-        with explained(self.root, "made"):
+        with explain_os_errors(self.root, "made"):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.root.mkdir(exist_ok=True)
             foreign = sorted(path.name for path in self.root.iterdir() if path.name not in OURS)
             if foreign:
                 raise OutputError(f"{self.root} holds {foreign[0]!r}, which epimer did not put there; move it away.")
-            lock = os.open(self.root, os.O_RDONLY)
-        try:
+        with explain_os_errors(self.out, "written"), _locked(self.out):
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise OutputError(
-                    f"another merge is writing {self.out}; wait for it, or choose another name."
-                ) from error
-            with explained(self.out, "written"):
                 try:
                     self._begin()
                 except OSError:
                     self.discard()
                     raise
                 yield self
-        finally:
-            for file in self._files.values():
-                os.close(file)
-            self._files.clear()
-            os.close(lock)
+            finally:
+                for file in self._files.values():
+                    os.close(file)
+                self._files.clear()
 
     def _begin(self) -> None:
         if not self._restore():
             shutil.rmtree(self.folder, ignore_errors=True)
-            with self.journal.open("wb") as journal:
-                journal.write(_line({"key": self.key}))
+            self.journal.write_bytes(_line({"key": self.key}))
             self.folder.mkdir()
         for shard in self.shards:
             file = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -144,10 +134,10 @@ class Draft:
             _write(file, shard.header, 0)
 
     def _restore(self) -> bool:
-        """Take up what the journal says is on disk and what is indeed there; False if it is another merge's."""
+        """Restore the tensors that the journal lists and that are on disk; False if it is another merge's."""
         try:
-            entries, whole = _readable(self.journal.read_bytes())
-            os.truncate(self.journal, whole)
+            entries, size = _readable(self.journal.read_bytes())
+            os.truncate(self.journal, size)
         except OSError:
             return False
         if not entries or entries[0] != {"key": self.key} or not self.folder.is_dir():
@@ -190,29 +180,22 @@ class Draft:
             self.flush()
 
     def flush(self) -> None:
-        """Make sure that what was written is on disk, then say so in the journal."""
+        """Sync what was written to disk, then record it in the journal."""
         if not self._pending:
             return
         for file in self._files.values():
             os.fdatasync(file)
-        with self.journal.open("ab") as journal:
-            journal.write(b"".join(map(_line, self._pending)))
-            journal.flush()
-            os.fsync(journal.fileno())
+        _write_synced(self.journal, map(_line, self._pending), mode="ab")
         self._pending, self._bytes, self._flushed = [], 0, time.monotonic()
 
     def add(self, file: str, data: bytes) -> None:
-        """Write a small file beside the weights."""
-        target = self.folder / file
-        with target.open("wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
+        """Write a small file next to the weights."""
+        _write_synced(self.folder / file, [data])
 
     def publish(self) -> None:
-        """Let the folder appear under its name."""
+        """Move the finished folder to its name."""
         self.flush()
-        with explained(self.out, "written"):
+        with explain_os_errors(self.out, "written"):
             for file in self._files.values():
                 os.fsync(file)
             _sync(self.folder)
@@ -221,23 +204,20 @@ class Draft:
                 self.out.rename(self.old)
             self.folder.rename(self.out)
             _sync(self.out.parent)
-            settle(self.out)
+            finish_replacement(self.out)
 
     def discard(self) -> None:
         """Remove what was written so far."""
-        settle(self.out)
+        finish_replacement(self.out)
         shutil.rmtree(self.root, ignore_errors=True)
 
 
 def save_tensors(target: Path, tensors: Mapping[str, Tensor], ties: Mapping[str, str] | None = None) -> None:
-    """Write tensors in memory to one safetensors file, which appears whole or not at all."""
-    (shard,) = lay_out(tensors, ties or {}, 1 << 62)
-    with whole_file(target) as draft, draft.open("wb") as file:
-        file.write(shard.header)
-        for name in shard.starts:
-            file.write(as_bytes(tensors[name].contiguous()))
-        file.flush()
-        os.fsync(file.fileno())
+    """Write tensors in memory to one safetensors file, which appears complete or not at all."""
+    (shard,) = plan_shards(tensors, ties or {}, 1 << 62)
+    data = (as_bytes(tensors[name].contiguous()) for name in shard.starts)
+    with atomic_file(target) as draft:
+        _write_synced(draft, chain([shard.header], data))
 
 
 def check_file(path: Path | None) -> None:
@@ -257,10 +237,10 @@ def check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Give a file to write, which takes its name when all of it is there."""
-    draft = draft_of(path)
-    with explained(path, "written"):
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a file to write, which is moved to its name when the block ends well."""
+    draft = draft_path(path)
+    with explain_os_errors(path, "written"):
         try:
             yield draft
             draft.replace(path)
@@ -280,14 +260,14 @@ def check_new(out: Path, marker: str, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def whole_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterator[Path]:
-    """Make a folder of files that appears under its name when the block ends well, and not at all otherwise.
+def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a folder to fill with files, which is moved to its name when the block ends well.
 
-    Only a folder that holds `marker`, so one of the same kind, is replaced, and only if `overwrite` says so.
+    Only a folder that holds `marker`, so one of the same kind, is replaced, and only with `overwrite`.
     """
     out = Path(os.path.abspath(out.expanduser()))
     draft, old = out.parent / f".{out.name}.epimer-draft", out.parent / f".{out.name}.epimer-old"
-    with explained(out, "written"):
+    with explain_os_errors(out, "written"):
         if old.exists() and not os.path.lexists(out):  # a run was killed between two renames
             old.rename(out)
         check_new(out, marker, overwrite=overwrite)
@@ -296,10 +276,8 @@ def whole_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterator
         draft.mkdir()
         try:
             yield draft
-            for file in draft.iterdir():
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
-            _sync(draft)
+            for path in (*draft.iterdir(), draft):
+                _sync(path)
             check_new(out, marker, overwrite=overwrite)
             if out.exists():
                 shutil.rmtree(old, ignore_errors=True)
@@ -314,9 +292,29 @@ def whole_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterator
             raise
 
 
-def settle(out: Path) -> None:
-    """End what a run began when it let its output appear: bring the old one back, or let it and the draft go."""
-    root = draft_of(out)
+def recover(out: Path) -> None:
+    """Finish the replacement of an output by a run that was killed, unless another run is at work."""
+    with suppress(OSError, OutputError), _locked(out):
+        finish_replacement(out)
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Hold the draft of an output alone."""
+    lock = os.open(draft_path(out), os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OutputError(f"another merge is writing {out}; wait for it, or choose another name.") from error
+        yield
+    finally:
+        os.close(lock)
+
+
+def finish_replacement(out: Path) -> None:
+    """Restore the old output if the new one did not appear; otherwise remove the old one and the draft."""
+    root = draft_path(out)
     old, gone = root / "old", root / "gone"
     if old.exists() and not os.path.lexists(out):
         old.rename(out)
@@ -329,14 +327,14 @@ def settle(out: Path) -> None:
         shutil.rmtree(root)
 
 
-def draft_of(out: Path) -> Path:
-    """Return where an output lives while it is made."""
+def draft_path(out: Path) -> Path:
+    """Return where an output is kept until it is complete."""
     return out.parent / f".{out.name}.epimer"
 
 
 @contextmanager
-def explained(path: Path, verb: str) -> Iterator[None]:
-    """Say in one line why the system did not let a file be written."""
+def explain_os_errors(path: Path, verb: str) -> Iterator[None]:
+    """Turn an error of the system into one line with a reason and a remedy."""
     try:
         yield
     except OSError as error:
@@ -353,7 +351,7 @@ def explained(path: Path, verb: str) -> Iterator[None]:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Take the disk space now, so that a full disk is found before any work is done."""
+    """Allocate the disk space now, so that a full disk is noticed before any work is done."""
     os.ftruncate(file, size)
     try:
         os.posix_fallocate(file, 0, size)
@@ -368,8 +366,15 @@ def _write(file: int, data: bytes | memoryview, offset: int) -> None:
         done += os.pwrite(file, view[done : done + PART], offset + done)
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _write_synced(path: Path, chunks: Iterable[Any], mode: Literal["wb", "ab"] = "wb") -> None:
+    with path.open(mode) as file:
+        file.writelines(chunks)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -381,8 +386,8 @@ def _line(entry: Any) -> bytes:
 
 
 def _readable(journal: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Return the journal's entries up to the first that was not written whole, and the bytes they take."""
-    entries, whole = [], 0
+    """Return the journal's entries up to the first that was not written completely, and the bytes they take."""
+    entries, size = [], 0
     for line in journal.splitlines(keepends=True):
         try:
             entry = json.loads(line)
@@ -391,5 +396,5 @@ def _readable(journal: bytes) -> tuple[list[dict[str, Any]], int]:
         if not line.endswith(b"\n") or not isinstance(entry, dict):
             break
         entries.append(entry)
-        whole += len(line)
-    return entries, whole
+        size += len(line)
+    return entries, size

@@ -73,10 +73,10 @@ def output(
 ) -> None:
     """Write a command's record to a file, if there is one, and print it: as JSON, by `print_result`, or not at all."""
     from epimer.checkpoints.writer import as_json as encode
-    from epimer.checkpoints.writer import whole_file
+    from epimer.checkpoints.writer import atomic_file
 
     if file is not None:
-        with whole_file(file) as draft:
+        with atomic_file(file) as draft:
             draft.write_bytes(encode(record))
     if as_json:
         print_json(record)

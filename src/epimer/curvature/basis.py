@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from epimer.checkpoints.folder import inside
-from epimer.checkpoints.tensor_parts import StoredParts, read_header
-from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
+from epimer.checkpoints.tensor_parts import TensorParts, read_header
+from epimer.checkpoints.writer import as_json, atomic_folder, save_tensors
 from epimer.curvature.format import model_fingerprint
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.subspace import Basis, Tagged, TensorProduct, atoms_of
@@ -25,7 +25,7 @@ NUMBERS, HEADER = "basis.safetensors", "basis.json"
 PARTS = ("U", "V", "sigma", "owner", "mix", "left", "right")
 
 
-class StoredBasis(StoredParts[Basis]):
+class StoredBasis(TensorParts[Basis]):
     """A basis folder: tensor name -> its basis, read from disk when it is accessed."""
 
     def __init__(self, folder: Path, where: str = "") -> None:
@@ -77,7 +77,7 @@ def save_basis(
     bases: Iterable[tuple[str, Basis]], folder: Path, *, about: Mapping[str, Any], overwrite: bool = False
 ) -> None:
     """Write bases into a new folder, with `about` in its header; an interrupted write leaves no folder."""
-    with whole_folder(folder, HEADER, overwrite=overwrite) as draft:
+    with atomic_folder(folder, HEADER, overwrite=overwrite) as draft:
         tensors: dict[str, Tensor] = {}
         fingerprints: list[tuple[str, str]] = []
         kind = "tagged"

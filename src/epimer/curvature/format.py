@@ -18,8 +18,8 @@ from torch import Tensor
 import epimer
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside
-from epimer.checkpoints.tensor_parts import StoredParts, read_header
-from epimer.checkpoints.writer import as_json, save_tensors, whole_folder
+from epimer.checkpoints.tensor_parts import TensorParts, read_header
+from epimer.checkpoints.writer import as_json, atomic_folder, save_tensors
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.errors import CurvatureError, short
 from epimer.geometry.metric import Metric, Projected
@@ -53,7 +53,7 @@ class Provenance:
     ties: Mapping[str, str] = field(default_factory=dict)  # other names of a tensor -> the one it is stored under
 
 
-class StoredMetrics(StoredParts[Metric]):
+class StoredMetrics(TensorParts[Metric]):
     """A curvature folder: its provenance, and each tensor's metric, read from disk when it is accessed."""
 
     def __init__(self, folder: Path, where: str = "") -> None:
@@ -106,7 +106,7 @@ def save_curvature(metrics: Mapping[str, Metric], provenance: Provenance, folder
         inputs_first += [name] if getattr(metric, "inputs", 1) == 0 else []
     if not tensors:
         raise CurvatureError("there is no curvature to save: no tensor was measured.")
-    with whole_folder(folder, HEADER, overwrite=overwrite) as draft:
+    with atomic_folder(folder, HEADER, overwrite=overwrite) as draft:
         save_tensors(draft / NUMBERS, tensors)
         (draft / HEADER).write_bytes(as_json({"format": FORMAT, **asdict(provenance), "inputs_first": inputs_first}))
 

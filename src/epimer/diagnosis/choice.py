@@ -9,7 +9,7 @@ from epimer.engine.options import RunOptions
 from epimer.errors import RecipeError
 from epimer.evaluation.judges import Evaluate
 from epimer.methods.registry import describe_method
-from epimer.plan.merge import Opened
+from epimer.plan.merge import OpenedModels
 from epimer.recipe.model import Recipe
 from epimer.score_format import format_score
 
@@ -17,7 +17,7 @@ Choice = tuple[Recipe, str]
 """a recipe with nothing left open, and why it is so"""
 
 
-def resolve(recipe: Recipe, opened: Opened, evaluate: Evaluate | None, run: RunOptions) -> Choice:
+def resolve(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate | None, run: RunOptions) -> Choice:
     """Choose what a recipe leaves open: on validation data where there is an evaluation, else by forecast."""
     if not recipe.auto:
         return recipe, ""
@@ -28,7 +28,7 @@ def resolve(recipe: Recipe, opened: Opened, evaluate: Evaluate | None, run: RunO
     return by_forecast(recipe, opened, run)
 
 
-def by_forecast(recipe: Recipe, opened: Opened, run: RunOptions) -> Choice:
+def by_forecast(recipe: Recipe, opened: OpenedModels, run: RunOptions) -> Choice:
     """Choose by what the diagnosis forecasts."""
     methods = None if "merge_method" in recipe.auto else [recipe.merge_method]
     diagnosis = diagnose_recipe(recipe, opened, methods=methods, run=run)
@@ -48,10 +48,10 @@ def by_forecast(recipe: Recipe, opened: Opened, run: RunOptions) -> Choice:
 def _total_weight(recipe: Recipe) -> float:
     if "weight" in recipe.varying():
         raise RecipeError("weights differ between tensors, so no scale can be forecast; add 'eval', or give a scale.")
-    return sum(recipe.weights("", 0.0) or [1.0])
+    return sum(recipe.settings("", 0.0).weights or [1.0])
 
 
-def by_sweep(recipe: Recipe, opened: Opened, evaluate: Evaluate, run: RunOptions) -> Choice:
+def by_sweep(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate, run: RunOptions) -> Choice:
     """Choose on validation data."""
     free = "scale" in recipe.auto
     found = sweep_recipe(

@@ -22,10 +22,10 @@ from epimer.geometry.subspace import Basis, Tagged, atoms_of, clamp_rank
 from epimer.geometry.theory import total
 from epimer.methods.registry import default_forecasts, describe_method
 from epimer.plan.curvature_inputs import metric_bytes
-from epimer.plan.inputs import check_models, check_weights, refuse
+from epimer.plan.inputs import assign_rules, check_weights
 from epimer.plan.jobs import Job, memory_of
 from epimer.plan.layer_curvature import Curvatures, layer_basis, layer_metrics, missing_metric
-from epimer.plan.merge import Opened
+from epimer.plan.merge import OpenedModels
 from epimer.plan.participants import Participants, public_recipe
 from epimer.progress import Progress
 from epimer.recipe.model import AUTO, Recipe, depths, known_parameters
@@ -123,14 +123,14 @@ def diagnose_models(
     """
     if participants.base is None:
         raise TensorError("a diagnosis needs the base model that the others were fine-tuned from; pass base.")
-    fates = check_models(participants, rules, refuse)
-    jobs = matrix_jobs(participants, fates, describe_method("tsv"), rank)
+    assigned = assign_rules(participants, rules).checked()
+    jobs = matrix_jobs(participants, assigned, describe_method("tsv"), rank)
     if not jobs:
         raise TensorError("there is no matrix to diagnose: every tensor is averaged, copied or too small.")
     kind = kind or _kind(curvatures, jobs)
     chosen = forecasts(methods(kind) if callable(methods) else methods, kind)
     question = Question(rank, damping, chosen)
-    depth = depths(list(fates.rules))
+    depth = depths(list(assigned.rules))
     jobs = [
         replace(job, weights=weights(job.name, depth[job.name]), memory=_memory(job, curvatures, chosen, participants))
         for job in jobs
@@ -230,7 +230,7 @@ def _forecast(sums: Sums, method: str, weights: Sequence[float]) -> Forecast:
 
 def diagnose_recipe(
     recipe: Recipe,
-    opened: Opened,
+    opened: OpenedModels,
     *,
     rank: int | None = None,
     methods: Sequence[str] | None = None,
@@ -243,7 +243,7 @@ def diagnose_recipe(
     participants, tasks = opened.participants, len(recipe.models)
 
     def weights(name: str, depth: float) -> list[float]:
-        return check_weights(recipe.weights(name, depth), tasks, "a diagnosis")
+        return check_weights(recipe.settings(name, depth).weights, tasks, "a diagnosis")
 
     def wanted(kind: str) -> dict[str, dict[str, Any]]:
         chosen: dict[str, dict[str, Any]] = {

@@ -25,9 +25,9 @@ from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.subspace import Basis, Tagged, tensor_product
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Method, default_sweep, describe_method
-from epimer.plan.inputs import check_models, refuse
+from epimer.plan.inputs import assign_rules
 from epimer.plan.jobs import Job, Plan
-from epimer.plan.merge import Opened, plan_recipe
+from epimer.plan.merge import OpenedModels, plan_recipe
 from epimer.plan.participants import Participants
 from epimer.progress import Progress
 from epimer.recipe.model import Recipe
@@ -249,7 +249,7 @@ def climb(value: Callable[[float], Any], grid: Sequence[float], ahead: int = 2) 
 
 def sweep_recipe(
     recipe: Recipe,
-    opened: Opened,
+    opened: OpenedModels,
     evaluate: Evaluate,
     *,
     methods: Sequence[str] | None = None,
@@ -267,7 +267,7 @@ def sweep_recipe(
         raise opened.problems[0]
     if opened.participants.base is None:
         raise RecipeError("a sweep scales task vectors, so the recipe needs a base_model.")
-    fates = check_models(opened.participants, recipe.rules, refuse)
+    assigned = assign_rules(opened.participants, recipe.rules).checked()
     rows = check_methods(methods, opened.kind)
     merges = Merges(opened.participants, recipe.rules, run)
     opened = replace(opened, participants=merges.participants)
@@ -284,7 +284,7 @@ def sweep_recipe(
         shown = rank if rank is not None else recipe.settled(row.name).parameters.get("rank")
         return shown if isinstance(shown, int) else None
 
-    names = [name for name, rule in fates.rules.items() if rule != "skip"]
+    names = [name for name, rule in assigned.rules.items() if rule != "skip"]
     tensors = {name: base.read(name) for name in names}
     with Progress(run.progress, unit="settings") as bar:
         stage = bar.begin("trying", None)

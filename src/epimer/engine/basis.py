@@ -15,7 +15,7 @@ from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
 from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method, describe_method
 from epimer.methods.rules import matrix_shape
-from epimer.plan.inputs import Fates, check_models, refuse
+from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.jobs import Job, memory_of, precision
 from epimer.plan.participants import Participants
 from epimer.progress import Progress
@@ -43,10 +43,10 @@ class BasisWalk:
         return atoms if self.kind == "tagged" else tensor_product(atoms)
 
 
-def matrix_jobs(participants: Participants, fates: Fates, method: Method, rank: int | None) -> list[Job]:
+def matrix_jobs(participants: Participants, assigned: TensorRules, method: Method, rank: int | None) -> list[Job]:
     """Return a job for every matrix that can give each task a direction, with the memory that `method` takes on it."""
     tasks, jobs = len(participants.models), []
-    for name in fates.matrices:
+    for name in assigned.matrices:
         W = participants.template.headers[name]
         if not clamp_rank(matrix_shape(W), tasks, rank):
             continue
@@ -85,8 +85,8 @@ def build_bases(
         run: where and within which limits; by default in memory.
         progress: where to show how far it is.
     """
-    fates = check_models(participants, rules, refuse)
-    jobs = matrix_jobs(participants, fates, describe_method("tsv"), rank)
+    assigned = assign_rules(participants, rules).checked()
+    jobs = matrix_jobs(participants, assigned, describe_method("tsv"), rank)
     engine = (run or in_memory(jobs[0].device if jobs else torch.device("cpu"), len(jobs))).start(jobs)
     stage = (progress or Progress(False)).begin("building", sum(job.reads for job in jobs))
     for job, basis in engine.map(BasisWalk(participants, jobs, rank, kind)):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import fresh, header
+from epimer.checkpoints.checkpoint import allocate, header
 from epimer.engine.protocol import Engine
 from epimer.errors import TensorError
 from epimer.geometry.linalg import LowRank, as_compute_dtype, chunks, dense, nonfinite
@@ -22,7 +22,7 @@ from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_m
 from epimer.methods.rules import matrix_shape
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job, Plan, precision
-from epimer.plan.layer_curvature import NOTHING, LayerCurvature, layer_curvature
+from epimer.plan.layer_curvature import NO_CURVATURE, LayerCurvature, layer_curvature
 from epimer.plan.participants import Participant, Participants
 from epimer.progress import Stage
 from epimer.records import Status, TensorRecord
@@ -57,7 +57,7 @@ class Tensors:
     base: Tensor | None
     models: list[Tensor | LowRank | None]
     """per model its tensor, or its difference from the base as factors; None once it has been used"""
-    curvature: LayerCurvature = NOTHING
+    curvature: LayerCurvature = NO_CURVATURE
 
 
 class MergeWalk:
@@ -76,11 +76,7 @@ class MergeWalk:
         if job.method is None:
             return Tensors(participants.template.read(job.name), [])
         tensors = read_tensors(participants, job)
-        W = header(job.template.shape, job.precision)
-        tasks, based = len(participants.models), participants.base is not None
-        tensors.curvature = layer_curvature(
-            job.name, job.rule, W, tasks, job.method, job.options, self.plan.curvatures, based=based
-        )
+        tensors.curvature = layer_curvature(job, participants, self.plan.curvatures)
         return tensors
 
     def work(self, batch: Batch, loaded: list[Tensors], device: torch.device) -> list[Merged]:
@@ -141,7 +137,7 @@ class MergeWalk:
 
     def _merge_in_chunks(self, job: Job, tensors: Tensors) -> tuple[Tensor, TensorRecord]:
         """Merge entries that stand alone a megabyte at a time, which never leaves the processor's cache."""
-        result, dtype = fresh(job.template.shape, job.template.dtype), job.precision
+        result, dtype = allocate(job.template.shape, job.template.dtype), job.precision
         given = [dense(W).to(dtype) if isinstance(W, LowRank) else W for W in tensors.models]
         columns = [None if W is None else chunks(W.reshape(-1)) for W in (tensors.base, *given)]
         record: TensorRecord | None = None
@@ -154,7 +150,7 @@ class MergeWalk:
                 D = part.to(dtype) if start is None or isinstance(W, LowRank) else part.to(dtype) - start
                 check_delta(self.plan.participants, model, job, D)
                 deltas.append(D)
-            piece, record = self._merge_deltas(job, start, deltas, header(target.shape, target.dtype), NOTHING)
+            piece, record = self._merge_deltas(job, start, deltas, header(target.shape, target.dtype), NO_CURVATURE)
             target.copy_(piece)
         assert record is not None
         return result, record

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import time
 import warnings
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,8 @@ from typing import Any
 import torch
 
 import epimer
-from epimer.checkpoints.sidecar_files import carried, code_files
-from epimer.checkpoints.writer import Draft, Shard, as_json, draft_of, explained, index_of, lay_out, settle
+from epimer.checkpoints.sidecar_files import code_files, sidecar_files
+from epimer.checkpoints.writer import Draft, Shard, as_json, explain_os_errors, plan_shards, recover, shard_index
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
 from epimer.engine.model_card import model_card
@@ -41,10 +39,10 @@ def write_merge(
     started = time.perf_counter()
     plan.check()
     engine = run.start(plan.parts)
-    shards = lay_out(plan.outputs, plan.ties, parse_size(max_shard_size, "max_shard_size"))
+    shards = plan_shards(plan.outputs, plan.ties, parse_size(max_shard_size, "max_shard_size"))
     sidecars = _sidecars(plan, shards)
     out = Path(os.path.abspath(out.expanduser()))
-    _settle(out)
+    recover(out)
     if (record := finished(out, plan, shards, sidecars)) is not None:
         return record
     check_output(out, plan.participants, overwrite=overwrite)
@@ -159,7 +157,7 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         raise OutputError(f"{out} is a link; give the folder itself.")
     if not out.is_dir():
         raise OutputError(f"{out} is a file; the output is a folder: choose another name.")
-    with explained(out, "read"):
+    with explain_os_errors(out, "read"):
         content = {path.name for path in out.iterdir()}
     if not content:
         return
@@ -175,17 +173,6 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         raise OutputError(
             f"{out} also holds {listed(sorted(content - ours))}, which epimer did not make; move it away."
         )
-
-
-def _settle(out: Path) -> None:
-    """Tidy up after a run that was killed while it replaced an output, unless another one is at work."""
-    with suppress(OSError):
-        lock = os.open(draft_of(out), os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            settle(out)
-        finally:
-            os.close(lock)
 
 
 def _prepare(plan: Plan, engine: Engine, draft: Draft, progress: Progress) -> Prepared | None:
@@ -228,8 +215,8 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
     """Return the index and the files that are carried over; note those that are not."""
     dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
     folder = plan.participants.donor.folder
-    files = carried(folder, plan.tokenizer, dtypes.pop() if len(dtypes) == 1 else None)
-    if (index := index_of(shards, plan.outputs)) is not None:
+    files = sidecar_files(folder, plan.tokenizer, dtypes.pop() if len(dtypes) == 1 else None)
+    if (index := shard_index(shards, plan.outputs)) is not None:
         files[INDEX] = index
     left = code_files(folder)
     if left:

@@ -12,12 +12,12 @@ from torch import Tensor
 from epimer.api import diagnose_state_dicts
 from epimer.checkpoints.writer import (
     as_json,
+    atomic_file,
+    atomic_folder,
     check_file,
     check_folder,
     check_new,
     save_tensors,
-    whole_file,
-    whole_folder,
 )
 from epimer.evaluation.suite import Suite
 from epimer.experiments.bench import CANDIDATES, COARSE_SCALES, Bench, Outcome
@@ -66,7 +66,7 @@ def run(folder: Path, *, progress: bool = True, settings: Settings | None = None
     assert bench.winner is not None
     assert suite.folder is not None
     files = [*write(result, folder), folder / "diagnosis.json"]
-    with whole_file(files[-1]) as draft:
+    with atomic_file(files[-1]) as draft:
         draft.write_bytes(as_json(diagnosis.to_dict()))
     model = save_model(suite, bench.winner, bench.model, folder / "merged")
     return Demo(result, bench.winner, diagnosis, files, model, suite.folder, time.perf_counter() - started)
@@ -85,7 +85,7 @@ def save_model(suite: Suite, outcome: Outcome, state: Mapping[str, Tensor], fold
     assert suite.folder is not None
     about = {"suite": suite.name, "method": outcome.candidate.name, "scale": outcome.scale}
     config = (suite.folder / "base" / "config.json").read_bytes()
-    with whole_folder(folder, MARKER, overwrite=True) as draft:
+    with atomic_folder(folder, MARKER, overwrite=True) as draft:
         save_tensors(draft / "model.safetensors", dict(state))
         (draft / "config.json").write_bytes(config)
         (draft / MARKER).write_bytes(as_json(about))

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.writer import as_json, explained, whole_file
+from epimer.checkpoints.writer import as_json, atomic_file, explain_os_errors
 from epimer.evaluation.statistics import Scores, compare
 from epimer.evaluation.suite import Suite
 from epimer.records import Dots, Experiment, Lines, Maps
@@ -62,12 +62,12 @@ def write(experiment: Experiment, folder: Path) -> list[Path]:
     contents = {"json": as_json(experiment.to_dict()), "md": experiment.markdown().encode()}
     if svg := figure_file(experiment):
         contents["svg"] = svg.encode()
-    with explained(folder, "written"):
+    with explain_os_errors(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
     files = []
     for extension, content in contents.items():
         files.append(folder / f"{experiment.name}.{extension}")
-        with whole_file(files[-1]) as draft:
+        with atomic_file(files[-1]) as draft:
             draft.write_bytes(content)
     return files
 

@@ -1,13 +1,13 @@
 """How task vectors are aggregated: by their Fréchet mean, by T times it, or by a damped step from an anchor.
 
-The third factor of a method, after its subspace and its metric; each takes the problem that these two pose and returns
-the merged task vector, of the layer's shape. Damping ε is counted in mean diagonals of curvature.
+Damping ε is counted in mean diagonals of curvature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,22 +18,47 @@ from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Tagged
 
 
-def mean(problem: Problem, damping: float = 0.0) -> Solution:
-    """Return the Fréchet mean x* = (Σ λ_t H̃_t)⁻¹ Σ λ_t H̃_t x_t with ε added to every H̃_t."""
-    solution = problem.damped(damping).mean()
-    return replace(solution, value=problem.subspace.lift(solution.value))
+class Aggregator(ABC):
+    """The third factor of a method: turns the problem that subspace and metric pose into one merged task vector."""
+
+    @abstractmethod
+    def aggregate(self, problem: Problem) -> Solution:
+        """Return the merged task vector, of the layer's shape."""
 
 
-def summed(problem: Problem, damping: float = 0.0) -> Solution:
-    """Return T x*, T times the Fréchet mean, as task arithmetic adds task vectors up."""
-    solution = mean(problem, damping)
-    return replace(solution, value=len(problem.points) * solution.value)
+@dataclass(frozen=True)
+class Mean(Aggregator):
+    """The Fréchet mean x* = (Σ λ_t H̃_t)⁻¹ Σ λ_t H̃_t x_t with ε added to every H̃_t."""
+
+    damping: float = 0.0
+
+    def aggregate(self, problem: Problem) -> Solution:
+        solution = problem.damped(self.damping).mean()
+        return replace(solution, value=problem.subspace.lift(solution.value))
 
 
-def anchored(problem: Problem, anchor: Tensor, damping: float) -> Solution:
-    """Return x_a + (H̄ + εI)⁻¹ Σ λ_t H̃_t (x_t - x_a): directions without curvature stay at the anchor x_a."""
-    solution = problem.solve(anchor, damping * problem.mean_unit)
-    return replace(solution, value=problem.subspace.lift(solution.value))
+@dataclass(frozen=True)
+class Sum(Aggregator):
+    """T x*, T times the Fréchet mean, as task arithmetic adds task vectors up."""
+
+    damping: float = 0.0
+
+    def aggregate(self, problem: Problem) -> Solution:
+        solution = Mean(self.damping).aggregate(problem)
+        return replace(solution, value=len(problem.points) * solution.value)
+
+
+@dataclass(frozen=True)
+class Anchored(Aggregator):
+    """x_a + (H̄ + εI)⁻¹ Σ λ_t H̃_t (x_t - x_a): directions without curvature stay at the anchor x_a."""
+
+    anchor: Callable[[Problem], Tensor]
+    """the coordinates x_a"""
+    damping: float
+
+    def aggregate(self, problem: Problem) -> Solution:
+        solution = problem.solve(self.anchor(problem), self.damping * problem.mean_unit)
+        return replace(solution, value=problem.subspace.lift(solution.value))
 
 
 def tsv_delta(atoms: Tagged, weights: Sequence[float]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epimer.errors import CurvatureError
-from epimer.geometry.aggregator import anchored, iso_c_delta, mean, summed, tsv_delta
+from epimer.geometry.aggregator import Aggregator, Anchored, Mean, Sum, iso_c_delta, tsv_delta
 from epimer.geometry.frechet import Problem, build_problem
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
@@ -96,13 +96,7 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         tolerance=options.projection_tol,
         max_steps=options.iterations,
     )
-    match options.aggregator:
-        case "mean":
-            solution = mean(problem, options.damping)
-        case "sum":
-            solution = summed(problem, options.damping)
-        case "anchored":
-            solution = anchored(problem, _anchor(problem, layer, options, atoms), options.damping)
+    solution = _aggregator(layer, options, atoms).aggregate(problem)
     if layer.basis is not None:
         return replace(solution, rank=layer.basis.rank)
     return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
@@ -114,18 +108,28 @@ def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Su
     return tensor_product(atoms) if options.basis == "tensor" else atoms
 
 
-def _anchor(problem: Problem, layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Tensor:
-    """Return the anchor's coordinates in the problem's subspace."""
+def _aggregator(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Aggregator:
+    match options.aggregator:
+        case "mean":
+            return Mean(options.damping)
+        case "sum":
+            return Sum(options.damping)
+        case "anchored":
+            return Anchored(_anchor(layer, options, atoms), options.damping)
+
+
+def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Callable[[Problem], Tensor]:
+    """Return what gives the anchor's coordinates in a problem's subspace."""
     match options.anchor:
         case "average":
-            return problem.flat_mean()
+            return Problem.flat_mean
         case "sum":
-            return len(problem.points) * problem.flat_mean()
+            return lambda problem: len(problem.points) * problem.flat_mean()
         case "iso_c":
-            return problem.subspace.project(iso_c_delta(layer.deltas, layer.weights))
+            return lambda problem: problem.subspace.project(iso_c_delta(layer.deltas, layer.weights))
         case "tsv":
             assert atoms is not None
-            return problem.subspace.project(tsv_delta(atoms, layer.weights))
+            return lambda problem: problem.subspace.project(tsv_delta(atoms, layer.weights))
 
 
 def fisher(layer: Layer, options: FisherOptions) -> Solution:
@@ -134,7 +138,7 @@ def fisher(layer: Layer, options: FisherOptions) -> Solution:
     problem = build_problem(
         full, layer.metrics, layer.deltas, layer.weights, normalize=options.normalize, jitter=options.jitter
     )
-    return mean(problem, options.damping)
+    return Mean(options.damping).aggregate(problem)
 
 
 FISHER = FisherOptions()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from epimer.geometry.subspace import clamp_rank
 from epimer.methods.registry import Method
 from epimer.methods.rules import matrix_shape
 from epimer.plan.layer_curvature import CLASSES, Curvatures, accepted_kinds, missing_metric, needs_metric
-from epimer.plan.participants import Participant, Participants, locate
+from epimer.plan.participants import Participant, Participants, collect_errors, locate
 from epimer.recipe.model import Recipe
 
 
@@ -35,27 +35,29 @@ def python_curvatures(curvature: Any, tasks: int, method: Method | None = None) 
         raise CurvatureError("curvature must be a list with one mapping from tensor names to curvature per model.")
     if len(curvature) != tasks:
         raise CurvatureError(f"curvature has {len(curvature)} entries for {tasks} models; give one mapping per model.")
-    for t, one in enumerate(curvature):
-        if not isinstance(one, Mapping):
-            raise CurvatureError(f"curvature[{t}] must be a mapping from tensor names, got {type(one).__name__}.")
+    for t, metrics in enumerate(curvature):
+        if not isinstance(metrics, Mapping):
+            raise CurvatureError(f"curvature[{t}] must be a mapping from tensor names, got {type(metrics).__name__}.")
     return curvature
 
 
-def open_curvatures(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> list[Curvature] | None:
-    """Open the curvature of every model, where the recipe gives it."""
-    paths = [entry.curvature for entry in recipe.models]
-    if all(path is None for path in paths):
-        return None
-    opened = []
-    for t, path in enumerate(paths):
+def open_measured(
+    recipe: Recipe, folder: Path | None, problems: list[EpimerError]
+) -> tuple[list[Curvature] | None, StoredBasis | None]:
+    """Open the curvature of the models and the basis, where the recipe names them."""
+    curvatures: list[Curvature] = []
+    measured = any(entry.curvature is not None for entry in recipe.models)
+    for t, path in enumerate(entry.curvature for entry in recipe.models if measured):
         if path is None:
             problems.append(CurvatureError(f"models[{t}] has no curvature, while others have; measure it for all."))
             continue
-        try:
-            opened.append(Curvature.load(locate(path, folder), path))
-        except EpimerError as error:
-            problems.append(type(error)(f"curvature of models[{t}]: {error}"))
-    return opened
+        with collect_errors(problems, f"curvature of models[{t}]"):
+            curvatures.append(Curvature.load(locate(path, folder), path))
+    basis = None
+    if recipe.basis is not None:
+        with collect_errors(problems, "basis"):
+            basis = StoredBasis(Path(locate(recipe.basis, folder)).expanduser(), recipe.basis)
+    return curvatures if measured else None, basis
 
 
 def check_measured_models(
@@ -66,76 +68,52 @@ def check_measured_models(
     *,
     any_curvature: bool,
 ) -> None:
-    """Refuse curvature that was measured on another model, unless it was asked for."""
+    """Refuse curvature that was measured on another model; with `any_curvature` it is only noted."""
     for model, curvature in zip(models, curvatures, strict=False):
-        names = {name: _stored_under(name, model, curvature) for name in curvature}
+        names = {name: _stored_name(name, model, curvature) for name in curvature}
         if curvature.provenance.model in (None, stored_fingerprint(model.checkpoint, names)):
             continue
         foreign = [name for name, stored in names.items() if stored not in model.checkpoint.headers]
+        problem = f"{curvature.where} was measured on another model than {model.label}"
         if foreign:
-            problems.append(
-                CurvatureError(
-                    f"{curvature.where} is of {foreign[0]!r}, which {model.label} does not hold: names in memory may "
-                    "differ from those on disk; measure it with `epimer curvature`."
-                )
-            )
-            continue
-        wrong = f"{curvature.where} was measured on another model than {model.label}"
-        if any_curvature:
-            notes.append(f"{wrong}; it is used as you asked.")
+            problem = f"{curvature.where} is of {foreign[0]!r}, which {model.label} does not hold: names in memory may "
+            problems.append(CurvatureError(f"{problem}differ from those on disk; measure it with `epimer curvature`."))
+        elif any_curvature:
+            notes.append(f"{problem}; it is used as you asked.")
         else:
-            problems.append(CurvatureError(f"{wrong}; measure it on this one, or pass --any-curvature."))
+            problems.append(CurvatureError(f"{problem}; measure it on this one, or pass --any-curvature."))
 
 
-def _stored_under(name: str, model: Participant, curvature: Curvature) -> str:
+def _stored_name(name: str, model: Participant, curvature: Curvature) -> str:
     """Return the name under which a checkpoint holds a tensor that may have several."""
     aliases = [alias for alias, twin in curvature.provenance.ties.items() if twin == name]
-    known = (one for one in (model.stored.get(name, name), *aliases) if one in model.checkpoint.headers)
-    return next(known, name)
+    candidates = (model.stored.get(name, name), *aliases)
+    return next((stored for stored in candidates if stored in model.checkpoint.headers), name)
 
 
-def open_basis(recipe: Recipe, folder: Path | None, problems: list[EpimerError]) -> StoredBasis | None:
-    """Open the basis that a recipe names."""
-    if recipe.basis is None:
-        return None
-    try:
-        return StoredBasis(Path(locate(recipe.basis, folder)).expanduser(), recipe.basis)
-    except EpimerError as error:
-        problems.append(type(error)(f"basis: {error}"))
-        return None
-
-
-def check_one_kind(curvatures: Sequence[Curvature], basis: StoredBasis | None, problems: list[EpimerError]) -> None:
+def kind_problems(curvatures: Sequence[Curvature], basis: StoredBasis | None) -> Iterator[CurvatureError]:
     """Refuse curvature of several kinds, and projected curvature whose basis is not the merge's."""
     for curvature in curvatures:
-        first, about = curvatures[0], curvature.provenance
-        if (about.kind, about.basis) != (first.kind, first.provenance.basis):
-            other = curvature.kind if about.kind != first.kind else "on another basis"
-            problems.append(
-                CurvatureError(
-                    f"{first.where} is {first.kind} curvature, {curvature.where} is {other}; measure all models alike."
-                )
+        first, provenance = curvatures[0], curvature.provenance
+        if (provenance.kind, provenance.basis) != (first.kind, first.provenance.basis):
+            other = curvature.kind if provenance.kind != first.kind else "on another basis"
+            yield CurvatureError(
+                f"{first.where} is {first.kind} curvature, {curvature.where} is {other}; measure all models alike."
             )
-        elif about.basis is not None and (basis is None or basis.fingerprint != about.basis):
+        elif provenance.basis is not None and (basis is None or basis.fingerprint != provenance.basis):
             remedy = "name its folder under 'basis'" if basis is None else "measure it on this one"
-            problems.append(CurvatureError(f"{curvature.where} is projected on a basis that is not here; {remedy}."))
+            yield CurvatureError(f"{curvature.where} is projected on a basis that is not here; {remedy}.")
 
 
-def check_basis(basis: StoredBasis, recipe: Recipe, participants: Participants, problems: list[EpimerError]) -> None:
+def basis_problems(basis: StoredBasis, recipe: Recipe, participants: Participants) -> Iterator[CurvatureError]:
     """Refuse a basis that was built from other models, or otherwise than the recipe says."""
-    models = [one.checkpoint.fingerprint for one in participants.all]
+    models = [participant.checkpoint.fingerprint for participant in participants.all]
     if basis.models is not None and basis.models != models:  # in their order: atoms are owned by number
-        problems.append(
-            CurvatureError(
-                f"{basis.where} was built from other models, or in another order; make it with `epimer basis`."
-            )
-        )
+        yield CurvatureError(f"{basis.where} was built from other models, or in another order; run `epimer basis`.")
     for key, built in (("rank", basis.rank), ("basis", basis.kind)):
         wanted = recipe.parameters.get(key, built)
         if built is not None and wanted != built:
-            problems.append(
-                CurvatureError(f"{basis.where} was built with {key} {built}, the recipe says {wanted}; build it again.")
-            )
+            yield CurvatureError(f"{basis.where} was built with {key} {built}, the recipe says {wanted}; rebuild it.")
 
 
 def curvature_bytes(name: str, rule: str, W: Tensor, method: Method, curvatures: Curvatures | None) -> int:
@@ -150,24 +128,21 @@ def curvature_bytes(name: str, rule: str, W: Tensor, method: Method, curvatures:
             f"{method.name} needs {kinds[0]} curvature; give every model of the recipe a "
             "curvature: folder, or take a method that needs no data (epimer_free, tsv)."
         )
-    for one in curvatures:
-        if not isinstance(one, Curvature) or one.file is None:
-            continue  # metrics in memory are checked one by one, when their tensor is read
+    stored = {t: one for t, one in enumerate(curvatures) if isinstance(one, Curvature) and one.file is not None}
+    for one in stored.values():  # metrics in memory are checked when their tensor is read
         kind = "projected" if one.provenance.basis is not None and rule == "matrix" else one.kind
         if kind not in kinds:
             raise CurvatureError(
                 f"{one.where} is {one.kind} curvature, but {method.name} needs {kinds[0]} "
                 f"for {name!r}; measure that kind, or take a method that uses this one."
             )
-    present = [name in one for one in curvatures]
-    if not any(present):
+    missing = [t for t, one in enumerate(curvatures) if name not in one]
+    if len(missing) == len(curvatures):
         if needs_metric(name, rule, W):
             raise missing_metric(name, method.name)
         return 0
-    if not all(present):
-        t = present.index(False)
-        stored = getattr(curvatures[t], "file", None) is not None
-        where = getattr(curvatures[t], "where", "") if stored else f"curvature[{t}]"
+    if missing:
+        where = stored[missing[0]].where if missing[0] in stored else f"curvature[{missing[0]}]"
         raise CurvatureError(f"{where} has nothing for {name!r}, which the others have; measure it again.")
     return sum(metric_bytes(one, name) for one in curvatures)
 

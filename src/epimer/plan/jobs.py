@@ -19,24 +19,24 @@ from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, TensorError
 from epimer.methods.frechet import FrechetOptions
-from epimer.methods.options import MethodOptions
+from epimer.methods.options import MethodOptions, Rules
 from epimer.methods.registry import Method, describe_method
 from epimer.methods.rules import matrix_shape
 from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
-from epimer.plan.inputs import Fates, check_models
+from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.layer_curvature import Curvatures
 from epimer.plan.participants import Participants, public_recipe
 from epimer.recipe.model import Recipe, depths
 
 PART = 1 << 28  # a job that takes more memory than this is divided if it can be
 
-Settings = Callable[[str, float], tuple[MethodOptions, list[float]]]
+SettingsOf = Callable[[str, float], tuple[MethodOptions, list[float]]]
 """a tensor's name and depth -> the method's options and the weights of the models for it"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One tensor of the output, and all that is needed to make it."""
+    """One tensor of the output, or a block of its rows, and all that is needed to compute it."""
 
     name: str
     rule: str
@@ -49,17 +49,17 @@ class Job:
     reads: int
     """bytes to read"""
     memory: int
-    """bytes in use at once while it is made"""
+    """bytes in use at once while it is computed"""
     precision: torch.dtype = torch.float32
     """of the task vectors and of all arithmetic"""
     rows: Rows = None
-    """the part of the tensor that this job makes; None for all of it"""
+    """the part of the tensor that this job computes; None for all of it"""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """where the result goes"""
 
     @property
     def key(self) -> str:
-        """What the job is called, apart from the tensor's other parts."""
+        """A name that tells it from the tensor's other parts."""
         return self.name if self.rows is None else f"{self.name}[{self.rows[0]}:{self.rows[1]}]"
 
     @property
@@ -69,14 +69,14 @@ class Job:
 
     @property
     def writes(self) -> int:
-        """Bytes to write."""
         return nbytes(self.template)
 
     @property
     def entrywise(self) -> bool:
         """Whether each entry is merged without a look at the others."""
-        elementwise = self.rule == "elementwise" and self.method is not None and self.method.separable
-        return self.method is not None and (self.rule == "average" or elementwise)
+        if self.method is None:
+            return False
+        return self.rule == "average" or (self.rule == "elementwise" and self.method.separable)
 
     @property
     def factored(self) -> bool:
@@ -90,17 +90,12 @@ class Job:
         count = min(-(-self.memory // PART), len(self.template)) if self.template.dim() else 1
         if count <= 1 or not self.entrywise:
             return [self]
-        cuts = [len(self.template) * i // count for i in range(count + 1)]
-        return [
-            replace(
-                self,
-                template=self.template[start:stop],
-                reads=self.reads * (stop - start) // len(self.template),
-                memory=self.memory * (stop - start) // len(self.template) + 1,
-                rows=(start, stop),
-            )
-            for start, stop in pairwise(cuts)
-        ]
+        length, parts = len(self.template), []
+        for start, stop in pairwise(length * i // count for i in range(count + 1)):
+            reads, memory = (amount * (stop - start) // length for amount in (self.reads, self.memory))
+            template = self.template[start:stop]
+            parts.append(replace(self, template=template, reads=reads, memory=memory + 1, rows=(start, stop)))
+        return parts
 
 
 @dataclass(frozen=True)
@@ -111,15 +106,25 @@ class Plan:
     method: Method
     curvatures: Curvatures | None
     jobs: list[Job]
-    skipped: dict[str, Tensor]
-    ties: dict[str, str]
+    """one for every tensor that is written, in the template's order; none if the models do not fit together"""
+    assigned: TensorRules
     problems: list[EpimerError]
     notes: list[str]
     recipe: Recipe | None = None
-    """what the merge was planned from, where it was a recipe"""
+    """what the merge was planned from, unless it was planned in Python"""
     tokenizer: Path | None = None
     """the folder whose tokenizer the output gets"""
     basis: StoredBasis | None = None
+
+    @property
+    def ties(self) -> dict[str, str]:
+        return self.assigned.ties
+
+    @property
+    def skipped(self) -> dict[str, Tensor]:
+        """The template's tensors that are not in the output."""
+        headers = self.participants.template.headers
+        return {name: headers[name] for name, rule in self.assigned.rules.items() if rule == "skip"}
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -128,7 +133,7 @@ class Plan:
 
     @cached_property
     def parts(self) -> list[Job]:
-        """What is to be done: every tensor but the tied ones, wide ones in parts."""
+        """The jobs to run: every tensor but the tied ones, wide ones in parts."""
         return [part for job in self.jobs if job.name not in self.ties for part in job.parts()]
 
     @property
@@ -148,15 +153,14 @@ class Plan:
 
     @property
     def writes(self) -> int:
-        """The bytes of the output's tensors."""
         return sum(job.writes for job in self.jobs if job.name not in self.ties)
 
     @cached_property
     def request(self) -> str:
-        """A hash of what was asked for: the recipe, with every model replaced by its fingerprint."""
-        every = (self.participants.donor, *(one.checkpoint for one in self.participants.all))
-        models, beside = ([one.fingerprint for one in some] for some in (every, self.measured_files))
-        text = json.dumps([epimer.__version__, self.public_recipe(), models, beside])
+        """A hash of the recipe, with every model replaced by its fingerprint."""
+        checkpoints = (self.participants.donor, *(one.checkpoint for one in self.participants.all))
+        models, measured = ([one.fingerprint for one in files] for files in (checkpoints, self.measured_files))
+        text = json.dumps([epimer.__version__, self.public_recipe(), models, measured])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
@@ -181,64 +185,55 @@ class Plan:
 def plan_jobs(
     participants: Participants,
     method: Method,
-    settings: Settings,
-    rules: Sequence[tuple[str, str]],
+    settings: SettingsOf,
+    patterns: Rules,
     curvatures: Curvatures | None,
-    problems: list[EpimerError],
     *,
-    dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[list[Job], Fates]:
-    """Return a job for every tensor that is written, in the template's order; none where there are problems.
-
-    Args:
-        participants: the base and the models.
-        method: how they are merged.
-        settings: the method's options and the weights for each tensor.
-        rules: the user's (pattern, rule) pairs.
-        curvatures: one mapping per model, where there is curvature.
-        problems: where everything that is wrong is added.
-        dtype: float64 to compute in it whatever the models are in.
-        out_dtype: of the output's floating-point tensors; by default the template's.
-    """
-    fates = check_models(participants, rules, problems.append, elementwise=method.elementwise)
-    if problems:
-        return [], fates
-    depth = depths(list(fates.rules))
-    jobs = []
-    for name, rule in fates.rules.items():
-        if rule == "skip":
-            continue
+    problems: Sequence[EpimerError] = (),
+    notes: Sequence[str] = (),
+    recipe: Recipe | None = None,
+    tokenizer: Path | None = None,
+    basis: StoredBasis | None = None,
+) -> Plan:
+    """Plan a job for every tensor that is written; `problems` and `notes` are those known so far."""
+    assigned = assign_rules(participants, patterns, elementwise=method.elementwise)
+    known = [*problems, *assigned.problems]
+    plan = Plan(participants, method, curvatures, [], assigned, known, list(notes), recipe, tokenizer, basis)
+    if curvatures is not None and not method.needs_curvature and "fisher" not in assigned.rules.values():
+        source = "was given" if recipe is None else "the recipe gives"
+        plan.notes.append(f"{method.name} uses no curvature; what {source} is ignored.")
+    depth = depths(list(assigned.rules))
+    for name, rule in {} if known else assigned.rules.items():
         try:
-            W = participants.template.headers[name]
-            result = header(W.shape, out_dtype if out_dtype is not None and W.is_floating_point() else W.dtype)
-            device = torch.device("cpu") if W.is_meta else W.device
-            if rule == "copy":
-                check_copy(name, W, participants)
-                reads = 0 if name in fates.ties else nbytes(W)
-                jobs.append(Job(name, rule, result, None, MethodOptions(), [], reads, 2 * nbytes(W), device=device))
-                continue
-            options, weights = settings(name, depth[name])
-            tensors = [one.headers[name] for one in participants.all]
-            tasks = len(participants.models)
-            extra = reads = 0
-            if name not in fates.ties:
-                extra = curvature_bytes(name, rule, W, method, curvatures)
-                extra += basis_bytes(name, rule, W, tasks, getattr(options, "basis", None))
-                reads = sum(map(nbytes, tensors)) + extra
-            wide = torch.float64 if dtype == torch.float64 else precision(tensors)
-            memory = memory_of(method, rule, reads, W, wide, extra, tasks)
-            jobs.append(Job(name, rule, result, method, options, weights, reads, memory, wide, device=device))
+            if rule != "skip":
+                plan.jobs.append(_plan_job(plan, name, settings, depth[name]))
         except EpimerError as error:
-            if str(error) not in map(str, problems):
-                problems.append(error)
-    return jobs, fates
+            if str(error) not in map(str, plan.problems):
+                plan.problems.append(error)
+    return plan
 
 
-def check_copy(name: str, W: Tensor, participants: Participants) -> None:
-    """Refuse to copy weights from a base that is not there."""
-    if participants.base is None and W.is_floating_point() and W.numel():
-        raise TensorError(f"The rule 'copy' takes {name!r} from base, but there is none; pass base.")
+def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float) -> Job:
+    participants, method, rule, recipe = plan.participants, plan.method, plan.assigned.rules[name], plan.recipe
+    W, tied = participants.template.headers[name], name in plan.ties
+    out_dtype = None if recipe is None else recipe.out_dtype or recipe.dtype
+    result = header(W.shape, getattr(torch, out_dtype) if out_dtype and W.is_floating_point() else W.dtype)
+    device = torch.device("cpu") if W.is_meta else W.device
+    if rule == "copy":
+        if participants.base is None and W.is_floating_point() and W.numel():
+            raise TensorError(f"The rule 'copy' takes {name!r} from base, but there is none; pass base.")
+        reads = 0 if tied else nbytes(W)
+        return Job(name, rule, result, None, MethodOptions(), [], reads, 2 * nbytes(W), device=device)
+    options, weights = settings(name, depth)
+    tensors, tasks = [one.headers[name] for one in participants.all], len(participants.models)
+    extra = reads = 0
+    if not tied:
+        extra = curvature_bytes(name, rule, W, method, plan.curvatures)
+        extra += basis_bytes(name, rule, W, tasks, getattr(options, "basis", None))
+        reads = sum(map(nbytes, tensors)) + extra
+    dtype = torch.float64 if recipe is not None and recipe.dtype == "float64" else precision(tensors)
+    memory = memory_of(method, rule, reads, W, dtype, extra, tasks)
+    return Job(name, rule, result, method, options, weights, reads, memory, dtype, device=device)
 
 
 def precision(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from epimer.checkpoints.checkpoint import header
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.metric import Diagonal, Metric, Projected
 from epimer.geometry.subspace import Basis, TensorProduct, clamp_rank
 from epimer.methods.frechet import FrechetOptions
-from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method
 from epimer.methods.rules import is_matrix, matrix_shape
+from epimer.plan.participants import Participants
+
+if TYPE_CHECKING:
+    from epimer.plan.jobs import Job
 
 Curvatures = Sequence[Mapping[str, Metric]]
 """one mapping per model from tensor name to curvature"""
@@ -25,56 +29,36 @@ CLASSES = {"diagonal": "epimer.Diagonal", "kronecker": "epimer.Kronecker", "samp
 
 @dataclass(frozen=True)
 class LayerCurvature:
-    """What one tensor's merge uses beside the models' tensors."""
+    """The curvature and the basis that the merge of one tensor uses."""
 
     metrics: tuple[Metric, ...] = ()
     base_metric: Metric | None = None
     basis: Basis | None = None
 
 
-NOTHING = LayerCurvature()
+NO_CURVATURE = LayerCurvature()
 
 
-def layer_curvature(
-    name: str,
-    rule: str,
-    W: Tensor,
-    tasks: int,
-    method: Method,
-    options: MethodOptions,
-    curvatures: Curvatures | None,
-    *,
-    based: bool,
-) -> LayerCurvature:
-    """Read and check the curvature and the basis that the merge of one tensor will use.
-
-    Args:
-        name: the tensor.
-        rule: what is done with it.
-        W: its shape and the precision it is merged in; no data is looked at.
-        tasks: how many models there are.
-        method: how it is merged.
-        options: of the method.
-        curvatures: one mapping per model, where there is curvature.
-        based: whether there is a base model.
-    """
-    if rule == "average":
-        return NOTHING
-    matrix = rule == "matrix"
+def layer_curvature(job: Job, participants: Participants, curvatures: Curvatures | None) -> LayerCurvature:
+    """Read and check the curvature and the basis that the merge of one tensor will use."""
+    name, method = job.name, job.method
+    if method is None or job.rule == "average":
+        return NO_CURVATURE
+    W, matrix = header(job.template.shape, job.precision), job.rule == "matrix"
     metrics: tuple[Metric, ...] = ()
-    if rule == "fisher" or method.needs_curvature:
-        kinds = accepted_kinds(method, rule)
+    if job.rule == "fisher" or method.needs_curvature:
+        kinds = accepted_kinds(method, job.rule)
         metrics = layer_metrics(curvatures or (), name, W, matrix=matrix, kinds=kinds, user=method.name)
-        if not metrics and needs_metric(name, rule, W):
+        if not metrics and needs_metric(name, job.rule, W):
             raise missing_metric(name, method.name)
-    base_metric = (getattr(options, "base_curvature", None) or {}).get(name)
+    base_metric = (getattr(job.options, "base_curvature", None) or {}).get(name)
     if base_metric is not None:
         where = f"base_curvature[{name!r}]"
         base_metric = check_metric(base_metric, where, W, matrix=False, kinds=("diagonal",), user=method.name)
     basis = None
-    if matrix and isinstance(options, FrechetOptions):
-        basis = layer_basis(options.basis, metrics, name, W, tasks)
-        if basis is not None and not based:
+    if matrix and isinstance(job.options, FrechetOptions):
+        basis = layer_basis(job.options.basis, metrics, name, W, len(participants.models))
+        if basis is not None and participants.base is None:
             raise CurvatureError(f"{method.name} without a base model cannot use a basis for {name!r}; pass base.")
     return LayerCurvature(metrics, base_metric, basis)
 
@@ -90,7 +74,7 @@ def needs_metric(name: str, rule: str, W: Tensor) -> bool:
 
 
 def missing_metric(name: str, user: str) -> CurvatureError:
-    """Say that a tensor has no curvature."""
+    """Return the error about a tensor without curvature."""
     return CurvatureError(
         f"no model has curvature for {name!r}, which {user} needs; measure it, or give {name!r} the rule 'average'."
     )
@@ -99,16 +83,15 @@ def missing_metric(name: str, user: str) -> CurvatureError:
 def layer_metrics(
     curvatures: Curvatures, name: str, W: Tensor, *, matrix: bool, kinds: Sequence[str], user: str
 ) -> tuple[Metric, ...]:
-    """Return the checked metrics of one tensor, on its matrix view if asked; none if no model has any."""
-    present = [name in one for one in curvatures]
-    if not any(present):
+    """Return the checked metrics of one tensor, or of its `matrix` view; none if no model has any."""
+    if not any(name in curvature for curvature in curvatures):
         return ()
     metrics: list[Metric] = []
-    for t, one in enumerate(curvatures):
+    for t, curvature in enumerate(curvatures):
         where = f"curvature[{t}][{name!r}]"
-        if not present[t]:
+        if name not in curvature:
             raise CurvatureError(f"{where} is missing, while other models have it; measure it for every model.")
-        metrics.append(check_metric(one[name], where, W, matrix=matrix, kinds=kinds, user=user))
+        metrics.append(check_metric(curvature[name], where, W, matrix=matrix, kinds=kinds, user=user))
         if metrics[t].kind != metrics[0].kind:
             raise CurvatureError(
                 f"{where} is of kind {metrics[t].kind}, but curvature[0] is {metrics[0].kind}; use one kind for all."
@@ -117,7 +100,7 @@ def layer_metrics(
 
 
 def check_metric(metric: Any, where: str, W: Tensor, *, matrix: bool, kinds: Sequence[str], user: str) -> Metric:
-    """Return a metric that fits the tensor, on its matrix view, or say what is wrong with it."""
+    """Return a metric that fits a tensor, or its `matrix` view; raise why it does not fit otherwise."""
     wanted = " or ".join(CLASSES[kind] for kind in kinds if kind in CLASSES)
     if not isinstance(metric, Metric) or metric.kind not in kinds:
         raise CurvatureError(
@@ -148,12 +131,10 @@ def check_metric(metric: Any, where: str, W: Tensor, *, matrix: bool, kinds: Seq
 
 
 def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, W: Tensor, tasks: int) -> Basis | None:
-    """Return the basis the caller fixed for a matrix, from `basis=` or from its projected curvature, if any."""
-    chosen: Basis | None = None
-    if isinstance(bases, Mapping):
-        chosen = bases.get(name)
-        if chosen is not None:
-            _check_basis(chosen, f"basis[{name!r}]", W)
+    """Return the basis that `basis=` or projected curvature fixes for a matrix, if any."""
+    chosen: Basis | None = bases.get(name) if isinstance(bases, Mapping) else None
+    if chosen is not None:
+        _check_basis(chosen, f"basis[{name!r}]", W)
     for t, metric in enumerate(metrics):
         if not isinstance(metric, Projected):
             continue
@@ -162,7 +143,7 @@ def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, W: Tensor, tas
             _check_basis(metric.basis, f"{where}.basis", W)
             if chosen is None:
                 chosen = metric.basis  # type: ignore[assignment]
-            elif not _same_basis(chosen, metric.basis):
+            elif not _equal_bases(chosen, metric.basis):
                 raise CurvatureError(f"{where} was measured on another basis than the merge uses; use one basis.")
         if chosen is None:
             raise CurvatureError(
@@ -185,14 +166,9 @@ def _check_basis(basis: Any, where: str, W: Tensor) -> None:
         )
 
 
-def _same_basis(one: Any, other: Any) -> bool:
-    return one is other or (
-        type(one) is type(other)
-        and one.U.shape == other.U.shape
-        and one.V.shape == other.V.shape
-        and torch.equal(one.U, other.U)
-        and torch.equal(one.V, other.V)
-    )
+def _equal_bases(left: Any, right: Any) -> bool:
+    same_type = type(left) is type(right)
+    return left is right or (same_type and torch.equal(left.U, right.U) and torch.equal(left.V, right.V))
 
 
 def _check_projected(metric: Projected, where: str, basis: Basis) -> None:

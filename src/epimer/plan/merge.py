@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, ParameterError, RecipeError, TensorError
 from epimer.methods.registry import Method, describe_method
 from epimer.plan.curvature_inputs import (
-    check_basis,
+    basis_problems,
     check_measured_models,
-    check_one_kind,
-    open_basis,
-    open_curvatures,
+    kind_problems,
+    open_measured,
     python_curvatures,
 )
 from epimer.plan.inputs import check_options, check_weights
-from epimer.plan.jobs import Plan, Settings, plan_jobs
+from epimer.plan.jobs import Plan, SettingsOf, plan_jobs
 from epimer.plan.participants import Participants, equal_models, open_participants
 from epimer.recipe.model import Recipe
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModels:
     """Everything that a recipe names, opened and compared once: a sweep plans many merges of it."""
 
     participants: Participants
@@ -37,7 +34,7 @@ class Opened:
     curvatures: list[Curvature] | None
     basis: StoredBasis | None
     problems: Sequence[EpimerError]
-    """what is wrong with curvature or basis"""
+    """why curvature or basis cannot be used"""
     notes: Sequence[str]
 
     @property
@@ -53,66 +50,43 @@ def open_models(
     progress: bool = False,
     any_curvature: bool = False,
     measured: bool = True,
-) -> Opened:
-    """Open the models, the curvature and the basis that a recipe names, and check that they belong together.
+) -> OpenedModels:
+    """Open the models that a recipe names, with curvature and basis if `measured`, and check that they fit together.
 
-    Args:
-        recipe: what is wanted; its method does not matter here.
-        folder: where relative paths are looked for when they do not exist here: the recipe's own folder.
-        progress: show the progress of downloads.
-        any_curvature: use curvature even where it was measured on another model.
-        measured: open curvature and basis too.
+    Relative paths that do not exist here are looked for in `folder`. With `any_curvature`, curvature that was measured
+    on another model is used, and noted.
     """
     missing: list[EpimerError] = []
     participants, tokenizer = open_participants(recipe, folder, missing, progress=progress)
-    curvatures = open_curvatures(recipe, folder, missing) if measured else None
-    basis = open_basis(recipe, folder, missing) if measured else None
+    curvatures, basis = open_measured(recipe, folder, missing) if measured else (None, None)
     if missing or participants is None:
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in missing) + ".")
     problems: list[EpimerError] = []
     notes = equal_models(participants)
     check_measured_models(participants.models, curvatures or [], problems, notes, any_curvature=any_curvature)
-    check_one_kind(curvatures or [], basis, problems)
-    if basis is not None:
-        check_basis(basis, recipe, participants, problems)
-    return Opened(participants, tokenizer, curvatures, basis, problems, notes)
+    problems += kind_problems(curvatures or [], basis)
+    problems += [] if basis is None else basis_problems(basis, recipe, participants)
+    return OpenedModels(participants, tokenizer, curvatures, basis, problems, notes)
 
 
-def plan_recipe(recipe: Recipe, opened: Opened) -> Plan:
+def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
     """Plan the merge of opened models as a recipe says; problems are collected, not raised."""
     check_settled(recipe)
     method = describe_method(recipe.merge_method)
-    problems, notes = list(opened.problems), list(opened.notes)
     participants = opened.participants
     # mergekit's `normalize: false` sums the models themselves, so there is nothing to take differences from.
     if method.sums_models and recipe.normalize_weights is False:
         participants = participants.without_base()
     basis = opened.basis if recipe.basis is not None else None
     curvatures = opened.curvatures if any(entry.curvature for entry in recipe.models) else None
-    _check_recipe(recipe, method, problems)
-    dtype, out_dtype = (getattr(torch, text) if text else None for text in (recipe.dtype, recipe.out_dtype))
-    jobs, fates = plan_jobs(
+    return plan_jobs(
         participants,
         method,
         _recipe_settings(recipe, method, participants, basis),
         recipe.rules,
         curvatures,
-        problems,
-        dtype=dtype,
-        out_dtype=out_dtype or dtype,
-    )
-    if curvatures is not None and not method.needs_curvature and "fisher" not in fates.rules.values():
-        notes.append(f"{method.name} uses no curvature; what the recipe gives is ignored.")
-    headers = participants.template.headers
-    return Plan(
-        participants=participants,
-        method=method,
-        curvatures=curvatures,
-        jobs=jobs,
-        skipped={name: headers[name] for name, rule in fates.rules.items() if rule == "skip"},
-        ties=fates.ties,
-        problems=problems,
-        notes=notes,
+        problems=[*opened.problems, *_recipe_problems(recipe, method)],
+        notes=opened.notes,
         recipe=recipe,
         tokenizer=opened.tokenizer,
         basis=basis,
@@ -120,31 +94,19 @@ def plan_recipe(recipe: Recipe, opened: Opened) -> Plan:
 
 
 def plan_state_dicts(
-    participants: Participants,
-    method: Method,
-    options: Any,
-    weights: Sequence[float] | None,
-    curvature: Any,
+    participants: Participants, method: Method, options: Any, weights: Sequence[float] | None, curvature: Any
 ) -> Plan:
     """Plan a merge in memory with the same options and weights for every tensor; the first problem is raised."""
     tasks = len(participants.models)
-    problems: list[EpimerError] = []
     if participants.base is None and method.needs_base:
         raise TensorError(f"{method.name} needs the base model that the others were fine-tuned from; pass base.")
     check_options(options, method, tasks, based=participants.base is not None)
-    shares = check_weights(weights, tasks, method.name, absolute=method.absolute_weights)
+    settings = options, check_weights(weights, tasks, method.name, absolute=method.absolute_weights)
     curvatures = python_curvatures(curvature, tasks, method)
-    jobs, fates = plan_jobs(
-        participants, method, lambda name, depth: (options, shares), options.rules, curvatures, problems
-    )
-    if problems:
-        raise problems[0]
-    notes = []
-    if curvatures is not None and not method.needs_curvature and "fisher" not in fates.rules.values():
-        notes.append(f"{method.name} uses no curvature; what was given is ignored.")
-    headers = participants.template.headers
-    skipped = {name: headers[name] for name, rule in fates.rules.items() if rule == "skip"}
-    return Plan(participants, method, curvatures, jobs, skipped, fates.ties, [], notes)
+    plan = plan_jobs(participants, method, lambda name, depth: settings, options.rules, curvatures)
+    if plan.problems:
+        raise plan.problems[0]
+    return plan
 
 
 def check_settled(recipe: Recipe) -> None:
@@ -155,25 +117,19 @@ def check_settled(recipe: Recipe) -> None:
         )
 
 
-def _check_recipe(recipe: Recipe, method: Method, problems: list[EpimerError]) -> None:
-    """Refuse what a recipe cannot say of a method."""
-    constant = recipe.varying() & method.whole_model
-    if constant:
-        problems.append(
-            RecipeError(
-                f"{method.name} looks at the whole model to use {sorted(constant)[0]!r}, so its value cannot "
-                "differ between tensors; give one number."
-            )
+def _recipe_problems(recipe: Recipe, method: Method) -> Iterator[RecipeError]:
+    if constant := recipe.varying() & method.whole_model:
+        yield RecipeError(
+            f"{method.name} looks at the whole model to use {sorted(constant)[0]!r}, so its value cannot "
+            "differ between tensors; give one number."
         )
     if method.needs_function:
-        problems.append(
-            RecipeError(f"{method.name} takes a Python function: use merge_state_dicts instead of a recipe.")
-        )
+        yield RecipeError(f"{method.name} takes a Python function: use merge_state_dicts instead of a recipe.")
 
 
 def _recipe_settings(
     recipe: Recipe, method: Method, participants: Participants, basis: Mapping[str, Any] | None
-) -> Settings:
+) -> SettingsOf:
     """Return a tensor's options and weights as a recipe has them; equal ones are resolved once."""
     resolved: dict[str, tuple[Any, list[float]]] = {}
     tasks = len(participants.models)
@@ -182,10 +138,8 @@ def _recipe_settings(
         values = recipe.settings(name, depth)
         key = json.dumps([values.parameters, values.weights], sort_keys=True)
         if key not in resolved:
-            given = {**values.parameters, "rules": list(recipe.rules)}
-            if basis is not None:
-                given["basis"] = basis
-            options = method.resolve(given)
+            fixed = {"rules": list(recipe.rules)} | ({} if basis is None else {"basis": basis})
+            options = method.resolve(values.parameters | fixed)
             check_options(options, method, tasks, based=participants.base is not None)
             resolved[key] = options, recipe_weights(recipe, values.weights, tasks, method)
         return resolved[key]
@@ -193,11 +147,10 @@ def _recipe_settings(
     return settings
 
 
-def recipe_weights(recipe: Recipe, given: list[float] | None, tasks: int, method: Method) -> list[float]:
-    """Return the weights: scaled to sum 1 or as given, as the method or mergekit's `normalize` says."""
-    normalize = recipe.normalize_weights
-    weights = check_weights(given, tasks, method.name, absolute=method.absolute_weights)
-    if normalize is None or normalize is not method.absolute_weights:
+def recipe_weights(recipe: Recipe, values: list[float] | None, tasks: int, method: Method) -> list[float]:
+    """Return the weights: scaled to sum 1 or unchanged, as the method or mergekit's `normalize` says."""
+    weights = check_weights(values, tasks, method.name, absolute=method.absolute_weights)
+    if recipe.normalize_weights is None or recipe.normalize_weights is not method.absolute_weights:
         return weights
     if method.absolute_weights:
         if not sum(weights):
@@ -207,4 +160,4 @@ def recipe_weights(recipe: Recipe, given: list[float] | None, tasks: int, method
         raise ParameterError(
             f"{method.name} takes a mean, so `normalize: false` means nothing to it; remove it, or set scale."
         )
-    return [1.0] * tasks if given is None else [float(w) for w in given]
+    return [1.0] * tasks if values is None else [float(w) for w in values]

@@ -1,16 +1,17 @@
-"""The models of a merge: opened once, compared, and brought to the names of the one that gives the output its shape."""
+"""The models of a merge: opened once, compared, and brought to the names of the template, the base if there is one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from epimer.checkpoints import open_checkpoint
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_table
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_embedding
 from epimer.checkpoints.hub import is_hub_id
 from epimer.checkpoints.memory import Cached, StateDict, total_bytes
 from epimer.errors import EpimerError, TensorError
@@ -20,30 +21,27 @@ from epimer.recipe.model import Recipe
 
 @dataclass(frozen=True)
 class Participant:
-    """One checkpoint of a merge: what errors call it, and its tensors under the merge's names."""
+    """A checkpoint under the names of the merge: its methods do as those of `Checkpoint`."""
 
     label: str
+    """what errors call it"""
     checkpoint: Checkpoint
     headers: Mapping[str, Tensor]
     stored: Mapping[str, str] = field(default_factory=dict)
-    """names that this checkpoint keeps under another one, which they are tied to"""
+    """name -> the tied name under which this checkpoint stores the tensor"""
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
-        """Return one tensor, or some of its rows."""
         return self.checkpoint.read(self.stored.get(name, name), rows)
 
     def delta(self, name: str, base: Participant, rows: Rows = None) -> LowRank | None:
-        """Return one tensor's difference from the base as factors, where it is stored so."""
         return self.checkpoint.delta(self.stored.get(name, name), base.checkpoint, rows)
 
     def problem(self, name: str) -> str | None:
-        """Say why a tensor cannot be used as plain numbers, or None."""
         return self.checkpoint.problem(self.stored.get(name, name))
 
     def shares(self, name: str, twin: str) -> bool:
-        """Whether two names stand for one tensor here."""
-        places = [self.stored.get(one, one) for one in (name, twin)]
-        return all(place in self.checkpoint.headers for place in places) and self.checkpoint.shares(*places)
+        first, second = self.stored.get(name, name), self.stored.get(twin, twin)
+        return {first, second} <= self.checkpoint.headers.keys() and self.checkpoint.shares(first, second)
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class Participants:
 
     @property
     def all(self) -> list[Participant]:
-        """The base, if there is one, and the models."""
         return [*([self.base] if self.base else []), *self.models]
 
     @property
@@ -85,11 +82,9 @@ class Participants:
             return self
         kept = {id(one): one if one.in_memory else Cached(one) for one in self.checkpoints}
 
-        def cached(one: Participant) -> Participant:
-            return replace(one, checkpoint=kept[id(one.checkpoint)])
-
-        base = None if self.base is None else cached(self.base)
-        return replace(self, base=base, models=[cached(model) for model in self.models], donor=kept[id(self.donor)])
+        cached = [replace(one, checkpoint=kept[id(one.checkpoint)]) for one in self.all]
+        base = None if self.base is None else cached.pop(0)
+        return replace(self, base=base, models=cached, donor=kept[id(self.donor)])
 
 
 def state_dict_participants(base: Mapping[str, Tensor] | None, models: Sequence[Mapping[str, Tensor]]) -> Participants:
@@ -112,12 +107,9 @@ def open_participants(
 
     def opening(text: str, label: str) -> Checkpoint | None:
         if text not in opened:
-            try:
+            with collect_errors(problems, label):
                 opened[text] = open_checkpoint(locate(text, folder), progress=progress)
-            except EpimerError as error:
-                problems.append(type(error)(f"{label}: {error}"))
-                return None
-        return opened[text]
+        return opened.get(text)
 
     base = None if recipe.base_model is None else opening(recipe.base_model, "base_model")
     models = [opening(entry.model, f"models[{t}]") for t, entry in enumerate(recipe.models)]
@@ -130,6 +122,15 @@ def open_participants(
     labels = [f"models[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
     participants = align(base, present, labels)
     return participants, tokenizer if isinstance(tokenizer, Path) else (tokenizer or participants.donor).folder
+
+
+@contextmanager
+def collect_errors(problems: list[EpimerError], label: str) -> Iterator[None]:
+    """Add an error of the block to `problems`, after what it is about."""
+    try:
+        yield
+    except EpimerError as error:
+        problems.append(type(error)(f"{label}: {error}"))
 
 
 def locate(text: str, folder: Path | None) -> str:
@@ -186,7 +187,7 @@ def align(
     groups: dict[str, list[str]] = {}
     for name in template.headers:
         groups.setdefault(known.get(name, name), []).append(name)
-    aligned = [_aligned(model, label, template, known, groups) for model, label in zip(models, labels, strict=True)]
+    aligned = [_aligned(*pair, template, groups.values()) for pair in zip(models, labels, strict=True)]
     ties: dict[str, str] = {}
     for names in groups.values():
         first: list[str] = []
@@ -200,15 +201,12 @@ def align(
     return Participants(ancestor, aligned, ties, donor or template)
 
 
-def _aligned(
-    model: Checkpoint, label: str, template: Checkpoint, known: Mapping[str, str], groups: Mapping[str, list[str]]
-) -> Participant:
+def _aligned(model: Checkpoint, label: str, template: Checkpoint, groups: Iterable[list[str]]) -> Participant:
     """Return a model under the template's names; `groups` are the names that stand for one tensor in the template."""
-    stored = {}
-    for name in template.headers:
-        others = [other for other in groups[known.get(name, name)] if other in model.headers]
-        if name not in model.headers and others:
-            stored[name] = others[0]
+    stored: dict[str, str] = {}
+    for names in groups:
+        if present := [name for name in names if name in model.headers]:
+            stored |= {name: present[0] for name in names if name not in model.headers}
     shared = {model.ties.get(name, name) for name in model.headers if name in template.headers}
     headers = {
         name: W
@@ -222,7 +220,7 @@ def _aligned(
 def _twin(model: Checkpoint, name: str, among: Mapping[str, Tensor]) -> str | None:
     """Return the embedding, named in `among`, that a model has also saved under this name, as its head."""
     for other, V in model.headers.items():
-        table = other != name and other in among and is_table(other) and V.dim() == 2
+        table = other != name and other in among and is_embedding(other) and V.dim() == 2
         if table and not (model.problem(name) or model.problem(other)) and model.equal(name, model, other):
             return other
     return None

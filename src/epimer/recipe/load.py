@@ -1,4 +1,4 @@
-"""Read a recipe from a YAML file in mergekit's dialect, and check every word of it."""
+"""Read a recipe from a YAML file in mergekit's dialect, and check every key and value."""
 
 from __future__ import annotations
 
@@ -44,15 +44,10 @@ NOT_OUR_METHODS = {  # mergekit's method -> the nearest ones here
 def open_recipe(
     source: str | os.PathLike[str] | Mapping[str, Any] | Recipe, folder: Path | None = None
 ) -> tuple[Recipe, Path | None]:
-    """Return a recipe in whatever form it is given, and where its relative paths are looked for too.
-
-    That is the folder of its file; `folder` where it is no file.
-    """
+    """Return a recipe, and where its relative paths are looked for too: the folder of its file, or `folder`."""
     if isinstance(source, Recipe):
         return source, folder
-    if isinstance(source, Mapping):
-        return load_recipe(source), folder
-    return load_recipe(source), Path(source).parent
+    return load_recipe(source), folder if isinstance(source, Mapping) else Path(source).parent
 
 
 def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
@@ -82,12 +77,12 @@ def _number(value: Any) -> Any:
 
 
 class _Reader:
-    """Turns plain data into a recipe, or says where and what is wrong."""
+    """Turns plain data into a recipe; errors tell the line and the remedy."""
 
     method: Method | None
     """None where the recipe leaves it to be chosen"""
-    called: str
-    """the method's name, or auto"""
+    method_name: str
+    """auto where it is to be chosen"""
     needs_base: bool
     known: dict[str, Parameter]
 
@@ -98,45 +93,45 @@ class _Reader:
     def recipe(self, raw: Any) -> Recipe:
         if raw is None or raw == {}:
             raise self.error((), "the recipe is empty; it needs at least merge_method and models.")
-        given = {key: value for key, value in self.mapping((), raw, KEYS, NOT_OURS).items() if value is not None}
-        auto = self.take_auto(given)
-        self.method = None if "merge_method" in auto else self.find_method(given)
-        self.called = AUTO if self.method is None else self.method.name
+        data = {key: value for key, value in self.mapping((), raw, KEYS, NOT_OURS).items() if value is not None}
+        auto = self.take_auto(data)
+        self.method = None if "merge_method" in auto else self.find_method(data)
+        self.method_name = AUTO if self.method is None else self.method.name
         self.needs_base = self.method is None or self.method.needs_base
-        self.known = known_parameters(self.called)
-        base = self.text(("base_model",), given.get("base_model"))
+        self.known = known_parameters(self.method_name)
+        base = self.text(("base_model",), data.get("base_model"))
         if self.needs_base and base is None:
-            who = "a recipe with 'auto'" if self.method is None else self.called
+            who = "a recipe with 'auto'" if self.method is None else self.method_name
             need = f"{who} needs the base model that the others were fine-tuned from; add 'base_model'."
             raise self.error(("merge_method",), need)
-        models = self.models(given, base)
-        if given["merge_method"] == "linear" and base is not None and base not in [m.model for m in models.values()]:
+        models = self.models(data, base)
+        if data["merge_method"] == "linear" and base is not None and base not in [m.model for m in models.values()]:
             remedy = "list it under models, remove it, or write 'average', which takes only config and names from it."
             raise self.error(("base_model",), f"mergekit's linear counts base_model as one more model: {remedy}")
-        parameters, normalize = self.parameters(given, len(models))
+        parameters, normalize = self.parameters(data, len(models))
         lacking = [t for t, entry in models.items() if "weight" not in entry.parameters | parameters]
         if 0 < len(lacking) < len(models):
             remedy = "give every model a weight, or one for all in the recipe's 'parameters'."
             raise self.error(("models", lacking[0]), f"models[{lacking[0]}] has no weight, others have one; {remedy}")
-        if given.get("tokenizer_source") == "union":
+        if data.get("tokenizer_source") == "union":
             remedy = "name a model whose tokenizer is to be used, or 'base'."
             raise self.error(("tokenizer_source",), f"mergekit's tokenizer_source 'union' is not supported; {remedy}")
         for key in ("dtype", "out_dtype"):
-            if given.get(key, DTYPES[0]) not in DTYPES:
-                raise self.wrong((key,), given[key], f"one of {', '.join(DTYPES)}")
+            if data.get(key, DTYPES[0]) not in DTYPES:
+                raise self.wrong((key,), data[key], f"one of {', '.join(DTYPES)}")
         return Recipe(
-            merge_method=self.called,
+            merge_method=self.method_name,
             base_model=base,
             models=tuple(models.values()),
             parameters=parameters,
             normalize_weights=normalize,
-            dtype=given.get("dtype"),
-            out_dtype=given.get("out_dtype"),
-            tokenizer_source=self.text(("tokenizer_source",), given.get("tokenizer_source")) or "base",
-            basis=self.basis(given),
-            rules=self.rules(given.get("rules", [])),
+            dtype=data.get("dtype"),
+            out_dtype=data.get("out_dtype"),
+            tokenizer_source=self.text(("tokenizer_source",), data.get("tokenizer_source")) or "base",
+            basis=self.basis(data),
+            rules=self.rules(data.get("rules", [])),
             auto=auto,
-            eval=self.text(("eval",), given.get("eval")),
+            eval=self.text(("eval",), data.get("eval")),
         )
 
     @property
@@ -145,33 +140,33 @@ class _Reader:
         every = () if self.method is None else self.method.parameters
         return [parameter.name for parameter in every if parameter.kind in ("callable", "mapping")]
 
-    def take_auto(self, given: dict[str, Any]) -> tuple[str, ...]:
-        """Return which of merge_method and scale are to be chosen, and remove the scale from what is given then."""
-        auto = [key for key in ("merge_method", "scale") if given.get(key) == AUTO]
-        parameters = given.get("parameters")
-        if isinstance(parameters, dict) and AUTO in (parameters.get("scale"), given.get("scale")):
-            if ("scale" in given) + len({"scale", "lambda"} & parameters.keys()) > 1:
+    def take_auto(self, data: dict[str, Any]) -> tuple[str, ...]:
+        """Return which of merge_method and scale are to be chosen, and remove such a scale from `data`."""
+        auto = [key for key in ("merge_method", "scale") if data.get(key) == AUTO]
+        parameters = data.get("parameters")
+        if isinstance(parameters, dict) and AUTO in (parameters.get("scale"), data.get("scale")):
+            if ("scale" in data) + len({"scale", "lambda"} & parameters.keys()) > 1:
                 raise self.error(("parameters",), TWICE)
             auto = list(dict.fromkeys([*auto, "scale"]))
-            given["parameters"] = {key: value for key, value in parameters.items() if key != "scale"}
-        if given.get("scale") == AUTO:
-            del given["scale"]
+            data["parameters"] = {key: value for key, value in parameters.items() if key != "scale"}
+        if data.get("scale") == AUTO:
+            del data["scale"]
         return tuple(auto)
 
-    def basis(self, given: Mapping[str, Any]) -> str | None:
+    def basis(self, data: Mapping[str, Any]) -> str | None:
         """Return the folder of a basis that is to be used, where the method has one."""
-        folder = self.text(("basis",), given.get("basis"))
+        folder = self.text(("basis",), data.get("basis"))
         if folder is not None and "basis" not in self.known:
-            raise self.error(("basis",), f"{self.called} is not merged in a basis; remove 'basis'.")
+            raise self.error(("basis",), f"{self.method_name} is not merged in a basis; remove 'basis'.")
         if folder in ("tagged", "tensor", "full"):
             raise self.error(("basis",), f"{folder!r} is a kind of basis; it belongs under 'parameters'.")
         return folder
 
-    def find_method(self, given: Mapping[str, Any]) -> Method:
+    def find_method(self, data: Mapping[str, Any]) -> Method:
         from epimer.methods.registry import describe_method, list_methods
 
         ours = ", ".join(list_methods())
-        name = self.text(("merge_method",), given.get("merge_method"))
+        name = self.text(("merge_method",), data.get("merge_method"))
         if name is None:
             raise self.error((), f"the recipe has no 'merge_method'. Methods: {ours}.")
         if name in NOT_OUR_METHODS and name not in list_methods():
@@ -182,72 +177,72 @@ class _Reader:
             raise self.error(("merge_method",), f"There is no method {name!r}.{hint} Methods: {ours}.")
         return describe_method(ALIASES.get(name, name))
 
-    def models(self, given: Mapping[str, Any], base: str | None) -> dict[int, ModelEntry]:
+    def models(self, data: Mapping[str, Any], base: str | None) -> dict[int, ModelEntry]:
         """Return the models to merge by their position in the recipe; mergekit's recipes often list the base too."""
-        raw = given.get("models")
+        raw = data.get("models")
         if not isinstance(raw, list) or not raw:
             raise self.wrong(("models",), raw, "a list of models, each with the key 'model'")
-        found = {t: self.entry(("models", t), item) for t, item in enumerate(raw)}
-        for t, entry in list(found.items()):
+        models = {t: self.entry(("models", t), item) for t, item in enumerate(raw)}
+        for t, entry in list(models.items()):
             if self.needs_base and entry.model == base:
                 if entry.parameters or entry.curvature:
-                    remedy = f"which {self.called} does not merge; remove it from 'models'."
+                    remedy = f"which {self.method_name} does not merge; remove it from 'models'."
                     raise self.error(("models", t), f"models[{t}] is the base model, {remedy}")
-                del found[t]
-        if not found:
+                del models[t]
+        if not models:
             raise self.error(("models",), "models lists only the base model; add the models to merge.")
-        if (paths := given.get("curvature")) is None:
-            return found
-        if not isinstance(paths, list) or len(paths) != len(found):
-            raise self.wrong(("curvature",), paths, f"a list with one path per model ({len(found)}), in their order")
-        for (t, entry), (i, path) in zip(found.items(), enumerate(paths), strict=True):
+        if (paths := data.get("curvature")) is None:
+            return models
+        if not isinstance(paths, list) or len(paths) != len(models):
+            raise self.wrong(("curvature",), paths, f"a list with one path per model ({len(models)}), in their order")
+        for (t, entry), (i, path) in zip(models.items(), enumerate(paths), strict=True):
             if entry.curvature is not None:
                 raise self.error(("curvature",), f"curvature is given here and in models[{t}]; remove one of the two.")
-            found[t] = entry.model_copy(update={"curvature": self.text(("curvature", i), path)})
-        return found
+            models[t] = entry.model_copy(update={"curvature": self.text(("curvature", i), path)})
+        return models
 
     def entry(self, path: Location, raw: Any) -> ModelEntry:
-        given = self.mapping(path, raw, ("model", "parameters", "curvature"), {})
-        model = self.text((*path, "model"), given.get("model"))
+        data = self.mapping(path, raw, ("model", "parameters", "curvature"), {})
+        model = self.text((*path, "model"), data.get("model"))
         if model is None:
             raise self.error(path, f"{spell(path)} has no 'model'.")
         own = [key for key, parameter in self.known.items() if parameter.per_model]
         shared = {*self.python_only, *self.known, "rules", "lambda", "normalize"}.difference(own)
         refused = {key: f"{key!r} holds for all models; move it to the recipe's 'parameters'." for key in shared}
         inner = (*path, "parameters")
-        raw = {} if given.get("parameters") is None else given["parameters"]
+        raw = {} if data.get("parameters") is None else data["parameters"]
         values = self.mapping(inner, raw, own, refused | NOT_OUR_PARAMETERS)
         return ModelEntry(
             model=model,
             parameters={key: self.value((*inner, key), key, value) for key, value in values.items()},
-            curvature=self.text((*path, "curvature"), given.get("curvature")),
+            curvature=self.text((*path, "curvature"), data.get("curvature")),
         )
 
-    def parameters(self, given: Mapping[str, Any], models: int) -> tuple[dict[str, Value], bool | None]:
+    def parameters(self, data: Mapping[str, Any], models: int) -> tuple[dict[str, Value], bool | None]:
         """Return the parameters for all models, and whether to normalise weights (mergekit's `normalize`)."""
-        only = f"of {self.called} can be given only from Python, not in a recipe."
+        only = f"of {self.method_name} can be given only from Python, not in a recipe."
         refused = {name: f"{name!r} {only}" for name in self.python_only}
         names = dict.fromkeys([*self.known, "lambda", "normalize"])
-        where, of = ("parameters",), f" of {self.called}"
-        raw = self.mapping(where, given.get("parameters", {}), names, refused | NOT_OUR_PARAMETERS, of)
+        where, of = ("parameters",), f" of {self.method_name}"
+        raw = self.mapping(where, data.get("parameters", {}), names, refused | NOT_OUR_PARAMETERS, of)
         values: dict[Location, Any] = {("parameters", key): value for key, value in raw.items()}
-        if "scale" in given:
-            values["scale",] = given["scale"]
+        if "scale" in data:
+            values["scale",] = data["scale"]
         normalize: bool | None = None
-        found: dict[str, Value] = {}
+        parameters: dict[str, Value] = {}
         for path, value in values.items():
             name = "scale" if path[-1] == "lambda" else str(path[-1])
-            if name in found:
+            if name in parameters:
                 raise self.error(path, TWICE)
             if name == "normalize" and isinstance(value, bool | int | float) and value in (0, 1):
                 normalize = bool(value)  # mergekit writes 1.0 for true
             elif name not in self.known:
                 raise self.wrong(path, value, "true or false: whether weights are scaled to sum 1")
             else:
-                found[name] = self.value(path, name, value)
+                parameters[name] = self.value(path, name, value)
                 if self.known[name].kind == "numbers" and value is not None and len(value) != models:
                     raise self.wrong(path, value, f"a list with one number per model ({models})")
-        return found, normalize
+        return parameters, normalize
 
     def rules(self, raw: Any) -> tuple[tuple[str, str], ...]:
         if not isinstance(raw, list | dict):
@@ -286,6 +281,6 @@ class _Reader:
 
     def checked(self, path: Location, parameter: Parameter, value: Any) -> Any:
         try:
-            return parameter.check(self.called, value)
+            return parameter.check(self.method_name, value)
         except ParameterError as error:
             raise self.error(path, f"{spell(path)}: {error}" if len(path) > 2 else str(error)) from None

@@ -1,11 +1,12 @@
-"""What a recipe says: models, a method with its options, rules; every value evaluated for each tensor."""
+"""A recipe: models, a method with its options, rules; every value is evaluated for each tensor."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # the registry imports torch; functions import it when they m
     from epimer.methods.registry import Method
 
 AUTO = "auto"
+LAYER = re.compile(r"((?:[^.]*\.)*?)([0-9]+)(?:\.|\Z)")
+"""the start of a tensor's name up to its first integer, and the integer"""
 
 Scalar = bool | int | float | str | None
 
@@ -47,7 +50,7 @@ class ModelEntry(_Frozen):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a recipe says of one tensor."""
+    """The parameters and weights of one tensor."""
 
     parameters: dict[str, Any]
     """by name; a list with one entry per model where a model has a value of its own"""
@@ -55,7 +58,7 @@ class Settings:
 
 
 class Recipe(_Frozen):
-    """What the user wants, in canonical spelling: mergekit's aliases are resolved, every value is checked."""
+    """A merge in canonical spelling: mergekit's aliases are resolved, every value is checked."""
 
     merge_method: str
     base_model: str | None = None
@@ -80,14 +83,7 @@ class Recipe(_Frozen):
         for key, own in self._keys().items():
             each = [self._at(key, model, name, t) for model in (self.models if own else self.models[:1])]
             parameters[key] = each if own else each[0]
-        weights = parameters.pop("weight", None)
-        return Settings(parameters, weights)
-
-    def weights(self, name: str, t: float) -> list[float] | None:
-        """Return the models' weights for the tensor `name` at depth `t`; None where the recipe gives none."""
-        if "weight" not in self._keys():
-            return None
-        return [self._at("weight", model, name, t) for model in self.models]
+        return Settings(parameters, weights=parameters.pop("weight", None))
 
     def settled(self, method: str, scale: float | None = None, rank: int | None = None) -> Recipe:
         """Return the recipe with a method, and a scale and a rank where they are given: exactly what a sweep merges.
@@ -126,15 +122,13 @@ class Recipe(_Frozen):
 
     def varying(self) -> frozenset[str]:
         """Return the names of the parameters, `weight` included, that differ between tensors."""
-        known = known_parameters(self.merge_method)
-        found = set()
-        for key in self._keys():
-            for model in self.models:
-                leaves = [entry.value for entry in self._options(key, model)]
-                values = {x for leaf in leaves for x in (leaf if isinstance(leaf, tuple) else (leaf,))}
-                if len(values) > 1 and known[key].kind != "numbers":
-                    found.add(key)
-        return frozenset(found)
+        known, names = known_parameters(self.merge_method), set()
+        for key, model in product(self._keys(), self.models):
+            leaves = [entry.value for entry in self._options(key, model)]
+            values = {x for leaf in leaves for x in (leaf if isinstance(leaf, tuple) else (leaf,))}
+            if len(values) > 1 and known[key].kind != "numbers":
+                names.add(key)
+        return frozenset(names)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that `load_recipe` reads back to an equal recipe."""
@@ -154,17 +148,17 @@ class Recipe(_Frozen):
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000)
 
     def _keys(self) -> dict[str, bool]:
-        """Return the parameters that are given, each with whether it has a value per model."""
+        """Return the parameters that the recipe sets, each with whether it has a value per model."""
         own = {key for model in self.models for key in model.parameters}
         return {key: key in own or key == "weight" for key in [*self.parameters, *sorted(own - self.parameters.keys())]}
 
     def _options(self, key: str, model: ModelEntry) -> list[Filtered]:
-        """Return what `key` may be for a model, in order: its own, the recipe's, the default; none out of reach."""
-        given = [values[key] for values in (model.parameters, self.parameters) if key in values]
+        """Return the values that `key` can have for a model: its own, then the recipe's, then the default."""
+        values = [level[key] for level in (model.parameters, self.parameters) if key in level]
         if key != "weight":
-            given.append(known_parameters(self.merge_method)[key].default)
+            values.append(known_parameters(self.merge_method)[key].default)
         options: list[Filtered] = []
-        for entry in chain.from_iterable(map(_entries, given)):
+        for entry in chain.from_iterable(map(_entries, values)):
             options.append(entry)
             if entry.filter is None:
                 break
@@ -201,24 +195,16 @@ def depths(names: Sequence[str]) -> dict[str, float]:
     ``model.layers``. As in mergekit, a tensor of no layer (embeddings, the final norm, the head) has t = 0, and an
     only layer has t = 1.
     """
-    layers: dict[str, tuple[str, int]] = {}
+    layers = {name: (match[1], int(match[2])) for name in names if (match := LAYER.match(name))}
     last: dict[str, int] = {}
-    for name in names:
-        parts = name.split(".")
-        for i, part in enumerate(parts):
-            if part.isascii() and part.isdigit():
-                prefix = ".".join(parts[:i])
-                layers[name] = prefix, int(part)
-                last[prefix] = max(last.get(prefix, 0), int(part))
-                break
-    found = dict.fromkeys(names, 0.0)
-    for name, (prefix, layer) in layers.items():
-        found[name] = layer / last[prefix] if last[prefix] else 1.0
-    return found
+    for prefix, layer in layers.values():
+        last[prefix] = max(last.get(prefix, 0), layer)
+    depth = {name: layer / last[prefix] if last[prefix] else 1.0 for name, (prefix, layer) in layers.items()}
+    return {name: depth.get(name, 0.0) for name in names}
 
 
 def known_parameters(method: str) -> dict[str, Parameter]:
-    """Return what a recipe may say of a method, or of one that is to be chosen; and the weight of a model."""
+    """Return the parameters that a recipe can set for a method or for 'auto', the weight of a model among them."""
     from epimer.methods.registry import describe_method
 
     return _parameters(None if method == AUTO else describe_method(method))

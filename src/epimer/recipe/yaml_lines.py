@@ -1,4 +1,4 @@
-"""YAML as plain data that knows the line of everything in it; nothing but the safe types is ever built."""
+"""YAML as plain data of the safe types, with the line of every value for error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def spell(path: Location) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Compose nodes, which know their lines, and give up early on a file that nobody wrote."""
+    """Compose nodes, which know their lines, and stop early in a file of too many."""
 
     composed = 0
 
@@ -49,7 +49,7 @@ class YamlFile:
         return self.error(path, f"{spell(path) or f'a {self.what}'} must be {expected}. Got {short(value)} instead.")
 
     def mapping(self, path: Location, raw: Any, known: Iterable[str], refused: Mapping[str, str], of: str = "") -> Any:
-        """Return `raw` if it is a mapping of known keys; say of a `refused` one what is the matter with it."""
+        """Return `raw` if it is a mapping of known keys; a `refused` key is an error with that message."""
         if not isinstance(raw, dict):
             raise self.wrong(path, raw, f"a mapping with keys among {', '.join(known)}")
         for key in raw:
@@ -63,13 +63,13 @@ class YamlFile:
         return raw
 
     def text(self, path: Location, raw: Any) -> str | None:
-        """Return `raw` if it is a text, or None where nothing is given."""
+        """Return `raw` if it is a text or None."""
         if raw is not None and (not isinstance(raw, str) or not raw.strip()):
             raise self.wrong(path, raw, "text (in quotes if it looks like a number or a yes or no)")
         return raw
 
     def read(self) -> Any:
-        """Return the file's plain data: the safe types of YAML, and nothing else is ever built."""
+        """Return the file's data in the safe types of YAML."""
         assert self.file is not None
         try:
             with open(self.file, "rb") as file:
@@ -117,13 +117,13 @@ class YamlFile:
             raise self.wrong(path, node.value, f"a YAML {kind}") from None
 
     def plain_mapping(self, node: yaml.MappingNode, path: Location) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        data: dict[str, Any] = {}
         merges = [value for key, value in node.value if key.tag == TAG + "merge"]
         parts = [part for value in merges for part in (value.value if value.tag == TAG + "seq" else [value])]
         for part in reversed(parts):  # of several, the first prevails; the mapping's own keys prevail over all
             if not isinstance(part, yaml.MappingNode):
                 raise self.error(path, "the YAML key '<<' takes a mapping or a list of mappings.")
-            found |= self.plain(part, path)
+            data |= self.plain(part, path)
         own: dict[str, int] = {}
         for key, value in node.value:
             if key.tag == TAG + "merge":
@@ -135,5 +135,5 @@ class YamlFile:
                 first = own[key.value]
                 raise RecipeError(f"{self.file}:{line}: the key {key.value!r} is given twice, first in line {first}.")
             own[key.value] = self.lines[*path, key.value] = line
-            found[key.value] = self.plain(value, (*path, key.value))
-        return found
+            data[key.value] = self.plain(value, (*path, key.value))
+        return data

@@ -13,7 +13,7 @@ from torch import Tensor
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import open_folder
-from epimer.checkpoints.sidecar_files import carried
+from epimer.checkpoints.sidecar_files import sidecar_files
 from epimer.errors import CheckpointError
 from models import make_base, make_models
 
@@ -332,7 +332,7 @@ def hub(root: Path, target: str) -> Path:
 def test_the_hub_cache_links_to_its_blobs(tmp_path):
     snapshot = hub(tmp_path, "../../blobs/abc")
     assert_same(tensors(open_folder(snapshot)), A)
-    assert json.loads(carried(snapshot, None, None)["config.json"]) == {"model_type": "bert"}
+    assert json.loads(sidecar_files(snapshot, None, None)["config.json"]) == {"model_type": "bert"}
 
 
 def test_the_hub_cache_of_one_model_does_not_lead_to_another(tmp_path, secret):
@@ -354,16 +354,16 @@ def test_config_and_tokenizer_go_along_and_nothing_else(folder, tmp_path):
     for where in (folder, other):
         for file in ("config.json", "tokenizer.json", "preprocessor_config.json", "modeling.py", "notes.txt", ".env"):
             (where / file).write_text(json.dumps({"from": where.name}))
-    found = {name: json.loads(data)["from"] for name, data in carried(folder, other, None).items()}
+    found = {name: json.loads(data)["from"] for name, data in sidecar_files(folder, other, None).items()}
     assert found == {"config.json": "model", "preprocessor_config.json": "model", "tokenizer.json": "other"}
 
 
 def test_the_config_names_the_dtype_and_no_path(folder):
     config = {"_name_or_path": "/home/me", "torch_dtype": "float32", "text": {"dtype": "float16", "_name_or_path": "x"}}
     (folder / "config.json").write_text(json.dumps({**config, "größe": "重み"}))
-    found = json.loads(carried(folder, folder, "bfloat16")["config.json"])
+    found = json.loads(sidecar_files(folder, folder, "bfloat16")["config.json"])
     assert found == {"torch_dtype": "bfloat16", "text": {"dtype": "bfloat16"}, "größe": "重み"}
-    assert json.loads(carried(folder, folder, None)["config.json"])["torch_dtype"] == "float32"
+    assert json.loads(sidecar_files(folder, folder, None)["config.json"])["torch_dtype"] == "float32"
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json", "vocab.txt"])
@@ -371,7 +371,7 @@ def test_a_linked_file_is_not_carried_out_of_its_place(folder, tmp_path, file):
     (tmp_path / "password").write_text('{"secret": 1}')
     (folder / file).symlink_to("../password")
     with pytest.raises(CheckpointError, match=f"'{file}' leads out of the folder"):
-        carried(folder, folder, None)
+        sidecar_files(folder, folder, None)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_a_linked_file_is_not_carried_out_of_its_place(folder, tmp_path, file):
 def test_a_config_that_is_none(folder, text):
     (folder / "config.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        carried(folder, folder, None)
+        sidecar_files(folder, folder, None)
 
 
 # names

@@ -150,16 +150,16 @@ def test_code_in_the_place_of_a_tensor_or_a_module_is_not_executed(tmp_path, enc
 
 WATCHED = """
 import io, sys
-from epimer.checkpoints.safe_unpickle import Inert, InertUnpickler
+from epimer.checkpoints.safe_unpickle import Placeholder, SafeUnpickler
 
 seen, watching = [], False
 sys.addaudithook(lambda event, args: seen.append(event) if watching else None)
 for text in map(bytes.fromhex, sys.argv[1:]):
-    unpickler = InertUnpickler(io.BytesIO(text))
+    unpickler = SafeUnpickler(io.BytesIO(text))
     watching = True
     found = unpickler.load()
     watching = False
-    assert all(isinstance(one, Inert) for one in found), found
+    assert all(isinstance(one, Placeholder) for one in found), found
 print(seen)
 """
 

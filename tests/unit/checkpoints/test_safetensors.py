@@ -380,7 +380,7 @@ def test_a_file_that_changes_after_it_was_opened(file):
     with pytest.raises(CheckpointError, match="ends too early"):
         read.read("a")
     file.unlink()
-    with pytest.raises(CheckpointError, match="cannot be opened: No such file"):
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         read.sample("a")
 
 

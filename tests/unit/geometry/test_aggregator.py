@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dense import basis_of, close, matrix_of, random_metric
-from epimer.geometry.aggregator import anchored, iso_c_delta, mean, summed, tsv_delta
+from epimer.geometry.aggregator import Anchored, Mean, Sum, iso_c_delta, tsv_delta
 from epimer.geometry.frechet import build_problem
 from epimer.geometry.subspace import Full, tagged, tensor_product
 from epimer.records import MergeRecord, Status, TensorRecord
@@ -41,7 +41,7 @@ def test_mean_and_sum_damp_every_task_s_curvature(kind, normalize):
     b = sum(w * H_t @ x for w, H_t, x in zip(WEIGHTS, damped, points, strict=True))
     expected = (S @ torch.linalg.solve(H, b)).reshape(M, N)
     problem = build_problem(subspace, METRICS, DELTAS, WEIGHTS, normalize=normalize)
-    average, total = mean(problem, 0.3), summed(problem, 0.3)
+    average, total = Mean(0.3).aggregate(problem), Sum(0.3).aggregate(problem)
     assert close(average.value, expected, 1e-8)
     assert torch.equal(total.value, 3 * average.value)
     assert total.eta == average.eta > 0
@@ -68,7 +68,7 @@ def test_anchored_damps_the_way_to_its_anchor(kind, normalize, anchor, delta):
     eye = torch.eye(S.shape[1], dtype=torch.float64)
     expected = (S @ torch.linalg.solve(H + epsilon * eye, b + epsilon * S.T @ delta.flatten())).reshape(M, N)
     problem = build_problem(subspace, METRICS, DELTAS, WEIGHTS, normalize=normalize)
-    solution = anchored(problem, anchor(problem), 0.3)
+    solution = Anchored(anchor, 0.3).aggregate(problem)
     assert close(solution.value, expected, 1e-8)
     assert solution.eta is None
 

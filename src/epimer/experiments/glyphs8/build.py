@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from epimer.checkpoints import open_checkpoint
-from epimer.checkpoints.writer import as_json, draft_of, explained, save_tensors
+from epimer.checkpoints.writer import as_json, draft_path, explain_os_errors, save_tensors
 from epimer.errors import DataError, EpimerError
 from epimer.evaluation.suite import Split, Suite, SuiteTask
 from epimer.experiments.glyphs8.tasks import SPLITS, TASKS, GlyphTask, LabeledImages, draw_pool
@@ -89,8 +89,8 @@ def versions() -> dict[str, str]:
 @contextmanager
 def _locked_draft(place: Path) -> Iterator[Path]:
     """Wait until no other process builds this suite, then yield an empty folder next to its place to build it in."""
-    draft = draft_of(place)
-    with explained(place, "written"):
+    draft = draft_path(place)
+    with explain_os_errors(place, "written"):
         place.parent.mkdir(parents=True, exist_ok=True)
         with draft.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
