@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SAYS = {"every_method": "epimer_free", "measure_curvature": "epimer_kron", "merge_folders": "epimer merge"}
+SAYS = {
+    "every_method": "epimer_free",
+    "measure_curvature": "epimer_kron",
+    "merge_folders": "epimer merge",
+    "own_method": "model_stock",
+}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))

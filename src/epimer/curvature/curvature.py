@@ -37,6 +37,11 @@ class Curvature(Mapping[str, Metric]):
         """The kind of curvature: diagonal, kronecker, ekfac, samples, hessian or ggn."""
         return self.provenance.kind
 
+    @property
+    def about(self) -> Provenance:
+        """The provenance, under the name it had first."""
+        return self.provenance
+
     def __getitem__(self, name: str) -> Metric:
         metric = self.metrics[self.provenance.ties.get(name, name)]
         if KINDS[self.kind].indefinite and isinstance(metric, Projected):

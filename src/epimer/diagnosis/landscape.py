@@ -8,7 +8,8 @@ models are marked where they fall on the plane.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,10 @@ class Landscape:
         maps = {task: [list(row) for row in losses] for task, losses in zip(self.tasks, self.losses, strict=True)}
         points = [point.record(self.tasks) for point in self.points]
         return Maps(list(self.a), list(self.b), maps, joint, points, self.explained)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain data."""
+        return asdict(self.record())
 
 
 def landscape(
