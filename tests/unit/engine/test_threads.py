@@ -49,12 +49,15 @@ class Squares:
             self.used -= job.memory
 
 
+@pytest.fixture
 def running():
-    return [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    """The threads that run now and did not before the test."""
+    before = set(threading.enumerate())
+    return lambda: set(threading.enumerate()) - before
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_results_come_in_the_order_of_the_jobs_whoever_is_done_first(workers):
+def test_results_come_in_the_order_of_the_jobs_whoever_is_done_first(workers, running):
     jobs = [Job(str(i), delay=0.02 * (i % 3 == 0)) for i in range(12)]
     results = list(Threads([CPU] * workers).map(Squares(jobs)))
     assert results == [(job, int(job.name) ** 2) for job in jobs]
@@ -71,7 +74,7 @@ def test_what_is_in_use_stays_within_the_budget_but_one_job_always_goes_ahead(bu
     assert walk.used == 0
 
 
-def test_a_slow_consumer_stops_the_reader():
+def test_a_slow_consumer_stops_the_reader(running):
     walk = Squares([Job(str(i), memory=10) for i in range(50)])
     results = Threads([CPU], memory=30).map(walk)
     next(results)
@@ -82,7 +85,7 @@ def test_a_slow_consumer_stops_the_reader():
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-def test_the_first_error_in_the_order_of_the_jobs_is_raised_in_its_place(workers):
+def test_the_first_error_in_the_order_of_the_jobs_is_raised_in_its_place(workers, running):
     jobs = [Job(str(i), delay=0.03 * (i == 2)) for i in range(8)]
     results, seen = Threads([CPU] * workers).map(Squares(jobs, fails=("2", "3"))), []
     with pytest.raises(KeyError, match="2"):
