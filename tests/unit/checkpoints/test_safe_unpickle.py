@@ -105,6 +105,7 @@ def test_a_module_is_converted(tmp_path, encoder, zipped):
     check(module_tensors(nested, "nested.pt", "model"), encoder.state_dict())
 
 
+@pytest.mark.slow
 def test_classes_that_do_not_exist_here_are_not_missed(tmp_path):
     """As in files of a library that is not installed: the class's name is noted, and that is all."""
     script = """
@@ -164,6 +165,7 @@ print(seen)
 """
 
 
+@pytest.mark.slow
 def test_no_name_is_looked_up_and_nothing_happens(marker):
     """Python itself reports what is imported, executed, opened or started; while a file is unpickled it is nothing."""
     content = [*attacks(marker).values(), marker, ValueError("x")]

@@ -400,6 +400,7 @@ def fuzzed(tmp_path_factory):
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
+@pytest.mark.slow
 def test_any_damage_to_the_header_is_refused_or_read_as_the_library_does(fuzzed, data):
     safetensors.torch.save_file(VALID, fuzzed, {"format": "pt", "tied": "a"})
     damaged = bytearray(fuzzed.read_bytes())

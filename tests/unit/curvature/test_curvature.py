@@ -370,6 +370,7 @@ def worker(rank, folder):
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks_measure_their_parts_and_share_the_whole(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     multiprocessing.spawn(worker, args=(str(tmp_path),), nprocs=2)

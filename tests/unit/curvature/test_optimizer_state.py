@@ -661,6 +661,7 @@ def test_another_moment_is_refused(save, trained):
 ODD = [None, 0, -1, True, "x", b"x", 1j, [], {}, [0], {0: 0}, {"params": 1}, float("inf"), torch.ones(2), torch.ones(0)]
 
 
+@pytest.mark.slow
 def test_whatever_stands_in_the_file_the_refusal_is_ours(save, trained):
     """Each entry of the nested state dict in turn is replaced by odd values: read, or refused in one line."""
     model, _, state = trained

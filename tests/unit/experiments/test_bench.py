@@ -18,6 +18,8 @@ from epimer.experiments.bench import CANDIDATES, CURVATURE_VERSION, Bench, Candi
 from epimer.experiments.results import write
 from trained import make_suite, network
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory):

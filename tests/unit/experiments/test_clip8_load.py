@@ -18,6 +18,8 @@ from epimer.experiments.clip8.tasks import TASKS, VARIANTS
 from epimer.tasks.data import open_data
 from tiny_clip import ImageEncoder, make_clip, repositories, tuned_state, write_files
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -22,6 +22,8 @@ from epimer.experiments.glyphs8.tasks import SPLITS, TASKS, draw_pool, faces_of
 from epimer.experiments.glyphs8.train import TINY, Settings
 from epimer.experiments.glyphs8.vit import FrozenHead, Shape, Vit
 
+pytestmark = pytest.mark.slow
+
 CHARACTERS = {"greek": tasks.GREEK, "operators": tasks.OPERATORS, "rotation": tasks.DIRECTED, "braille": tasks.BRAILLE}
 
 

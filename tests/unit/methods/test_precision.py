@@ -6,6 +6,8 @@ import torch
 import epimer
 from dense import close
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"square.weight": (320, 320), "tall.weight": (520, 256), "wide.weight": (256, 520)}
 TASKS, RANK = 4, 8
 

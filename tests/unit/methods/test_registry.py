@@ -285,6 +285,7 @@ def installed(tmp_path):
     return epimer_command
 
 
+@pytest.mark.slow
 def test_an_installed_package_adds_methods_and_a_broken_one_is_told_and_skipped(installed, checkpoints, tmp_path):
     shown = installed("methods", "twice")
     assert shown.returncode == 0, shown.stderr

@@ -289,6 +289,7 @@ def test_no_records_is_an_error():
         build(Records())
 
 
+@pytest.mark.slow
 def test_a_large_page_stays_small(tmp_path):
     tasks = [f"task-{i}" for i in range(20)]
     big = [found.diagnosis(tasks, layers=400), found.landscape(41), *found.everything().values()]

@@ -801,6 +801,7 @@ def test_a_model_with_one_output_is_no_classifier(saved, tmp_path):
     assert "was trained for one output, a regression; expected one of two or more classes" in said
 
 
+@pytest.mark.slow
 def test_without_transformers():
     code = (
         "import sys; sys.modules['transformers'] = None\n"
