@@ -9,10 +9,11 @@ import epimer
 from epimer.errors import CurvatureError
 from oracle import each, near
 
-pytestmark = pytest.mark.slow
-
 # torch's own forward-mode derivatives, when they are first used
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
+]
 
 CLASSES = 3
 
