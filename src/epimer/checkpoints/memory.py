@@ -57,6 +57,11 @@ class Cached(Checkpoint):
         self._tensors: dict[str, Tensor] = {}
         self._deltas: dict[str, LowRank | None] = {}
 
+    @property
+    def to_come(self) -> int:
+        """The bytes that are not in memory yet."""
+        return total_bytes(self) - sum(map(nbytes, self._tensors.values()))
+
     def read(self, name: str, rows: Rows = None) -> Tensor:
         place = self.ties.get(name, name)
         if place not in self._tensors:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from epimer.checkpoints.memory import total_bytes
+from epimer.checkpoints.memory import Cached
 from epimer.engine.basis import build_bases
 from epimer.engine.memory import memory_budget
 from epimer.engine.merge import merge_in_memory
@@ -100,8 +100,6 @@ class Merges:
     def __init__(self, participants: Participants, rules: Sequence[tuple[str, str]], run: RunOptions) -> None:
         self.rules, self.run = rules, run
         self.participants = participants.kept_in_memory(memory_budget(run.max_memory, ()) // 2)
-        kept = self.participants is not participants
-        self.reserved = sum(map(total_bytes, participants.checkpoints)) if kept else 0
         self._bases: dict[int | None, dict[str, Tagged]] = {}
 
     def merge(self, plan: Plan) -> dict[str, Tensor]:
@@ -110,7 +108,11 @@ class Merges:
             plan = replace(plan, jobs=[self._sharing(job) for job in plan.jobs])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", EpimerWarning)
-            return merge_in_memory(plan, self.run.start(plan.parts, self.reserved))[0]
+            return merge_in_memory(plan, self.run.start(plan.parts, self._to_come()))[0]
+
+    def _to_come(self) -> int:
+        """Return the bytes of the models that will be kept in memory and are not there yet."""
+        return sum(one.to_come for one in self.participants.checkpoints if isinstance(one, Cached))
 
     def _sharing(self, job: Job) -> Job:
         """Return a job that is merged in a basis which other methods use too."""

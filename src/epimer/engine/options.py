@@ -33,7 +33,7 @@ class RunOptions:
     engine: str = "local"
 
     def start(self, jobs: Sequence[Any], reserved: int = 0) -> Engine:
-        """Return an engine for jobs; `reserved` bytes of its memory are in use already.
+        """Return an engine for jobs; `reserved` bytes of its memory will be used by others.
 
         A memory limit that the widest job exceeds is refused by the name of its tensor.
         """
