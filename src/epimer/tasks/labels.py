@@ -108,37 +108,54 @@ class Labels:
         self.policy, self.loss_fn = policy, loss_fn
         self.generator = torch.Generator().manual_seed(seed)
         self.seen = 0  # number of samples before this batch
-        self.targets: Any = None  # the targets of the last loss that `passes` yielded
         self.shift: int | None = None  # by how many positions a target lies after the logits it is compared with
 
     def passes(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
         """Yield the losses of one backward pass after the other; the second moments of their gradients are summed."""
         if self.policy == "true":
-            if targets is None:
-                raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
-            yield self._losses(outputs, targets, N)
+            yield self._losses(outputs, self.sample(outputs, targets, mask, N), N)
         elif isinstance(targets, Tensor) and targets.is_floating_point():
             yield from self._gaussian(outputs, logits_of(outputs).detach(), targets, N)
         else:
-            yield from self._categorical(outputs, logits_of(outputs).detach(), targets, mask, N)
+            yield from self._categorical(outputs, targets, mask, N)
+
+    def sample(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> Any:
+        """Return the targets of a plain loss: the data's, or labels sampled from the model's own prediction.
+
+        The mean Hessian of that loss over such labels is the Gauss-Newton matrix.
+        """
+        if self.policy == "true":
+            if targets is None:
+                raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
+            return targets
+        if isinstance(targets, Tensor) and targets.is_floating_point():
+            return self._around(outputs, logits_of(outputs).detach(), targets)[0]
+        aligned, targets, live = self._positions(outputs, targets, mask, N)
+        targets[live] = self._sample(aligned[live], live)
+        return targets
 
     def _losses(self, outputs: Any, targets: Any, N: int) -> Tensor:
-        self.targets = targets
         try:
             return per_sample(self.loss_fn(outputs, targets), N)
         except (IndexError, RuntimeError):
             self.check_range(find_logits(outputs), targets)
             raise
 
-    def _categorical(self, outputs: Any, logits: Tensor, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
+    def _positions(
+        self, outputs: Any, targets: Any, mask: Tensor | None, N: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits that belong to each target, a copy of the targets, and which of them are not ignored."""
+        logits = logits_of(outputs).detach()
         if targets is None:
             targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
             if mask is not None and mask.shape == targets.shape:
                 targets[~mask] = IGNORED
         if not isinstance(targets, Tensor):
             raise CurvatureError(f"labels={self.policy!r} needs targets as a tensor, got {type(targets).__name__}.")
-        aligned = self._aligned(outputs, logits, targets, N)
-        live = targets != IGNORED
+        return self._aligned(outputs, logits, targets, N), targets.clone(), targets != IGNORED
+
+    def _categorical(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
+        aligned, targets, live = self._positions(outputs, targets, mask, N)
         if self.policy == "model":
             yield self._sampled(outputs, aligned, targets, live, N)
             return
@@ -157,15 +174,14 @@ class Labels:
 
     def _sampled(self, outputs: Any, aligned: Tensor, targets: Tensor, live: Tensor, N: int) -> Tensor:
         """Return the losses under one label sampled for each position."""
-        sampled = targets.clone()
         if targets.dim() == 1:
             root = torch.ones(N, dtype=torch.float64, device=targets.device)
-            sampled[live], root[live] = self._sample_by_importance(aligned[live], live)
-            losses = self._losses(outputs, sampled, N)
+            targets[live], root[live] = self._sample_by_importance(aligned[live], live)
+            losses = self._losses(outputs, targets, N)
             if losses.dim():
                 return losses * root.to(losses)
-        sampled[live] = self._sample(aligned[live], live)  # the loss is a sum, or a sample has many positions
-        return self._losses(outputs, sampled, N)
+        targets[live] = self._sample(aligned[live], live)  # the loss is a sum, or a sample has many positions
+        return self._losses(outputs, targets, N)
 
     def _sample_by_importance(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
         """Sample labels from q ∝ p_y ‖e_y - p‖; return them and √(p_y / q_y), by which the losses are multiplied.
@@ -291,13 +307,9 @@ class Labels:
 
     def _gaussian(self, outputs: Any, mean: Tensor, targets: Tensor, N: int) -> Iterator[Tensor]:
         """Yield the losses of a squared error, under labels from a normal distribution around the model's output."""
-        if targets.shape != mean.shape:
-            shapes = tuple(targets.shape), tuple(mean.shape)
-            raise CurvatureError(f"targets of shape {shapes[0]} do not fit outputs of shape {shapes[1]}.")
-        noise = torch.randn(mean.shape, generator=self.generator, dtype=torch.float64).to(mean)
-        width = self._width(outputs, mean, noise)
+        sampled, width = self._around(outputs, mean, targets)
         if self.policy == "model":
-            yield self._losses(outputs, mean + width * noise, N)
+            yield self._losses(outputs, sampled, N)
             return
         if mean[0].numel() > PASSES:
             raise CurvatureError(f"labels='expected' would take {mean[0].numel()} backward passes; use labels='model'.")
@@ -305,6 +317,15 @@ class Labels:
             step = torch.zeros_like(mean).flatten(1)
             step[:, place] = width
             yield self._losses(outputs, mean + step.view_as(mean), N)
+
+    def _around(self, outputs: Any, mean: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        """Return labels sampled from a normal distribution around the model's output, and its standard deviation."""
+        if targets.shape != mean.shape:
+            shapes = tuple(targets.shape), tuple(mean.shape)
+            raise CurvatureError(f"targets of shape {shapes[0]} do not fit outputs of shape {shapes[1]}.")
+        noise = torch.randn(mean.shape, generator=self.generator, dtype=torch.float64).to(mean)
+        width = self._width(outputs, mean, noise)
+        return mean + width * noise, width
 
     def _width(self, outputs: Any, mean: Tensor, noise: Tensor) -> float:
         """Return the standard deviation of the labels, 1/√(second derivative of the loss); refuse other losses."""
