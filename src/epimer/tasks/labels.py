@@ -69,10 +69,10 @@ def check_sum(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> None:
         _refuse_sum(total, first, second)
 
 
-def every_second(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor | None:
-    """Return the summed loss of the samples 0, 2, 4 …, or None where outputs cannot be split by sample."""
-    loss = _loss_of(loss_fn, outputs, targets, N, slice(0, N, 2))
-    return None if loss is None else loss.sum()
+def every_second(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> list[Tensor]:
+    """Return the summed losses of the samples 0, 2, 4 … and 1, 3, 5 …; none where outputs cannot be split by sample."""
+    losses = [_loss_of(loss_fn, outputs, targets, N, slice(start, N, 2)) for start in (0, 1)]
+    return [loss.sum() for loss in losses if loss is not None]
 
 
 def _loss_of(loss_fn: Loss, outputs: Any, targets: Any, N: int, part: slice) -> Tensor | None:
