@@ -504,6 +504,24 @@ def test_a_recipe_with_measured_curvature(here, made, measured, family, method, 
         assert_merged(Path("out"), average, made / family / "base")
 
 
+def test_wide_layers_are_named_first_and_merged_in_a_basis(here, made, monkeypatch):
+    monkeypatch.setattr("epimer.curvature.collectors.WIDEST", 20)
+    measuring = ("--data", made / "reviews.jsonl", "--task", "text-classification", "--samples", 8)
+    first, second, *_ = done("curvature", made / "bert" / "one", *measuring, "-o", "wide").splitlines()
+    assert first.startswith("note: 'bert.encoder.layer.0.intermediate.dense.weight', ")
+    assert "will have no Kronecker factors, which would take 0.00 GB; they are kept at most 20 wide" in first
+    assert second.startswith("wide: kronecker of ")
+    recipe = write_recipe("r.yaml", "epimer_kron", "bert", ["one.curv", "two.curv"], basis="basis", parameters={"rank": 4})
+    done("basis", recipe, "basis")
+    for model in ("one", "two"):
+        printed = done("curvature", made / "bert" / model, *measuring, "--basis", "basis", "-o", f"{model}.curv")
+        assert "Kronecker factors" not in printed
+    done("merge", recipe, "out")
+    name = "bert.encoder.layer.0.intermediate.dense.weight"
+    base, one = (load_file(folder / "model.safetensors")[name] for folder in (made / "bert" / "base", Path("out")))
+    assert float((one - base).norm()) > 0
+
+
 def test_curvature_of_another_model_is_used_only_if_asked(here, made, measured):
     crossed = folders(measured, "bert", "kronecker")[::-1]
     recipe = write_recipe("r.yaml", "epimer_kron", "bert", crossed)

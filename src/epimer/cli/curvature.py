@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,16 +68,33 @@ def curvature(
     from epimer.curvature.measure import Request, measure
 
     request = Request(**{**fields, "layers": tuple(layers or ()), "progress": not (quiet or as_json)})
-    with stoppable("nothing was written"), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", EpimerWarning)
+    with stoppable("nothing was written"), _printed_warnings(shown=not (quiet or as_json)):
         result = measure(request)
     if result is not None and not quiet:
-        notes = [str(warning.message) for warning in caught if issubclass(warning.category, EpimerWarning)]
-        _print_result(result, out, notes, as_json=as_json)
+        _print_result(result, out, as_json=as_json)
     leave()
 
 
-def _print_result(result: Curvature, out: Path, notes: Sequence[str], *, as_json: bool) -> None:
+@contextmanager
+def _printed_warnings(*, shown: bool) -> Iterator[None]:
+    """Print epimer's warnings as notes when they are raised, each once: some are worth stopping for."""
+    from epimer.curvature.distributed import ranks
+
+    printed = set[str]()
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        text = str(message)
+        if shown and issubclass(category, EpimerWarning) and text not in printed and ranks()[0] == 0:
+            printed.add(text)
+            render.print_notes([text])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", EpimerWarning)
+        warnings.showwarning = show
+        yield
+
+
+def _print_result(result: Curvature, out: Path, *, as_json: bool) -> None:
     about, clipped = result.provenance, result.clipped
     if as_json:
         totals = {"tensors": len(result), "bytes": result.nbytes, "clipped": clipped}
@@ -94,4 +112,4 @@ def _print_result(result: Curvature, out: Path, notes: Sequence[str], *, as_json
         worst = max(clipped, key=lambda name: clipped[name])
         most = f"most in {worst}: {clipped[worst]:.1%} of its spectrum"
         lines.append(f"negative curvature taken as 0 in {len(clipped)} tensors, {most}.")
-    render.print_notes([*lines, *dict.fromkeys(notes)])
+    render.print_notes(lines)

@@ -97,9 +97,9 @@ def estimate_curvature(
             metrics, count = projected_hessians(model, read, label_policy, kind, basis, chosen, dtype, bar)
             tokens, left_out = dict[str, int](), dict[str, str]()
         else:
-            read = read if row.refine is None else list(read)
             shapes = {name: p.shape for name, p in chosen.items()}
             collector = row.collector(shapes, dtype, measurement.device, basis=basis, reduce=sequence == "reduce")
+            read = read if row.refine is None else list(read)
             metrics = measurement.run(read, collector, bar.begin("measuring", samples or total))
             count, tokens = collector.samples, collector.tokens
             left_out = {**measurement.left_out, **collector.refused}

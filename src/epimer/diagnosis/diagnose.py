@@ -68,7 +68,7 @@ class DiagnosisWalk:
                 self.curvatures, job.name, job.template, matrix=True, kinds=KINDS, user="a diagnosis"
             )
             if not metrics:
-                raise missing_metric(job.name, "a diagnosis")
+                raise missing_metric(job.name, "a diagnosis", self.curvatures)
         basis = layer_basis(self.bases, metrics, job.name, job.template, len(self.participants.models))
         if basis is not None and not isinstance(basis, Tagged):
             kind = type(basis).__name__
