@@ -511,7 +511,9 @@ def test_wide_layers_are_named_first_and_merged_in_a_basis(here, made, monkeypat
     assert first.startswith("note: 'bert.encoder.layer.0.intermediate.dense.weight', ")
     assert "will have no Kronecker factors, which would take 0.00 GB; they are kept at most 20 wide" in first
     assert second.startswith("wide: kronecker of ")
-    recipe = write_recipe("r.yaml", "epimer_kron", "bert", ["one.curv", "two.curv"], basis="basis", parameters={"rank": 4})
+    recipe = write_recipe(
+        "r.yaml", "epimer_kron", "bert", ["one.curv", "two.curv"], basis="basis", parameters={"rank": 4}
+    )
     done("basis", recipe, "basis")
     for model in ("one", "two"):
         printed = done("curvature", made / "bert" / model, *measuring, "--basis", "basis", "-o", f"{model}.curv")

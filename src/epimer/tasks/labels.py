@@ -141,9 +141,7 @@ class Labels:
             self.check_range(find_logits(outputs), targets)
             raise
 
-    def _positions(
-        self, outputs: Any, targets: Any, mask: Tensor | None, N: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _positions(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits that belong to each target, a copy of the targets, and which of them are not ignored."""
         logits = logits_of(outputs).detach()
         if targets is None:

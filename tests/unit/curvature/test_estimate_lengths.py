@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import epimer
 from epimer.curvature.recorder import MIXED
-from oracle import gradients, near, singles
+from oracle import gradients, near
 
 CLASSES, WORDS, WIDTH = 3, 9, 4
 
