@@ -31,7 +31,7 @@ COARSE_SCALES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.6, 2.0, 2.6, 3.4)
 STEPS = 40  # of conjugate gradients; solved to the end, the same merges score the same (docs/glyphs8.md)
 SAMPLES = 256  # per task, for curvature
 RANK = 32  # of bases, where a candidate does not set another
-CURVATURE_VERSION = 2  # raised when the estimate changes, so that cached curvature is measured again
+CURVATURE_VERSION = 3  # raised when the estimate changes, so that cached curvature is measured again
 CURVATURE_BATCH = 64  # samples in a batch when curvature is measured
 
 Item = TypeVar("Item")
