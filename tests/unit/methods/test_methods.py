@@ -60,6 +60,25 @@ def test_ties_trims_globally_elects_and_averages_what_agrees(elect):
     assert close(flat(merge("ties", density=1.0)), expected)
 
 
+@pytest.mark.parametrize("weights", [None, [0.1, 0.2, 0.3] * 4, [1, 1, 2] * 4, [1, 2, 3, 7, 11, 13] * 2])
+def test_ties_by_frequency_leaves_exact_ties_at_the_base_in_any_order(weights):
+    tasks, generator = 12, torch.Generator().manual_seed(0)
+    signs = torch.randint(-1, 2, (tasks, 4000), generator=generator)
+    lead = signs.sum(0) if weights is None else (signs * torch.tensor([round(10 * w) for w in weights])[:, None]).sum(0)
+    sizes = torch.rand(tasks, 4000, generator=generator) + 0.5
+    order = torch.randperm(tasks, generator=generator).tolist()
+    base, models = {"w": torch.zeros(4000)}, [{"w": row} for row in signs * sizes]
+
+    def merged(order):
+        given = None if weights is None else [weights[t] for t in order]
+        chosen = [models[t] for t in order]
+        return epimer.merge_state_dicts(base, chosen, "ties", density=1.0, elect="frequency", weights=given)["w"]
+
+    assert int((lead == 0).sum()) > 50  # among which some model moved
+    for found in (merged(range(tasks)), merged(order)):
+        assert torch.equal(found.sign().long(), lead.sign())
+
+
 def test_dare_is_unbiased_and_keeps_its_density():
     base = {"w": torch.zeros(400, 500)}
     models = [{"w": torch.full((400, 500), 1.0)}, {"w": torch.full((400, 500), 2.0)}]
