@@ -206,3 +206,11 @@ def test_folders_are_diagnosed_like_state_dicts(tmp_path):
         diagnose(recipe, methods=["epimer_kron"], progress=False)
     with pytest.raises(ParameterError, match="needs a base_model"):
         diagnose({"merge_method": "average", "models": recipe["models"]}, progress=False)
+
+
+def test_a_model_of_weight_zero_is_not_diagnosed():
+    base, models = states()
+    curvature = curvature_of("kronecker", base)
+    found = epimer.diagnose_state_dicts(base, models, curvature=curvature, weights=[0, 0.7, 0.3], names=["a", "b", "c"])
+    alone = epimer.diagnose_state_dicts(base, models[1:], curvature=curvature[1:], weights=[0.7, 0.3], names=["b", "c"])
+    assert found.to_dict() == alone.to_dict()
