@@ -84,7 +84,7 @@ class DiagnosisWalk:
         metrics = [metric.to(like.device, like.dtype) for metric in loaded.metrics] or [TaskGram(D) for D in deltas]
         rank = clamp_rank(like.shape, len(deltas), self.question.rank) if basis is None else basis.rank
         fixed = None if basis is None else basis.to(like)
-        return examine(job.name, W0.to(like), deltas, metrics, job.weights, rank, self.question, fixed)
+        return examine(job.name, W0.to(like), deltas, metrics, job.weights, rank, self.question, fixed, job.inputs)
 
 
 @torch.no_grad()

@@ -99,10 +99,11 @@ def examine(
     rank: int,
     ask: Question,
     fixed: Tagged | None = None,
+    inputs: int = 1,
 ) -> tuple[LayerFindings, Sums]:
     """Find out all about one matrix: m x n base, T task vectors, each task's curvature.
 
-    `fixed` is the basis that projected curvature is known in.
+    `fixed` is the basis that projected curvature is known in, `inputs` the dimension that the layer's inputs belong to.
     """
     atoms, triples = tagged_with_triples(deltas, rank) if fixed is None else (fixed, None)
     theory = diagnose_layer(atoms, metrics, deltas, weights, damping=ask.damping, rank=rank)
@@ -123,7 +124,7 @@ def examine(
         own = [[H(D, D)[0] for H, D in zip(form, deltas, strict=True)] for form in forms]
         sums.own = torch.tensor(own, dtype=torch.float64)
         for method, parameters in ask.methods.items():
-            x = _merged(method, parameters, name, deltas, metrics, weights, atoms)
+            x = _merged(method, parameters, name, deltas, metrics, weights, atoms, inputs)
             found = [[H(x, D) for H, D in zip(form, deltas, strict=True)] for form in forms]
             sums.steps[method] = torch.tensor(found, dtype=torch.float64).permute(2, 0, 1)
     return LayerFindings(
@@ -260,13 +261,14 @@ def _merged(
     metrics: Sequence[Metric],
     weights: Sequence[float],
     atoms: Tagged,
+    inputs: int,
 ) -> Tensor:
     """Return what a method would merge this matrix into, on the basis that is there already."""
     row = describe_method(method)
     options = row.resolve(dict(parameters))
     shape = options.basis if isinstance(options, FrechetOptions) else "tagged"
     basis = None if shape == "full" else atoms if shape == "tagged" else tensor_product(atoms)
-    layer = Layer(name, list(deltas), list(weights), metrics=list(metrics), basis=basis)
+    layer = Layer(name, list(deltas), list(weights), metrics=list(metrics), basis=basis, inputs=inputs)
     return options.scale * dense(row.merge(layer, options).value)
 
 
