@@ -227,10 +227,12 @@ def assemble(
 def _forecast(sums: Sums, method: str, weights: Sequence[float]) -> Forecast:
     lam = torch.tensor(list(weights), dtype=torch.float64) / sum(weights)
     shares = sums.lost(method)
-    best = min(SCALES, key=lambda scale: float(sums.lost(method, scale) @ lam))
-    return Forecast(
-        floats(shares), float(shares @ lam), float(shares.max()), best, float(sums.lost(method, best) @ lam)
-    )
+    own = [scale for name, scale in sums.rescaled if name == method]
+    losses = {scale: float(sums.lost(method, scale) @ lam) for scale in ([1.0, *own] if own else SCALES)}
+    best = min(losses, key=lambda scale: losses[scale])
+    if losses[1.0] - losses[best] < 1e-9:  # rounding alone
+        best = 1.0
+    return Forecast(floats(shares), float(shares @ lam), float(shares.max()), best, losses[best])
 
 
 # --- the models of a recipe ---

@@ -171,16 +171,21 @@ def sweep_plans(
         progress: called with a line after every setting.
     """
 
+    cautions: dict[str, None] = {}
+
     def ways() -> Iterator[Way]:
         for row in rows:
             for rank in (ranks or (None,)) if "rank" in row.defaults else (None,):
 
                 def at(scale: float, row: Method = row, rank: int | None = rank) -> State:
-                    return merges.merge(planner(row, rank, scale))
+                    plan = planner(row, rank, scale)
+                    cautions.update(dict.fromkeys(plan.cautions))
+                    return merges.merge(plan)
 
                 yield row.name, shown_rank(row, rank), at_scales(row, base, at)
 
-    return compare(ways(), evaluate, scales=scales, evaluation=evaluation, progress=progress)
+    found = compare(ways(), evaluate, scales=scales, evaluation=evaluation, progress=progress)
+    return replace(found, notes=[*found.notes, *cautions])
 
 
 def compare(

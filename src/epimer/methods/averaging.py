@@ -146,6 +146,14 @@ def gradient_matching(layer: Layer, options: GradientMatchingOptions) -> Solutio
     return Solution(torch.where(total > 0, pulled / torch.where(total > 0, total, 1), flat).to(layer.deltas[0].dtype))
 
 
+def scale_cancels(options: GradientMatchingOptions) -> str:
+    """Return a warning where α Σ N_t F_t D_t / (α Σ N_s F_s) is left of the equation, which no scale changes."""
+    based = options.base_curvature is not None and options.base_samples > 0
+    if based or options.prior or options.scale in (0, 1):
+        return ""
+    return "gradient_matching: scale cancels without a prior and without the base's curvature; give it a prior."
+
+
 def greedy(prepass: Prepass, options: GreedySoupOptions) -> Prepared:
     """Add the models to the soup best first, each only if the score does not drop."""
     evaluate = options.evaluate
@@ -275,6 +283,7 @@ METHODS: tuple[Method, ...] = (
         curvature="diagonal",
         elementwise=True,
         linear_in_scale=False,
+        caution=scale_cancels,
         workspace=(4.0, 8.0),
         laws=LINEAR_LAWS,
     ),

@@ -114,6 +114,8 @@ class Method(Generic[OptionsT]):
     """with mergekit's `normalize: false`, adds up the models themselves under the weights as given"""
     linear_in_scale: bool = True
     """its merged delta is proportional to `scale`, so that one merge gives those at all scales"""
+    caution: Callable[[OptionsT], str] | None = None
+    """returns what to warn of before a merge with some options; nothing where all is well"""
     sweep: bool = False
     """a sweep tries it by default"""
     forecast: bool = False

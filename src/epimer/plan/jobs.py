@@ -162,6 +162,14 @@ class Plan:
     def writes(self) -> int:
         return sum(job.writes for job in self.jobs if job.name not in self.ties)
 
+    @property
+    def cautions(self) -> list[str]:
+        """What the method warns of under the options it has here, each once."""
+        if self.method.caution is None:
+            return []
+        texts = (self.method.caution(job.options) for job in self.jobs if job.rule in ("matrix", "elementwise"))
+        return [text for text in dict.fromkeys(texts) if text]
+
     @cached_property
     def request(self) -> str:
         """A hash of the recipe, with every model replaced by its fingerprint."""
@@ -218,6 +226,7 @@ def plan_jobs(
         except EpimerError as error:
             if str(error) not in map(str, plan.problems):
                 plan.problems.append(error)
+    plan.notes.extend(plan.cautions)
     return plan
 
 

@@ -275,3 +275,26 @@ def test_which_weights_are_stored_inputs_first_is_told_by_each_block_s_shapes():
     others = {"model.layers.0.mlp.up_proj.weight": torch.zeros(8, 20), "c_proj.weight": torch.zeros(4, 4)}
     assert stored_inputs_first(decoder | vision | others) == set(decoder)
     assert stored_inputs_first({"h.0.attn.c_attn.bias": torch.zeros(3, 4), "h.0.x.c_proj": torch.zeros(4)}) == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "cancels"),
+    [
+        ({}, False), ({"scale": 0}, False), ({"scale": 2.0}, True), ({"scale": 0.5, "base_samples": 3}, True),
+        ({"scale": 2.0, "prior": 0.1}, False), ({"scale": 2.0, "base_curvature": True}, False),
+        ({"scale": 2.0, "base_curvature": True, "base_samples": 0}, True),
+    ],
+)  # fmt: skip
+def test_gradient_matching_says_where_its_scale_cancels(given, cancels, recwarn):
+    diagonals = [{k: epimer.Diagonal(torch.rand_like(BASE[k]) + t + 0.1) for k in MATRICES} for t in range(4)]
+    options = given | ({"base_curvature": diagonals[3]} if "base_curvature" in given else {})
+    merged = merge("gradient_matching", curvature=diagonals[:3], **options)
+    once = merge("gradient_matching", curvature=diagonals[:3], **(options | {"scale": 1.0}))
+    if cancels:
+        assert all(close(merged[k], once[k]) for k in MATRICES)
+    texts = [str(warning.message) for warning in recwarn if "cancels" in str(warning.message)]
+    assert texts == (
+        ["gradient_matching: scale cancels without a prior and without the base's curvature; give it a prior."]
+        if cancels
+        else []
+    )
