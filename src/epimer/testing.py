@@ -31,9 +31,9 @@ OTHERS = {
 
 
 def check_laws(method: Method | str) -> None:
-    """Raise AssertionError unless a method obeys exactly the laws that its row states, at its defaults, and `EVERY_METHOD`.
+    """Raise AssertionError unless a method obeys exactly the laws that its row states, at its defaults.
 
-    `method` is a row, registered or not, or the name of a registered one.
+    Those of `EVERY_METHOD` it must obey without stating them. `method` is a row, registered or not, or the name of a registered one.
     """
     with _registered(method) as row:
         problems = [f"{row.name} states the law {law!r}, which does not exist." for law in row.laws - LAWS.keys()]
@@ -45,7 +45,9 @@ def check_laws(method: Method | str) -> None:
                 problems.append(f"{row.name} obeys the law {law!r} ({meaning}); add it to its laws.")
         for law, (meaning, _) in EVERY_METHOD.items():
             if (broken := find_violation(row, law)) is not None:
-                problems.append(f"{row.name} breaks the law {law!r} ({meaning}), which holds for every method: {broken}.")
+                problems.append(
+                    f"{row.name} breaks the law {law!r} ({meaning}), which holds for every method: {broken}."
+                )
     if problems:
         raise AssertionError("\n".join(problems))
 
@@ -204,7 +206,9 @@ def _zero_weight(method: Method) -> str | None:
     for left_out, weights in ((2, [0.3, 0.7, 0.0]), (0, [0.0, 0.7, 0.3])):
         merged = _merge(method, base, models, weights=weights)
         others = [t for t in range(3) if t != left_out]
-        given = {name: [each[t] for t in others] if name == "curvature" else each for name, each in needs.items()}
+        given: dict[str, Any] = {
+            name: [each[t] for t in others] if name == "curvature" else each for name, each in needs.items()
+        }
         given |= {"weights": [weights[t] for t in others]}
         alone = epimer.merge_state_dicts(base, [models[t] for t in others], method.name, **given)
         if broken := _differs(merged, alone, 1e-12):

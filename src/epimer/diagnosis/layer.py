@@ -278,7 +278,7 @@ def _merged(
     atoms: Tagged,
     inputs: int,
 ) -> Tensor:
-    """Return what a method would merge this matrix into at a multiple of its scale, on the basis that is there already."""
+    """Return what a method would merge this matrix into at a multiple of its scale, on the basis already built."""
     row = describe_method(method)
     options = row.resolve(dict(parameters))
     options = replace(options, scale=scale * options.scale)

@@ -170,7 +170,6 @@ def sweep_plans(
         evaluation: what to call the evaluation.
         progress: called with a line after every setting.
     """
-
     cautions: dict[str, None] = {}
 
     def ways() -> Iterator[Way]:

@@ -202,9 +202,7 @@ def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
     return fisher(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
 
 
-def without_zero_weights(
-    job: Job, layer: Layer, curvature: LayerCurvature
-) -> tuple[Job, Layer, LayerCurvature]:
+def without_zero_weights(job: Job, layer: Layer, curvature: LayerCurvature) -> tuple[Job, Layer, LayerCurvature]:
     """Return the merge of one tensor without the models of weight 0, which thus shape neither basis nor count."""
     assert job.method is not None
     models, basis = job.models, curvature.basis

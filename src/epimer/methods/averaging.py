@@ -38,7 +38,10 @@ class TiesOptions(MethodOptions):
         float | list[float], Option("share of entries kept", low=0, high=1, open_low=True, per_model=True)
     ] = 0.2
     elect: Annotated[
-        Literal["mass", "frequency"], Option("elect the sign by total mass, or by the weight of the models that have it; an even vote leaves the base")
+        Literal["mass", "frequency"],
+        Option(
+            "elect the sign by total mass, or by the weight of the models that have it; an even vote leaves the base"
+        ),
     ] = "mass"
 
 
@@ -100,8 +103,11 @@ def thresholds(prepass: Prepass, options: TiesOptions) -> Prepared:
 
 def ties(layer: Layer, options: TiesOptions) -> Solution:
     """Trim each task vector, elect a sign per entry, average the entries that agree with it."""
+    assert layer.context is not None
     trimmed = [torch.where(D.abs() >= least, D, 0) for D, least in zip(layer.deltas, layer.context, strict=True)]
-    elected = weighted_sum(trimmed, layer.weights).sign() if options.elect == "mass" else majority(trimmed, layer.weights)
+    elected = (
+        weighted_sum(trimmed, layer.weights).sign() if options.elect == "mass" else majority(trimmed, layer.weights)
+    )
     total, mass = torch.zeros_like(elected), torch.zeros_like(elected)
     for D, weight in zip(trimmed, layer.weights, strict=True):
         agreeing = (D * elected).clamp_min_(0)  # |D| where it has the elected sign, else 0
@@ -113,7 +119,7 @@ def ties(layer: Layer, options: TiesOptions) -> Solution:
 def majority(deltas: list[Tensor], weights: list[float]) -> Tensor:
     """Return per entry the sign with more votes, 0 where they are even; each model has λ_t of 2^30 votes.
 
-    Whole votes add up the same in any order; λ_t is off by half a vote at most, so a lead of T votes or less is rounding.
+    Whole votes add up the same in any order. Each λ_t is off by half a vote at most: a lead of T votes is rounding.
     """
     tally = torch.zeros_like(deltas[0], dtype=torch.int32)
     for D, weight in zip(deltas, weights, strict=True):

@@ -172,8 +172,9 @@ class Method(Generic[OptionsT]):
     def options_of(self, options: OptionsT, models: Sequence[int]) -> OptionsT:
         """Return the options of a merge of some of the models: lists with one entry per model have theirs alone."""
         values = self.values(options)
-        lists = [p.name for p in self.parameters if p.one_per_model and isinstance(values[p.name], list)]
-        return replace(options, **{name: [values[name][t] for t in models] for name in lists})
+        names = [p.name for p in self.parameters if p.one_per_model and isinstance(values[p.name], list)]
+        kept: dict[str, Any] = {name: [values[name][t] for t in models] for name in names}
+        return replace(options, **kept)
 
     @property
     def accepted(self) -> tuple[str, ...]:

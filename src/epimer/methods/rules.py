@@ -37,8 +37,8 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
 def stored_inputs_first(headers: Mapping[str, Tensor]) -> frozenset[str]:
     """Return the names of weights stored inputs x outputs, as GPT-2's Conv1D has them; nn.Linear has outputs x inputs.
 
-    Many models give an nn.Linear the same names, so the shapes of a block decide: c_attn and c_fc have more outputs than
-    inputs, and all of a block's layers are stored alike.
+    Many models give an nn.Linear the same names, so the shapes of a block decide: c_attn and c_fc have more outputs
+    than inputs, and all of a block's layers are stored alike.
     """
     named = [(name.split("."), W) for name, W in headers.items() if name.endswith(CONV1D) and W.dim() == 2]
     first: dict[tuple[str, ...], bool] = {}

@@ -240,13 +240,17 @@ def test_a_merge_that_is_not_linear_in_its_scale_is_forecast_at_each_scale_by_it
 
     def loss(scale):
         given = {"curvature": curvature, "prior": prior, "scale": scale, "rules": [("norm.weight", "copy")]}
-        return gradient_matching_loss(base, models, epimer.merge_state_dicts(base, models, "gradient_matching", **given))
+        return gradient_matching_loss(
+            base, models, epimer.merge_state_dicts(base, models, "gradient_matching", **given)
+        )
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", epimer.EpimerWarning)
         losses = {scale: loss(scale) for scale in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)}
     methods = {"gradient_matching": {"prior": prior}}
-    found = epimer.diagnose_state_dicts(base, models, curvature=curvature, methods=methods).forecast["gradient_matching"]
+    found = epimer.diagnose_state_dicts(base, models, curvature=curvature, methods=methods).forecast[
+        "gradient_matching"
+    ]
     assert found.mean == pytest.approx(losses[1.0], rel=1e-9)
     assert found.mean_at_scale == pytest.approx(losses[found.scale], rel=1e-9)
     assert found.mean_at_scale == pytest.approx(min(losses.values()), rel=1e-9)

@@ -97,7 +97,9 @@ def test_a_weight_that_is_zero_in_some_tensors(recipe, tmp_path):
 
     def check(folder):
         for name, W in load_file(folder / "model.safetensors").items():
-            assert torch.allclose(W, (pair if name.startswith("block.0.") else everywhere)[name], rtol=1e-12, atol=1e-13)
+            assert torch.allclose(
+                W, (pair if name.startswith("block.0.") else everywhere)[name], rtol=1e-12, atol=1e-13
+            )
 
     merge(recipe, tmp_path / "out", progress=False)
     check(tmp_path / "out")
