@@ -6,7 +6,7 @@ All of it comes from sums that add up over layers (`Sums`), so that a model is d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from epimer.methods.registry import Layer, describe_method
 from epimer.records import Conflict, LayerFindings
 
 RANKS = (2, 4, 8, 16, 32, 64, 128)
+OTHER_SCALES = (0.25, 0.5, 0.75, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""scales beside 1 at which a merge that is not proportional to its scale is made and forecast"""
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Sums:
     """rank -> energy of each task in the span of all pairs u_i v_jᵀ"""
     steps: dict[str, Tensor] = field(default_factory=dict)
     """method -> xᵀH_tx and xᵀH_tD_t of its merge x: 2 x forms x T"""
+    rescaled: dict[tuple[str, float], Tensor] = field(default_factory=dict)
+    """method and scale -> the same of its merge at that scale, where it is not proportional to scale"""
     eta: dict[int, Tensor] = field(default_factory=dict)
     """rank -> η, η at unit trace, F(x̄); of the last rank alone where no curvature was measured"""
 
@@ -59,18 +63,22 @@ class Sums:
             one, two = getattr(self, name), getattr(other, name)
             found[name] = None if one is None or two is None else one + two
         found["steps"] = {name: step + other.steps[name] for name, step in self.steps.items() if name in other.steps}
-        for name in ("kept", "eta"):
+        for name in ("rescaled", "kept", "eta"):
             one, two = getattr(self, name), getattr(other, name)
             found[name] = {k: value + two[k] for k, value in one.items() if k in two}
         return Sums(**found)
 
     def lost(self, method: str, scale: float = 1.0) -> Tensor:
-        """Return the share of each task's gain that a merge is forecast to lose, at a multiple of its delta.
+        """Return the share of each task's gain that a merge is forecast to lose, at a multiple of its scale.
 
         For a form H it is ‖s x - D_t‖² / ‖D_t‖² in the norm of H; for two of them the square of the mean distance.
         """
         assert self.own is not None
-        xx, xd = self.steps[method]
+        if (method, scale) in self.rescaled:
+            xx, xd = self.rescaled[method, scale]
+            scale = 1.0
+        else:
+            xx, xd = self.steps[method]
         squares = (scale**2 * xx - 2 * scale * xd + self.own).clamp_min(0)
         return share(squares, self.own, empty=0.0).sqrt().mean(0).square()
 
@@ -99,10 +107,11 @@ def examine(
     rank: int,
     ask: Question,
     fixed: Tagged | None = None,
+    inputs: int = 1,
 ) -> tuple[LayerFindings, Sums]:
     """Find out all about one matrix: m x n base, T task vectors, each task's curvature.
 
-    `fixed` is the basis that projected curvature is known in.
+    `fixed` is the basis that projected curvature is known in, `inputs` the dimension that the layer's inputs belong to.
     """
     atoms, triples = tagged_with_triples(deltas, rank) if fixed is None else (fixed, None)
     theory = diagnose_layer(atoms, metrics, deltas, weights, damping=ask.damping, rank=rank)
@@ -122,10 +131,16 @@ def examine(
         forms = _forecasters(metrics, triples)
         own = [[H(D, D)[0] for H, D in zip(form, deltas, strict=True)] for form in forms]
         sums.own = torch.tensor(own, dtype=torch.float64)
-        for method, parameters in ask.methods.items():
-            x = _merged(method, parameters, name, deltas, metrics, weights, atoms)
+
+        def step(method: str, scale: float = 1.0) -> Tensor:
+            x = _merged(method, ask.methods[method], scale, name, deltas, metrics, weights, atoms, inputs)
             found = [[H(x, D) for H, D in zip(form, deltas, strict=True)] for form in forms]
-            sums.steps[method] = torch.tensor(found, dtype=torch.float64).permute(2, 0, 1)
+            return torch.tensor(found, dtype=torch.float64).permute(2, 0, 1)
+
+        for method in ask.methods:
+            sums.steps[method] = step(method)
+            if not describe_method(method).linear_in_scale:
+                sums.rescaled |= {(method, scale): step(method, scale) for scale in OTHER_SCALES}
     return LayerFindings(
         shape=tuple(base.shape),
         theory=theory,
@@ -255,18 +270,21 @@ def _interference(deltas: Sequence[Tensor], metrics: Sequence[Metric], triples: 
 def _merged(
     method: str,
     parameters: Mapping[str, object],
+    scale: float,
     name: str,
     deltas: Sequence[Tensor],
     metrics: Sequence[Metric],
     weights: Sequence[float],
     atoms: Tagged,
+    inputs: int,
 ) -> Tensor:
-    """Return what a method would merge this matrix into, on the basis that is there already."""
+    """Return what a method would merge this matrix into at a multiple of its scale, on the basis already built."""
     row = describe_method(method)
     options = row.resolve(dict(parameters))
+    options = replace(options, scale=scale * options.scale)
     shape = options.basis if isinstance(options, FrechetOptions) else "tagged"
     basis = None if shape == "full" else atoms if shape == "tagged" else tensor_product(atoms)
-    layer = Layer(name, list(deltas), list(weights), metrics=list(metrics), basis=basis)
+    layer = Layer(name, list(deltas), list(weights), metrics=list(metrics), basis=basis, inputs=inputs)
     return options.scale * dense(row.merge(layer, options).value)
 
 
