@@ -230,8 +230,9 @@ class Labels:
         wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
         u = torch.rand(len(logits), 1, generator=self.generator, dtype=torch.float64).to(logits.device, wide)
         labels, roots, totals = [u.new_empty(0, dtype=torch.long)], [u.new_empty(0, dtype=torch.float64)], []
-        for rows, u_n in zip(*(t.split(max(1, CHUNK // max(1, logits.shape[-1]))) for t in (logits, u)), strict=True):
-            p = rows.to(wide).softmax(-1)
+        step = max(1, CHUNK // max(1, logits.shape[-1]))
+        for start in range(0, len(logits), step):
+            p, u_n = logits[start : start + step].to(wide).softmax(-1), u[start : start + step]
             norms = _gradient_norms(p) if by_importance else torch.ones_like(p)
             norms = torch.where((p * norms).sum(-1, keepdim=True) > 0, norms, 1.0)  # no label has a gradient
             sums = (p * norms).cumsum(-1)
