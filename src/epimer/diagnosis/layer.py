@@ -14,9 +14,9 @@ from torch import Tensor
 
 from epimer.geometry.frechet import build_problem
 from epimer.geometry.linalg import Svd, chunks, dense
-from epimer.geometry.metric import Kronecker, Metric, TaskGram
+from epimer.geometry.metric import EKFAC, Kronecker, Metric, TaskGram
 from epimer.geometry.subspace import Tagged, tagged_with_triples, tensor_product, whiten
-from epimer.geometry.theory import diagnose_layer
+from epimer.geometry.theory import SubspaceTheory, merge_polynomials, merge_theory
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Layer, describe_method
 from epimer.records import Conflict, LayerFindings
@@ -49,6 +49,8 @@ class Sums:
     """rank -> energy of each task in the span of all pairs u_i v_jᵀ"""
     steps: dict[str, Tensor] = field(default_factory=dict)
     """method -> xᵀH_tx and xᵀH_tD_t of its merge x: 2 x forms x T"""
+    merges: dict[str, Tensor] = field(default_factory=dict)
+    """method -> the `merge_polynomials` of its merge: 3 x 3"""
     eta: dict[int, Tensor] = field(default_factory=dict)
     """rank -> η, η at unit trace, F(x̄); of the last rank alone where no curvature was measured"""
 
@@ -58,8 +60,7 @@ class Sums:
         for name in ("interference", "own"):
             one, two = getattr(self, name), getattr(other, name)
             found[name] = None if one is None or two is None else one + two
-        found["steps"] = {name: step + other.steps[name] for name, step in self.steps.items() if name in other.steps}
-        for name in ("kept", "eta"):
+        for name in ("kept", "steps", "merges", "eta"):
             one, two = getattr(self, name), getattr(other, name)
             found[name] = {k: value + two[k] for k, value in one.items() if k in two}
         return Sums(**found)
@@ -105,7 +106,8 @@ def examine(
     `fixed` is the basis that projected curvature is known in.
     """
     atoms, triples = tagged_with_triples(deltas, rank) if fixed is None else (fixed, None)
-    theory = diagnose_layer(atoms, metrics, deltas, weights, damping=ask.damping, rank=rank)
+    on_atoms = SubspaceTheory(atoms, metrics, deltas, weights)
+    theory = on_atoms.at_mean(ask.damping, rank)
     sums = _compared(base, deltas, triples)
     energy, free = sums.inner.diagonal(), all(isinstance(H, TaskGram) for H in metrics)
     for k in ask.ranks:
@@ -122,10 +124,17 @@ def examine(
         forms = _forecasters(metrics, triples)
         own = [[H(D, D)[0] for H, D in zip(form, deltas, strict=True)] for form in forms]
         sums.own = torch.tensor(own, dtype=torch.float64)
+        # curvature that is no form of the forecast is applied for the theory alone; without any, task-gram of the
+        # leading directions stands for it, which all pairs of singular vectors contain
+        extra = [] if free or len(forms) > 1 else metrics
+        energies = own[-1] if not extra else [H.energy(D) for H, D in zip(extra, deltas, strict=True)]
+        pairs = [] if free else [SubspaceTheory(tensor_product(atoms), metrics, deltas, weights)]
         for method, parameters in ask.methods.items():
             x = _merged(method, parameters, name, deltas, metrics, weights, atoms)
             found = [[H(x, D) for H, D in zip(form, deltas, strict=True)] for form in forms]
             sums.steps[method] = torch.tensor(found, dtype=torch.float64).permute(2, 0, 1)
+            products = [H.products(x, D) for H, D in zip(extra, deltas, strict=False)] or found[-1]
+            sums.merges[method] = merge_polynomials(x, products, energies, weights, [on_atoms, *pairs])
     return LayerFindings(
         shape=tuple(base.shape),
         theory=theory,
@@ -134,6 +143,7 @@ def examine(
         energy={str(k): floats(share(kept, energy)) for k, kept in sums.kept.items()},
         forecast={method: floats(sums.lost(method)) for method in sums.steps},
         conflict=conflict_of(sums),
+        merges={method: merge_theory(polynomials, 1.0) for method, polynomials in sums.merges.items()},
     ), sums
 
 
@@ -160,7 +170,7 @@ def _forecasters(metrics: Sequence[Metric], triples: Sequence[Svd]) -> list[list
         return products
 
     forms = [[gram(triple) for triple in triples]]
-    if all(isinstance(H, Kronecker) for H in metrics):
+    if all(isinstance(H, Kronecker | EKFAC) for H in metrics):
         forms.append([H.products for H in metrics])
     return forms
 
