@@ -67,7 +67,7 @@ def _about_eta(found: Diagnosis) -> Advice:
     """Return what η says, and whether tsv needs no curvature to be as good, which is for the forecasts to say.
 
     η compares the mean with the flat one on the same coordinates; tsv has coefficients of its own, so a small η does
-    not make it as good. Only forecasts in measured two-sided curvature rank merges; a diagonal's are task-gram's.
+    not make it as good. Nor does a diagonal, which ranks merges backwards: only two-sided curvature forecasts.
     """
     fraction = found.total.eta_fraction
     if fraction >= LITTLE:

@@ -93,19 +93,6 @@ class SubspaceTheory:
         return [float((point * self.raw.product(t, point)).sum()) for t, point in enumerate(self.raw.points)]
 
 
-def diagnose_layer(
-    subspace: Subspace,
-    metrics: Sequence[Metric],
-    deltas: Sequence[Tensor],
-    weights: Sequence[float],
-    *,
-    damping: float,
-    rank: int | None,
-) -> LayerDiagnosis:
-    """Return the theory of one layer on a tagged basis, at the damped, trace-normalised Fréchet mean x*."""
-    return SubspaceTheory(subspace, metrics, deltas, weights).at_mean(damping, rank)
-
-
 def merge_polynomials(
     x: Tensor,
     products: Sequence[Sequence[float]],

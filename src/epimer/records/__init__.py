@@ -32,5 +32,6 @@ KINDS: dict[str, type[Record]] = {
 __all__ = [
     "KINDS", "Advice", "Conflict", "Diagnosis", "Dots", "EvaluationRecord", "Experiment", "Forecast", "HarnessRecord",
     "HarnessScore", "LayerDiagnosis", "LayerFindings", "Lines", "MapPoint", "Maps", "MergeRecord", "MergeTheory",
-    "MethodScore", "OverallScore", "Record", "Score", "Status", "SweepRecord", "TaskScore", "TensorRecord", "Trial", "checked",
+    "MethodScore", "OverallScore", "Record", "Score", "Status", "SweepRecord", "TaskScore", "TensorRecord", "Trial",
+    "checked",
 ]  # fmt: skip

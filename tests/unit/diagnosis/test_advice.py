@@ -119,7 +119,9 @@ def measured_lost(found, method, models, curvature):
     """The forecast of a merge at its best scale in the measured and in the task vectors' own curvature, dense."""
     rank, row = found.rank, epimer.describe_method(method)
     given = {name: value for name, value in {"rank": rank, "iterations": 8}.items() if name in row.defaults}
-    merged = epimer.merge_state_dicts(BASE, models, method, curvature=curvature if row.needs_curvature else None, **given)
+    merged = epimer.merge_state_dicts(
+        BASE, models, method, curvature=curvature if row.needs_curvature else None, **given
+    )
 
     def lost(model, factors, scale):
         distances = []

@@ -149,7 +149,9 @@ def orthogonal_models():
         U, V = (torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q for d in (m, n))
         for t, model in enumerate(models):
             some = slice(RANK * t, RANK * (t + 1))
-            model[name] = base[name] + 0.1 * U[:, some] @ torch.diag(torch.tensor([2.0, 1.0 + t]).double()) @ V[:, some].T
+            model[name] = (
+                base[name] + 0.1 * U[:, some] @ torch.diag(torch.tensor([2.0, 1.0 + t]).double()) @ V[:, some].T
+            )
     return base, models
 
 
