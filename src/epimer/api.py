@@ -434,7 +434,9 @@ def make_basis(
     participants = open_models(loaded, folder=folder, progress=progress, measured=False).participants
     with Progress(progress) as bar, torch.no_grad():
         run = RunOptions(workers=workers, max_memory=max_memory)
-        bases = build_bases(participants, loaded.rules, rank=size, kind=chosen, run=run, progress=bar)
+        bases = build_bases(
+            participants, loaded.rules, rank=size, kind=chosen, weights=loaded.weights, run=run, progress=bar
+        )
         about = {"rank": size, "models": [one.checkpoint.fingerprint for one in participants.all]}
         save_basis(bases, out, about=about, overwrite=overwrite)
     return StoredBasis(out)

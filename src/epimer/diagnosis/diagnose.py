@@ -19,7 +19,7 @@ from epimer.engine.options import RunOptions, in_memory
 from epimer.errors import ParameterError, TensorError
 from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Basis, Tagged, atoms_of, clamp_rank
-from epimer.geometry.theory import merge_theory, total
+from epimer.geometry.theory import total
 from epimer.methods.registry import default_forecasts, describe_method
 from epimer.plan.curvature_inputs import metric_bytes
 from epimer.plan.inputs import assign_rules, check_weights
@@ -84,7 +84,7 @@ class DiagnosisWalk:
         metrics = [metric.to(like.device, like.dtype) for metric in loaded.metrics] or [TaskGram(D) for D in deltas]
         rank = clamp_rank(like.shape, len(deltas), self.question.rank) if basis is None else basis.rank
         fixed = None if basis is None else basis.to(like)
-        return examine(job.name, W0.to(like), deltas, metrics, job.weights, rank, self.question, fixed)
+        return examine(job.name, W0.to(like), deltas, metrics, job.weights, rank, self.question, fixed, job.inputs)
 
 
 @torch.no_grad()
@@ -109,7 +109,7 @@ def diagnose_models(
 
     Args:
         participants: the base and the models.
-        weights: of the models, for every tensor.
+        weights: of the models, for every tensor; a model of weight 0 in every matrix is left out.
         curvatures: one mapping per model; None takes each task vector's own Gram matrices.
         kind: of the curvature; by default that of the first matrix.
         bases: the bases that projected curvature was measured on.
@@ -126,15 +126,23 @@ def diagnose_models(
     if participants.base is None:
         raise TensorError("a diagnosis needs the base model that the others were fine-tuned from; pass base.")
     assigned = assign_rules(participants, rules).checked()
-    jobs = matrix_jobs(participants, assigned, describe_method("tsv"), rank)
+    depth = depths(list(assigned.rules))
+    shares = {name: weights(name, depth[name]) for name in assigned.matrices}
+    models = [t for t in range(len(participants.models)) if any(weight[t] for weight in shares.values())]
+    participants = replace(participants, models=[participants.models[t] for t in models])
+    curvatures = None if curvatures is None else [curvatures[t] for t in models]
+    jobs = matrix_jobs(participants, assigned, describe_method("tsv"), rank) if models else []
     if not jobs:
         raise TensorError("there is no matrix to diagnose: every tensor is averaged, copied or too small.")
     kind = kind or _kind(curvatures, jobs)
     chosen = forecasts(methods(kind) if callable(methods) else methods, kind)
     question = Question(rank, damping, chosen)
-    depth = depths(list(assigned.rules))
     jobs = [
-        replace(job, weights=weights(job.name, depth[job.name]), memory=_memory(job, curvatures, chosen, participants))
+        replace(
+            job,
+            weights=[shares[job.name][t] for t in models],
+            memory=_memory(job, curvatures, chosen, participants),
+        )
         for job in jobs
     ]
     run = run or in_memory(jobs[0].device, len(jobs))
@@ -145,7 +153,7 @@ def diagnose_models(
         for job, result in engine.map(DiagnosisWalk(participants, jobs, curvatures, bases, question)):
             findings[job.name] = result
             stage.advance(job.reads, job.name)
-    found = assemble(findings, jobs[0].weights, names, kind, question, scales or {})
+    found = assemble(findings, jobs[0].weights, [names[t] for t in models], kind, question, scales or {})
     return advise(replace(found, base=base, recipe=recipe))
 
 
@@ -205,8 +213,8 @@ def assemble(
     forecast = {method: _forecast(sums, method, weights) for method in sums.steps}
 
     def at_scales(method: str) -> list[float]:
-        linear = describe_method(method).linear_in_scale
-        return list(dict.fromkeys([1.0, scales.get(method, 1.0), forecast[method].scale] if linear else [1.0]))
+        asked = scales.get(method, 1.0) if describe_method(method).linear_in_scale else 1.0
+        return list(dict.fromkeys([1.0, asked, forecast[method].scale]))
 
     return Diagnosis(
         models=tuple(names),
@@ -222,17 +230,19 @@ def assemble(
         rank=question.rank,
         damping=question.damping,
         version=epimer.__version__,
-        merges={m: tuple(merge_theory(sums.merges[m], scale) for scale in at_scales(m)) for m in sums.merges},
+        merges={method: tuple(sums.theory(method, scale) for scale in at_scales(method)) for method in sums.steps},
     )
 
 
 def _forecast(sums: Sums, method: str, weights: Sequence[float]) -> Forecast:
     lam = torch.tensor(list(weights), dtype=torch.float64) / sum(weights)
     shares = sums.lost(method)
-    best = min(SCALES, key=lambda scale: float(sums.lost(method, scale) @ lam))
-    return Forecast(
-        floats(shares), float(shares @ lam), float(shares.max()), best, float(sums.lost(method, best) @ lam)
-    )
+    own = [scale for name, scale in sums.rescaled if name == method]
+    losses = {scale: float(sums.lost(method, scale) @ lam) for scale in ([1.0, *own] if own else SCALES)}
+    best = min(losses, key=lambda scale: losses[scale])
+    if losses[1.0] - losses[best] < 1e-9:  # rounding alone
+        best = 1.0
+    return Forecast(floats(shares), float(shares @ lam), float(shares.max()), best, losses[best])
 
 
 # --- the models of a recipe ---

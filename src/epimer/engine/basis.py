@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,13 +14,17 @@ from epimer.engine.options import RunOptions, in_memory
 from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
 from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method, describe_method
-from epimer.methods.rules import matrix_shape
+from epimer.methods.rules import matrix_shape, stored_inputs_first
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.jobs import Job, memory_of, precision
 from epimer.plan.participants import Participants
 from epimer.progress import Progress
+from epimer.recipe.model import depths
 
 KINDS = ("tagged", "tensor")
+
+WeightsOf = Callable[[str, float], Sequence[float]]
+"""a tensor's name and depth -> the models' weights"""
 
 
 @dataclass(frozen=True)
@@ -39,24 +43,41 @@ class BasisWalk:
     def work(self, job: Job, tensors: Tensors, device: torch.device) -> Basis:
         """Return the basis of one matrix."""
         deltas = read_deltas(self.participants, job, tensors, device)
+        deltas = [deltas[t] for t in job.models]
         atoms = tagged(deltas, clamp_rank(deltas[0].shape, len(deltas), self.rank))
+        atoms = replace(atoms, owner=torch.tensor(job.models, device=atoms.owner.device)[atoms.owner])
         return atoms if self.kind == "tagged" else tensor_product(atoms)
 
 
-def matrix_jobs(participants: Participants, assigned: TensorRules, method: Method, rank: int | None) -> list[Job]:
+def matrix_jobs(
+    participants: Participants,
+    assigned: TensorRules,
+    method: Method,
+    rank: int | None,
+    weights: WeightsOf | None = None,
+) -> list[Job]:
     """Return a job for every matrix that can give each task a direction, with the memory that `method` takes on it."""
     tasks, jobs = len(participants.models), []
+    depth, inputs_first = depths(list(assigned.rules)), stored_inputs_first(participants.template.headers)
     for name in assigned.matrices:
         W = participants.template.headers[name]
-        if not clamp_rank(matrix_shape(W), tasks, rank):
-            continue
         tensors = [one.headers[name] for one in participants.all]
         reads, dtype = sum(map(nbytes, tensors)), precision(tensors)
-        device = torch.device("cpu") if W.is_meta else W.device
-        memory = memory_of(method, "matrix", reads, W, dtype, 0, tasks)
-        jobs.append(
-            Job(name, "matrix", header(W.shape, dtype), None, MethodOptions(), [], reads, memory, dtype, device=device)
+        job = Job(
+            name,
+            "matrix",
+            header(W.shape, dtype),
+            None,
+            MethodOptions(),
+            [1 / tasks] * tasks if weights is None else list(weights(name, depth[name])),
+            reads,
+            memory_of(method, "matrix", reads, W, dtype, 0, tasks),
+            dtype,
+            device=torch.device("cpu") if W.is_meta else W.device,
+            inputs=0 if name in inputs_first else 1,
         )
+        if clamp_rank(matrix_shape(W), len(job.models), rank):
+            jobs.append(job)
     return jobs
 
 
@@ -72,6 +93,7 @@ def build_bases(
     *,
     rank: int | None,
     kind: str,
+    weights: WeightsOf | None = None,
     run: RunOptions | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, Basis]]:
@@ -82,11 +104,12 @@ def build_bases(
         rules: which tensors are matrices, by name pattern.
         rank: directions per task; None is floor(min(m, n) / T).
         kind: tagged or tensor.
+        weights: of the models for every tensor; one of weight 0 gives no directions. By default all have the same.
         run: where and within which limits; by default in memory.
         progress: where to show how far it is.
     """
     assigned = assign_rules(participants, rules).checked()
-    jobs = matrix_jobs(participants, assigned, describe_method("tsv"), rank)
+    jobs = matrix_jobs(participants, assigned, describe_method("tsv"), rank, weights)
     engine = (run or in_memory(jobs[0].device if jobs else torch.device("cpu"), len(jobs))).start(jobs)
     stage = (progress or Progress(False)).begin("building", sum(job.reads for job in jobs))
     for job, basis in engine.map(BasisWalk(participants, jobs, rank, kind)):

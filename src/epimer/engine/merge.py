@@ -13,9 +13,10 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import allocate, header
 from epimer.engine.protocol import Engine
-from epimer.errors import TensorError
+from epimer.errors import CurvatureError, TensorError
 from epimer.geometry.linalg import LowRank, as_compute_dtype, chunks, dense, nonfinite
 from epimer.geometry.solution import Solution
+from epimer.geometry.subspace import owned_by
 from epimer.methods.averaging import average
 from epimer.methods.frechet import FISHER, fisher
 from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_method
@@ -160,7 +161,8 @@ class MergeWalk:
     ) -> tuple[Tensor, TensorRecord]:
         """Merge task vectors onto the base; the result has the template's shape and dtype."""
         context = None if self.prepared is None else self.prepared.context
-        solution = merge_layer(job, Layer(job.name, deltas, job.weights, context=context), curvature)
+        layer = Layer(job.name, deltas, job.weights, context=context, inputs=job.inputs)
+        solution = merge_layer(job, layer, curvature)
         total = job.options.scale * dense(solution.value).reshape(template.shape)
         if W0 is not None:
             total += as_compute_dtype(W0)
@@ -183,6 +185,8 @@ class MergeWalk:
 
 def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
     """Return the merged task vector of one tensor under its rule."""
+    if len(job.models) < len(job.weights):
+        job, layer, curvature = without_zero_weights(job, layer, curvature)
     assert job.method is not None
     if job.rule == "average":
         return average(layer, job.options)
@@ -196,6 +200,30 @@ def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
         basis=None if curvature.basis is None else curvature.basis.to(like),
     )
     return fisher(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
+
+
+def without_zero_weights(job: Job, layer: Layer, curvature: LayerCurvature) -> tuple[Job, Layer, LayerCurvature]:
+    """Return the merge of one tensor without the models of weight 0, which thus shape neither basis nor count."""
+    assert job.method is not None
+    models, basis = job.models, curvature.basis
+    if basis is not None:
+        basis = owned_by(basis, models)
+        if basis is None:
+            zero = ", ".join(f"models[{t}]" for t, weight in enumerate(job.weights) if not weight)
+            raise CurvatureError(
+                f"the basis of {job.name!r} was built with {zero} of weight 0; leave that model out, or build "
+                "the basis from the recipe with these weights (`epimer basis`)."
+            )
+    weights = [job.weights[t] for t in models]
+    layer = replace(
+        layer,
+        deltas=[layer.deltas[t] for t in models],
+        weights=weights,
+        context=None if layer.context is None else [layer.context[t] for t in models],
+    )
+    metrics = tuple(curvature.metrics[t] for t in models) if curvature.metrics else ()
+    job = replace(job, weights=weights, options=job.method.options_of(job.options, models))
+    return job, layer, replace(curvature, metrics=metrics, basis=basis)
 
 
 def batches(jobs: Sequence[Job]) -> Iterator[Batch]:

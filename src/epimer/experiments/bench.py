@@ -69,7 +69,9 @@ class Candidate:
 
 
 CANDIDATES = (
-    *map(Candidate, ("average", "task_arithmetic", "ties", "dare", "fisher", "gradient_matching", "regmean")),
+    *map(Candidate, ("average", "task_arithmetic", "ties", "dare", "fisher")),
+    Candidate("gradient_matching", {"prior": 1e-3}),  # without one its scale cancels, and it is fisher
+    Candidate("regmean"),
     Candidate("mats", {"iterations": 20}),  # its authors stop early too
     *map(Candidate, ("wudi", "tsv", "iso_c", "iso_cts", "epimer", "epimer_exact")),
     Candidate("epimer_free", {"iterations": STEPS}),

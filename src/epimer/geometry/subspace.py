@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -198,6 +198,16 @@ def joint(deltas: Sequence[Tensor], rank: int) -> Span:
 
 Basis = Tagged | TensorProduct
 """a basis that can be built before a merge, stored, and passed to it"""
+
+
+def owned_by(basis: Basis, tasks: Sequence[int]) -> Basis | None:
+    """Return a basis with its owners counted among `tasks` (ascending); None where another task owns an atom."""
+    atoms = atoms_of(basis)
+    known = torch.tensor(list(tasks), device=atoms.owner.device)
+    if not torch.isin(atoms.owner, known).all():
+        return None
+    atoms = replace(atoms, owner=torch.searchsorted(known, atoms.owner))
+    return replace(basis, atoms=atoms) if isinstance(basis, TensorProduct) else atoms
 
 
 def atoms_of(basis: Basis) -> Tagged:

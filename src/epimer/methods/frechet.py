@@ -161,11 +161,12 @@ def regmean(layer: Layer, options: RegMeanOptions) -> Solution:
 
 
 def wudi(layer: Layer, options: FrechetOptions) -> Solution:
-    """Return regmean's solution with A_t = D_tᵀD_t / ‖D_t‖², which needs no data."""
+    """Return regmean's solution with A_t = D_tᵀD_t / ‖D_t‖², which needs no data; D_tD_tᵀ where inputs are the rows."""
     grams: list[Metric] = []
     for D in layer.deltas:
         energy = float(as_compute_dtype(D).square().sum())
-        grams.append(Kronecker(A=D.T @ D / energy if energy > 0 else torch.zeros_like(D.T @ D)))
+        gram = (D.T @ D if layer.inputs else D @ D.T) / (energy or 1.0)
+        grams.append(Kronecker(A=gram) if layer.inputs else Kronecker(G=gram, inputs=0))
     return frechet(replace(layer, metrics=grams), options)
 
 

@@ -21,7 +21,7 @@ from epimer.errors import EpimerError, TensorError
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions, Rules
 from epimer.methods.registry import Method, describe_method
-from epimer.methods.rules import matrix_shape
+from epimer.methods.rules import matrix_shape, stored_inputs_first
 from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.layer_curvature import Curvatures
@@ -56,11 +56,18 @@ class Job:
     """the part of the tensor that this job computes; None for all of it"""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """where the result goes"""
+    inputs: int = 1
+    """the dimension of the stored tensor that the layer's inputs belong to"""
 
     @property
     def key(self) -> str:
         """A name that tells it from the tensor's other parts."""
         return self.name if self.rows is None else f"{self.name}[{self.rows[0]}:{self.rows[1]}]"
+
+    @property
+    def models(self) -> list[int]:
+        """The models that take part: those with a weight other than 0, or all where there is none."""
+        return [t for t, weight in enumerate(self.weights) if weight] or list(range(len(self.weights)))
 
     @property
     def skip(self) -> int:
@@ -155,6 +162,14 @@ class Plan:
     def writes(self) -> int:
         return sum(job.writes for job in self.jobs if job.name not in self.ties)
 
+    @property
+    def cautions(self) -> list[str]:
+        """What the method warns of under the options it has here, each once."""
+        if self.method.caution is None:
+            return []
+        texts = (self.method.caution(job.options) for job in self.jobs if job.rule in ("matrix", "elementwise"))
+        return [text for text in dict.fromkeys(texts) if text]
+
     @cached_property
     def request(self) -> str:
         """A hash of the recipe, with every model replaced by its fingerprint."""
@@ -202,14 +217,16 @@ def plan_jobs(
     if curvatures is not None and not method.needs_curvature and "fisher" not in assigned.rules.values():
         source = "was given" if recipe is None else "the recipe gives"
         plan.notes.append(f"{method.name} uses no curvature; what {source} is ignored.")
-    depth = depths(list(assigned.rules))
+    depth, inputs_first = depths(list(assigned.rules)), stored_inputs_first(participants.template.headers)
     for name, rule in {} if known else assigned.rules.items():
         try:
             if rule != "skip":
-                plan.jobs.append(_plan_job(plan, name, settings, depth[name]))
+                job = _plan_job(plan, name, settings, depth[name])
+                plan.jobs.append(replace(job, inputs=0) if name in inputs_first else job)
         except EpimerError as error:
             if str(error) not in map(str, plan.problems):
                 plan.problems.append(error)
+    plan.notes.extend(plan.cautions)
     return plan
 
 
@@ -229,7 +246,7 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float) -> Job:
     extra = reads = 0
     if not tied:
         extra = curvature_bytes(name, rule, W, method, plan.curvatures)
-        extra += basis_bytes(name, rule, W, tasks, getattr(options, "basis", None))
+        extra += basis_bytes(name, rule, W, sum(map(bool, weights)) or tasks, getattr(options, "basis", None))
         reads = sum(map(nbytes, tensors)) + extra
     dtype = torch.float64 if recipe is not None and recipe.dtype == "float64" else precision(tensors)
     memory = memory_of(method, rule, reads, W, dtype, extra, tasks)

@@ -57,7 +57,7 @@ def layer_curvature(job: Job, participants: Participants, curvatures: Curvatures
         base_metric = check_metric(base_metric, where, W, matrix=False, kinds=("diagonal",), user=method.name)
     basis = None
     if matrix and isinstance(job.options, FrechetOptions):
-        basis = layer_basis(job.options.basis, metrics, name, W, len(participants.models))
+        basis = layer_basis(job.options.basis, metrics, name, W, len(job.models))
         if basis is not None and participants.base is None:
             raise CurvatureError(f"{method.name} without a base model cannot use a basis for {name!r}; pass base.")
     return LayerCurvature(metrics, base_metric, basis)

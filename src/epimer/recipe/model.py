@@ -85,6 +85,10 @@ class Recipe(_Frozen):
             parameters[key] = each if own else each[0]
         return Settings(parameters, weights=parameters.pop("weight", None))
 
+    def weights(self, name: str, t: float) -> list[float]:
+        """Return the models' weights for the tensor `name` at depth `t`; 1 each where the recipe gives none."""
+        return self.settings(name, t).weights or [1.0] * len(self.models)
+
     def settled(self, method: str, scale: float | None = None, rank: int | None = None) -> Recipe:
         """Return the recipe with a method, and a scale and a rank where they are given: exactly what a sweep merges.
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -216,3 +217,51 @@ def test_folders_are_diagnosed_like_state_dicts(tmp_path):
         diagnose(recipe, methods=["epimer_kron"], progress=False)
     with pytest.raises(ParameterError, match="needs a base_model"):
         diagnose({"merge_method": "average", "models": recipe["models"]}, progress=False)
+
+
+def test_a_model_of_weight_zero_is_not_diagnosed():
+    base, models = states()
+    curvature = curvature_of("kronecker", base)
+    found = epimer.diagnose_state_dicts(base, models, curvature=curvature, weights=[0, 0.7, 0.3], names=["a", "b", "c"])
+    alone = epimer.diagnose_state_dicts(base, models[1:], curvature=curvature[1:], weights=[0.7, 0.3], names=["b", "c"])
+    assert found.to_dict() == alone.to_dict()
+
+
+def gradient_matching_loss(base, models, merged):
+    """Return the mean over tasks of ‖Lᵀ(X - D)Lᵀ‖² / ‖LᵀDLᵀ‖² over all layers, L being D's leading directions."""
+    lost = []
+    for model in models:
+        part = whole = 0.0
+        for name in NAMES:
+            D, X = ((state[name] - base[name]).numpy() for state in (model, merged))
+            U, s, Vh = np.linalg.svd(D, full_matrices=False)
+            k = min(D.shape) // T
+            L = (U[:, :k] * s[:k]) @ Vh[:k]
+            part += np.sum((L.T @ (X - D) @ L.T) ** 2)
+            whole += np.sum((L.T @ D @ L.T) ** 2)
+        lost.append(part / whole)
+    return float(np.mean(lost))
+
+
+@pytest.mark.parametrize("prior", [0.0, 0.3])
+def test_a_merge_that_is_not_linear_in_its_scale_is_forecast_at_each_scale_by_its_own_merge(prior):
+    base, models = states()
+    curvature = curvature_of("diagonal", base)
+
+    def loss(scale):
+        given = {"curvature": curvature, "prior": prior, "scale": scale, "rules": [("norm.weight", "copy")]}
+        return gradient_matching_loss(
+            base, models, epimer.merge_state_dicts(base, models, "gradient_matching", **given)
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", epimer.EpimerWarning)
+        losses = {scale: loss(scale) for scale in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)}
+    methods = {"gradient_matching": {"prior": prior}}
+    found = epimer.diagnose_state_dicts(base, models, curvature=curvature, methods=methods).forecast[
+        "gradient_matching"
+    ]
+    assert found.mean == pytest.approx(losses[1.0], rel=1e-9)
+    assert found.mean_at_scale == pytest.approx(losses[found.scale], rel=1e-9)
+    assert found.mean_at_scale == pytest.approx(min(losses.values()), rel=1e-9)
+    assert (found.scale == 1.0) == (prior == 0)  # α cancels

@@ -140,6 +140,24 @@ def test_the_bound_of_a_sum_is_not_that_of_the_mean(kind, method):
     assert found.merges[method][0].bound >= increase
 
 
+def test_a_merge_that_is_not_proportional_to_its_scale_is_taken_at_its_scale():
+    base, models = states()
+    curvature = curvature_of("diagonal")
+    methods = {"gradient_matching": {"prior": 0.3}}
+    found = epimer.diagnose_state_dicts(base, models, curvature=curvature, weights=WEIGHTS, rank=RANK, methods=methods)
+    theories = found.merges["gradient_matching"]
+    assert [one.scale for one in theories] == [1.0, found.forecast["gradient_matching"].scale]
+    deltas = {name: [(model[name] - base[name]).flatten() for model in models] for name in SHAPES}
+    H = {name: [matrix(one[name], *shape) for one in curvature] for name, shape in SHAPES.items()}
+    for one in theories:
+        merged = epimer.merge_state_dicts(
+            base, models, "gradient_matching", weights=WEIGHTS, curvature=curvature, prior=0.3, scale=one.scale
+        )
+        x = {name: (merged[name] - base[name]).flatten() for name in SHAPES}
+        quadratic = dense_theory(x, deltas, H, dict.fromkeys(SHAPES), 1.0)[0]
+        assert (one.quadratic, one.bound) == pytest.approx((quadratic, 0.5 * quadratic), rel=1e-7)
+
+
 def orthogonal_models():
     """Models whose task vectors are of rank 2 and share no direction, so that atoms hold each of them whole."""
     generator = torch.Generator().manual_seed(2)

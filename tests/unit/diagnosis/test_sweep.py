@@ -637,3 +637,15 @@ def test_the_record_of_a_merge_holds_no_local_path(folder):
     record = epimer.merge(recipe, "out", progress=False)
     assert str(folder) not in record.recipe
     assert yaml.safe_load(record.recipe)["merge_method"] == "tsv"
+
+
+def test_a_sweep_says_where_the_scale_of_gradient_matching_cancels():
+    base = made.make_base(torch.float64)
+    models, curvature = made.make_models(base, 2), made.make_curvature(base, "diagonal", 2)
+    judge = by_function("norm", lambda state: {"norm": float(state["block.0.weight"].norm())})
+    given = {"methods": ["gradient_matching", "fisher"], "scales": [1.0, 2.0], "curvature": curvature}
+    found = sweep(base, models, judge, **given)
+    assert [note.split(";")[0] for note in found.notes] == [
+        "gradient_matching: scale cancels without a prior and without the base's curvature"
+    ]
+    assert sweep(base, models, judge, parameters={"gradient_matching": {"prior": 0.1}}, **given).notes == []
