@@ -99,6 +99,7 @@ def diagnose_models(
     rank: int | None = 32,
     damping: float = 1e-2,
     methods: Methods | Callable[[str], Methods] | None = None,
+    scales: Mapping[str, float] | None = None,
     names: Sequence[str],
     base: str = "base",
     recipe: str = "",
@@ -116,6 +117,7 @@ def diagnose_models(
         rank: directions per task of the tagged basis; None is floor(min(m, n) / T).
         damping: added to each projected curvature of mean diagonal 1.
         methods: merges to forecast, or a function of the curvature's kind that returns them.
+        scales: method -> a scale at which to give the theory of its merge, beside 1 and the forecast's.
         names: what to call the models.
         base: what to call the base.
         recipe: the recipe in YAML, if there is one.
@@ -151,7 +153,7 @@ def diagnose_models(
         for job, result in engine.map(DiagnosisWalk(participants, jobs, curvatures, bases, question)):
             findings[job.name] = result
             stage.advance(job.reads, job.name)
-    found = assemble(findings, jobs[0].weights, [names[t] for t in models], kind, question)
+    found = assemble(findings, jobs[0].weights, [names[t] for t in models], kind, question, scales or {})
     return advise(replace(found, base=base, recipe=recipe))
 
 
@@ -196,6 +198,7 @@ def assemble(
     names: Sequence[str],
     kind: str,
     question: Question,
+    scales: Mapping[str, float],
 ) -> Diagnosis:
     """Add up what was found of every matrix."""
     layers = {name: layer for name, (layer, _) in findings.items()}
@@ -207,6 +210,12 @@ def assemble(
         {"k": float(k), "eta": eta, "eta_unit_trace": trace, "eta_fraction": eta / flat if flat > 0 else 0.0}
         for k, (eta, trace, flat) in ((k, floats(values)) for k, values in sorted(sums.eta.items()))
     ]
+    forecast = {method: _forecast(sums, method, weights) for method in sums.steps}
+
+    def at_scales(method: str) -> list[float]:
+        asked = scales.get(method, 1.0) if describe_method(method).linear_in_scale else 1.0
+        return list(dict.fromkeys([1.0, asked, forecast[method].scale]))
+
     return Diagnosis(
         models=tuple(names),
         layers=layers,
@@ -215,12 +224,13 @@ def assemble(
         base_norm=math.sqrt(sums.base),
         energy={str(k): floats(share(kept, energy).clamp(max=1)) for k, kept in sorted(sums.kept.items())},
         conflict=conflict_of(sums),
-        forecast={method: _forecast(sums, method, weights) for method in sums.steps},
+        forecast=forecast,
         eta_by_rank=tuple(ranks),
         curvature=kind,
         rank=question.rank,
         damping=question.damping,
         version=epimer.__version__,
+        merges={method: tuple(sums.theory(method, scale) for scale in at_scales(method)) for method in sums.steps},
     )
 
 
@@ -264,6 +274,7 @@ def diagnose_recipe(
             chosen[recipe.merge_method] = {k: v for k, v in plain.items() if k not in ("weight", "scale", "rank")}
         return chosen
 
+    scale = recipe.parameters.get("scale")
     bases = None if opened.basis is None else _Atoms(opened.basis)
     return diagnose_models(
         participants,
@@ -275,6 +286,7 @@ def diagnose_recipe(
         rank=_rank(recipe, rank),
         damping=damping,
         methods=wanted,
+        scales={recipe.merge_method: float(scale)} if isinstance(scale, int | float) else {},
         names=_names(recipe),
         base=Path(recipe.base_model or "base").name,
         recipe=public_recipe(recipe, participants, opened.tokenizer),

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import epimer
 from epimer.api import diagnose
 from epimer.errors import ParameterError
+from epimer.geometry.metric import EKFAC
 
 T, NAMES = 3, ("one.weight", "two.weight")
 SHAPES = {"one.weight": (12, 9), "two.weight": (10, 14), "norm.weight": (12,)}
@@ -44,6 +45,10 @@ def curvature_of(kind, base):
             m, n = base[name].shape
             if kind == "kronecker":
                 one[name] = epimer.Kronecker(A=spd(n, generator), G=spd(m, generator))
+            elif kind == "ekfac":
+                P, Q = (torch.linalg.qr(spd(d, generator)).Q for d in (m, n))
+                S = torch.rand(m, n, generator=generator, dtype=torch.float64)
+                one[name] = EKFAC(S=S, P=P, Q=Q)
             else:
                 one[name] = epimer.Diagonal(torch.rand(m, n, generator=generator, dtype=torch.float64))
         found.append(one)
@@ -54,6 +59,9 @@ def dense(kind, metric, D):
     """H as an (mn x mn) matrix on row-major vectors."""
     if kind == "kronecker":
         return np.kron(metric.G.numpy(), metric.A.numpy())
+    if kind == "ekfac":
+        E = np.kron(metric.P.numpy(), metric.Q.numpy())
+        return E @ np.diag(metric.S.numpy().ravel()) @ E.T
     if kind == "diagonal":
         return np.diag(metric.F.numpy().ravel())
     return np.kron(D @ D.T, D.T @ D)
@@ -64,7 +72,7 @@ def cut(D, k):
     return (U[:, :k] * s[:k]) @ Vh[:k]
 
 
-@pytest.mark.parametrize("kind", ["task-gram", "kronecker", "diagonal"])
+@pytest.mark.parametrize("kind", ["task-gram", "kronecker", "ekfac", "diagonal"])
 def test_a_diagnosis_equals_dense_arithmetic(kind):
     base, models = states()
     curvature = None if kind == "task-gram" else curvature_of(kind, base)
@@ -96,8 +104,8 @@ def test_a_diagnosis_equals_dense_arithmetic(kind):
                     w = np.linalg.norm(deltas[n][s]) * np.linalg.norm(deltas[n][t])
                     total, weight = total + w * np.sum((one.T @ two) ** 2) / k, weight + w
                 assert got[s][t] == pytest.approx(total / weight)
-    # interference: of the leading k directions where curvature is two-sided
-    leading = {n: [cut(D, k) if kind != "diagonal" else D for D in deltas[n]] for n in NAMES}
+    # interference: of the leading k directions where curvature has two factors
+    leading = {n: [cut(D, k) if kind in ("task-gram", "kronecker") else D for D in deltas[n]] for n in NAMES}
     truncated = {n: [dense(kind, None, cut(D, k)) for D in deltas[n]] if kind == "task-gram" else H[n] for n in NAMES}
     crossed = np.array(
         [
@@ -118,7 +126,7 @@ def test_a_diagnosis_equals_dense_arithmetic(kind):
 
         def lost(t, scale, merged=merged, grams=grams):
             distances = []
-            for form in (grams, H) if kind == "kronecker" else (grams,):  # a diagonal forecasts nothing
+            for form in (grams, H) if kind in ("kronecker", "ekfac") else (grams,):  # a diagonal forecasts nothing
                 steps = [scale * (merged[n] - base[n]).numpy() - deltas[n][t] for n in NAMES]
                 part = sum(E.ravel() @ form[n][t] @ E.ravel() for n, E in zip(NAMES, steps, strict=True))
                 whole = sum(deltas[n][t].ravel() @ form[n][t] @ deltas[n][t].ravel() for n in NAMES)
@@ -131,7 +139,9 @@ def test_a_diagnosis_equals_dense_arithmetic(kind):
         means = {scale: np.mean([lost(t, scale) for t in range(T)]) for scale in np.arange(0.05, 4.01, 0.05)}
         assert forecast.mean_at_scale == pytest.approx(min(means.values()), rel=1e-6)
         assert means[min(means, key=lambda s: abs(s - forecast.scale))] == pytest.approx(min(means.values()), rel=1e-6)
-    wanted = {"task-gram": set(), "kronecker": {"regmean", "epimer_kron"}, "diagonal": {"epimer"}}[kind]
+    wanted = {"kronecker": {"regmean", "epimer_kron"}, "ekfac": {"epimer_kron"}, "diagonal": {"epimer"}}.get(
+        kind, set()
+    )
     assert set(found.forecast) == {"average", "tsv", "epimer_free"} | wanted
     # energy and η by rank
     for rank in (2, 3):

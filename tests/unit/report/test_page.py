@@ -13,6 +13,7 @@ import pytest
 
 import found
 from epimer.errors import DataError, OutputError
+from epimer.report.numbers import number
 from epimer.report.page import build, sections, standalone
 from epimer.report.read import Records, gather
 from epimer.report.write import make_report, write_page
@@ -243,6 +244,20 @@ def test_two_suites_and_two_diagnoses_have_sections_of_their_own():
     headings = page.text("h2")
     assert all(said in headings for said in ("on one", "on two", "Diagnosis of digits", "Diagnosis of x, y, z"))
     assert {"averages", "averages-2"} <= {attributes["id"] for attributes in page.named("figure")}
+
+
+def test_every_merge_has_its_loss_increase_and_bound():
+    record = found.diagnosis()
+    page = Page(build(gather([record])))
+    text = " ".join(page.text("td", "th").split())
+    for method, theories in record["merges"].items():
+        for one in theories:
+            values = (one["scale"], one["quadratic"] / 2, one["v_s"], one["r_s"], one["bound"])
+            assert " ".join([method, *(number(value) for value in values)]) in text
+    assert "not those of a loss" not in page.text("p")
+    assert "not those of a loss" in Page(build(gather([record | {"curvature": "task-gram"}]))).text("p")
+    del record["merges"]  # as older records
+    assert "merge by merge" not in Page(build(gather([record]))).text("h3")
 
 
 def test_odd_records_still_make_a_page():
