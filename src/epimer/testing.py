@@ -33,7 +33,8 @@ OTHERS = {
 def check_laws(method: Method | str) -> None:
     """Raise AssertionError unless a method obeys exactly the laws that its row states, at its defaults.
 
-    Those of `EVERY_METHOD` it must obey without stating them. `method` is a row, registered or not, or the name of a registered one.
+    Those of `EVERY_METHOD` it must obey without stating them. `method` is a row, registered or not, or the name of a
+    registered one.
     """
     with _registered(method) as row:
         problems = [f"{row.name} states the law {law!r}, which does not exist." for law in row.laws - LAWS.keys()]
@@ -206,10 +207,9 @@ def _zero_weight(method: Method) -> str | None:
     for left_out, weights in ((2, [0.3, 0.7, 0.0]), (0, [0.0, 0.7, 0.3])):
         merged = _merge(method, base, models, weights=weights)
         others = [t for t in range(3) if t != left_out]
-        given: dict[str, Any] = {
-            name: [each[t] for t in others] if name == "curvature" else each for name, each in needs.items()
-        }
-        given |= {"weights": [weights[t] for t in others]}
+        given = needs | {"weights": [weights[t] for t in others]}
+        if "curvature" in needs:
+            given["curvature"] = [needs["curvature"][t] for t in others]
         alone = epimer.merge_state_dicts(base, [models[t] for t in others], method.name, **given)
         if broken := _differs(merged, alone, 1e-12):
             return f"with weights {weights}, {broken} from the merge of the other two"
