@@ -340,3 +340,14 @@ def test_sections_come_in_one_order():
         "Methods", "α", "η", "Landscape", "Diagnosis", "Sweep", "Evaluation", "lm-eval", "More", "Merge", "Measured",
         "Citations",
     ]  # fmt: skip
+
+
+def test_the_headline_says_what_rests_on_one_task():
+    more = {"p": 0.001, "p_holm": 0.003, "p_tasks": 0.25, "difference": 0.014, "trusted": 0.8, "difference_trusted": 0.0005}
+    kron = found.score("epimer_kron", (0.9, 0.8, 0.7, 0.6), difference_without={"digits": 0.02, "sum": 0.0005}, **more)
+    tsv = found.score("tsv", (0.8, 0.8, 0.7, 0.6), trusted=0.79)
+    record = found.experiment("performance", "s: accuracy of merged models", [tsv, kron], ("method", "against tsv"))
+    said = Page(build(gather([record])))
+    assert all(heading in said.text("th") for heading in ("p, Holm", "p over tasks", "least without one task"))
+    assert all(cell in said.text("td") for cell in ("0.003", "0.250", "+0.1 (sum)", "80.0"))
+    assert "p = 0.250 over tasks" in said.text("p")
