@@ -161,11 +161,13 @@ class Bench:
     def metric(self) -> str:
         return shared_unit(self.suite)
 
-    def with_provenance(self, result: Experiment, *notes: str) -> Experiment:
+    def with_provenance(self, result: Experiment, *notes: str, seeds: Sequence[int] = ()) -> Experiment:
         """Return a result with the suite's name, and the versions, settings and date it was made with."""
-        origin = provenance(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
+        seed: Any = list(seeds) or self.seed
+        origin = provenance(seed=seed, samples=self.samples, threads=torch.get_num_threads())
+        by = f"seeds {', '.join(map(str, seeds))}" if seeds else f"seed {self.seed}"
         note = (
-            f"Made by epimer {origin['epimer']} with torch {origin['torch']} on {origin['date']}; seed {self.seed}, "
+            f"Made by epimer {origin['epimer']} with torch {origin['torch']} on {origin['date']}; {by}, "
             f"curvature of {self.samples} samples per task at most, unless the table says otherwise."
         )
         suite, notes = self.suite.name, (*result.notes, *notes, note)

@@ -220,9 +220,9 @@ class Cells:
         """Show the difference from another merge, with its interval and its p."""
         if row.get("difference") is None:
             return ""
-        low, high = map(self._with_sign, order_bounds(self.metric, *row["between"]))
+        low, high = map(self.with_sign, order_bounds(self.metric, *row["between"]))
         corrected = f" ({format_p_value(row['p_holm'])})" if "p_holm" in row else ""
-        return f"{self._with_sign(row['difference'])} [{low}, {high}], p {format_p_value(row['p'])}{corrected}"
+        return f"{self.with_sign(row['difference'])} [{low}, {high}], p {format_p_value(row['p'])}{corrected}"
 
     def without_one(self, row: Row) -> str:
         """Show between what the difference, or else the average, lies as each task in turn is left out."""
@@ -230,17 +230,18 @@ class Cells:
         values = row["difference_without"] if compared else row["without"]
         if not values:
             return ""
-        show = self._with_sign if compared else partial(format_score, self.metric)
+        show = self.with_sign if compared else partial(format_score, self.metric)
         ends = order_bounds(self.metric, min(values, key=values.__getitem__), max(values, key=values.__getitem__))
         return " to ".join(f"{show(values[task])} ({task})" for task in ends)
 
     def trusted(self, row: Row) -> str:
         """Show the average without doubtful tasks, and the difference there."""
         average = text("trusted", partial(format_score, self.metric))(row)
-        by = row.get("difference_trusted")
-        return average if by is None else f"{average}, {self._with_sign(by)}, p {format_p_value(row['p_trusted'])}"
+        by, p = row.get("difference_trusted"), text("p_trusted", format_p_value)(row)
+        return ", ".join([average, *([self.with_sign(by)] if by is not None else []), *([f"p {p}"] if p else [])])
 
-    def _with_sign(self, by: float) -> str:
+    def with_sign(self, by: float) -> str:
+        """Format a difference with its sign."""
         return f"{100 * by:+.1f}" if self.metric in SHARES else f"{metric_difference(self.metric, by):+.3f}"
 
     @property
