@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 EXPERIMENTS = "performance, worst-task, alpha, eta, fisher-fraction, landscape, cost, metrics, samples, tasks"
 """the names in `experiments.paper.EXPERIMENTS`, repeated so that --help needs no torch; a test compares them"""
+WITHOUT_SUITE = "basins, basins-logistic"
+"""the names in `experiments.basins.WITHOUT_SUITE`, likewise"""
 
 
 @app.command()
 def bench(
     suite: Annotated[str, typer.Argument(help="glyphs8, clip8, a YAML file, or module:function.")] = "glyphs8",
     experiment: Annotated[
-        list[str] | None, option(f"{EXPERIMENTS} or all; may be repeated.", default="performance")
+        list[str] | None, option(f"{EXPERIMENTS}, all, or without a suite {WITHOUT_SUITE}; may be repeated.", default="performance")
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to put tables and figures.")] = Path("epimer-bench"),
     seed: Annotated[int, typer.Option(help="Of the suite and of the choice of samples.", min=0)] = 0,
