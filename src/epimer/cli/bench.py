@@ -26,7 +26,8 @@ WITHOUT_SUITE = "basins, basins-logistic"
 def bench(
     suite: Annotated[str, typer.Argument(help="glyphs8, clip8, a YAML file, or module:function.")] = "glyphs8",
     experiment: Annotated[
-        list[str] | None, option(f"{EXPERIMENTS}, all, or without a suite {WITHOUT_SUITE}; may be repeated.", default="performance")
+        list[str] | None,
+        option(f"{EXPERIMENTS}, all, or without a suite {WITHOUT_SUITE}; may be repeated.", default="performance"),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to put tables and figures.")] = Path("epimer-bench"),
     seed: Annotated[int, typer.Option(help="Of the suite and of the choice of samples.", min=0)] = 0,

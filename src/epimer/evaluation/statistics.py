@@ -79,7 +79,7 @@ def compare(first: Scores, second: Scores, seed: int = 0) -> Difference:
     for d in differences:
         changed = d[d != 0]
         step = max(1, MAX_INDICES // max(1, len(changed)))
-        for part in flipped.split(step):
+        for part in torch.split(flipped, step):
             signs = torch.randint(0, 2, (len(part), len(changed)), generator=generator, dtype=torch.float64) * 2 - 1
             part += (signs @ changed) / len(d) / len(differences)
     extreme = int((flipped.abs() >= abs(observed) - 1e-12).sum())

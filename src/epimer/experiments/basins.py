@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.functional import hessian, jacobian
 from torch.nn.functional import softplus
 
 from epimer.api import merge_state_dicts
 from epimer.evaluation.evaluate import provenance
-from epimer.experiments.results import number, tabulate, text
+from epimer.experiments.results import Column, Row, number, tabulate, text
 from epimer.geometry.metric import Diagonal, Kronecker
 from epimer.records import Experiment, MapPoint, Maps
 
@@ -29,7 +29,9 @@ Loss = Callable[[Tensor], Tensor]
 def quadratic() -> Experiment:
     """Return two long quadratic valleys that cross: the merge under their Hessians is the joint minimum."""
     valleys = {"one": (35.0, (2.0, 0.4)), "two": (115.0, (0.2, 1.9))}
-    losses = {task: partial(_valley, _rotated(angle), torch.tensor(at).double()) for task, (angle, at) in valleys.items()}
+    losses = {
+        task: partial(_valley, _rotated(angle), torch.tensor(at).double()) for task, (angle, at) in valleys.items()
+    }
     return _experiment("basins", "Two basins, quadratic", losses)
 
 
@@ -74,11 +76,20 @@ def _cross_entropy(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return softplus(-y * (x @ w)).mean()
 
 
+def _derivatives(loss: Loss, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a loss's gradient [2] and Hessian [2, 2]."""
+    w = w.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(w), w, create_graph=True)
+    H = torch.stack([torch.autograd.grad(slope, w, retain_graph=True)[0] for slope in gradient])
+    return gradient.detach(), H
+
+
 def minimum(loss: Loss, steps: int = 50) -> Tensor:
     """Return where a convex loss is least, by Newton's method from 0, halving steps that do not descend."""
     w = torch.zeros(2, dtype=torch.float64)
     for _ in range(steps):
-        step = torch.linalg.solve(hessian(loss, w), jacobian(loss, w))
+        gradient, H = _derivatives(loss, w)
+        step = torch.linalg.solve(H, gradient)
         while loss(w - step) > loss(w) and step.norm() > 1e-12:
             step = step / 2
         w = w - step
@@ -88,10 +99,10 @@ def minimum(loss: Loss, steps: int = 50) -> Tensor:
 def _experiment(name: str, title: str, losses: Mapping[str, Loss]) -> Experiment:
     """Return the losses at the base, the optima and the merges between them, and on a grid around them."""
     base, optima = torch.zeros(2, dtype=torch.float64), {task: minimum(loss) for task, loss in losses.items()}
-    hessians = [hessian(loss, optima[task]) for task, loss in losses.items()]
+    hessians = [_derivatives(loss, optima[task])[1] for task, loss in losses.items()]
     states = [{NAME: w[None]} for w in optima.values()]
 
-    def merged(method: str, curvature: list[dict[str, Diagonal | Kronecker]] | None = None, **options: object) -> Tensor:
+    def merged(method: str, curvature: list[dict[str, Diagonal | Kronecker]] | None = None, **options: Any) -> Tensor:
         return merge_state_dicts({NAME: base[None]}, states, method, curvature=curvature, **options)[NAME][0]
 
     diagonal: list[dict[str, Diagonal | Kronecker]] = [{NAME: Diagonal(H.diagonal()[None])} for H in hessians]
@@ -104,9 +115,9 @@ def _experiment(name: str, title: str, losses: Mapping[str, Loss]) -> Experiment
     }
     groups = {"base": {"base": base}, "task": optima, "merged": merges}
     points = [_point(name, kind, w, losses) for kind, group in groups.items() for name, w in group.items()]
-    axes = [_axis([point.a for point in points]), _axis([point.b for point in points])]
+    across, along = _axis([point.a for point in points]), _axis([point.b for point in points])
     maps = {
-        task: [[float(loss(torch.tensor([a, b], dtype=torch.float64))) for a in axes[0]] for b in axes[1]]
+        task: [[float(loss(torch.tensor([a, b], dtype=torch.float64))) for a in across] for b in along]
         for task, loss in losses.items()
     }
     joint = [[sum(maps[task][i][j] for task in maps) for j in range(GRID)] for i in range(GRID)]
@@ -115,24 +126,29 @@ def _experiment(name: str, title: str, losses: Mapping[str, Loss]) -> Experiment
          "worst": max(p.losses.values())}
         for p in points
     ]  # fmt: skip
-    columns = {"model": text("point"), "a": number("a"), "b": number("b")}
-    columns |= {f"loss of {task}": (lambda row, task=task: f"{row['losses'][task]:.3g}") for task in losses}
+    columns: dict[str, Column] = {"model": text("point"), "a": number("a"), "b": number("b")}
+    columns |= {f"loss of {task}": partial(_loss_cell, task) for task in losses}
     columns |= {"summed": number("joint"), "worst": number("worst")}
     least = minimum(lambda w: sum((loss(w) for loss in losses.values()), torch.zeros((), dtype=torch.float64)))
     origin = provenance()
     notes = [
         f"Two weights, (a, b). The least summed loss anywhere is {_point('', '', least, losses).joint:.3g}.",
-        "Fréchet mean: under each task's Hessian at its own optimum, or its diagonal, neither normalised nor damped; by "
-        "the methods mats and fisher.",
+        "Fréchet mean: under each task's Hessian at its own optimum, or its diagonal, neither normalised nor damped; "
+        "by the methods mats and fisher.",
         f"A toy after the paper's first figure, made by epimer {origin['epimer']} on {origin['date']}.",
     ]
-    figure = Maps(*axes, maps, joint, points, explained=1.0)
+    figure = Maps(across, along, maps, joint, points, explained=1.0)
     return tabulate(name, title, columns, data, notes, figure)
 
 
 def _point(name: str, kind: str, w: Tensor, losses: Mapping[str, Loss]) -> MapPoint:
     values = {task: float(loss(w)) for task, loss in losses.items()}
-    return MapPoint(name, kind, *w.tolist(), joint=sum(values.values()), losses=values)
+    a, b = w.tolist()
+    return MapPoint(name, kind, a, b, joint=sum(values.values()), losses=values)
+
+
+def _loss_cell(task: str, row: Row) -> str:
+    return f"{row['losses'][task]:.3g}"
 
 
 def _axis(values: list[float], room: float = 0.3) -> list[float]:

@@ -190,7 +190,7 @@ class Bench:
         return Scores(self.suite.trusted.scores(state, "val")).average
 
     def grid(self, candidate: Candidate) -> tuple[float, ...]:
-        """Return the scales to choose from; those of a mean go on to T times the last, as on matrices sum is T · mean."""
+        """Return the scales to choose from; a mean's go on to T times the last, as on matrices sum is T · mean."""
         further = [len(self.states) * scale for scale in self.scales] if candidate.is_mean else []
         return (*self.scales, *(scale for scale in further if scale > self.scales[-1]))
 

@@ -55,7 +55,8 @@ def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> 
     suite, cells = bench.suite, Cells(bench.metric)
     candidates = all_candidates() if candidates is None else candidates
     data: list[Row] = [
-        {"method": name, "reference": True, **summary(scores, suite.tasks)} for name, scores in references(bench).items()
+        {"method": name, "reference": True, **summary(scores, suite.tasks)}
+        for name, scores in references(bench).items()
     ]
     largest = _largest_rank(bench)
     if largest > RANK:  # else tsv's own rank is the same
@@ -165,14 +166,16 @@ def alpha(bench: Bench) -> Experiment:
     tasks, T, cells = bench.suite.tasks, len(bench.states), Cells(bench.metric)
     data, lines = [], Lines("α", f"average {bench.metric}", metric=bench.metric, log=True)
     alphas, ranks = sorted({*ALPHAS, T**-0.5}), ranks_of(bench, (4, 16, 32))
-    as_far = [(a, a) for a in alphas] + [(T * a, a) for a in alphas if T * a > alphas[-1]]  # on matrices sum is T · mean
+    as_far = [(a, a) for a in alphas] + [
+        (T * a, a) for a in alphas if T * a > alphas[-1]
+    ]  # on matrices sum is T · mean
     curved = itertools.product((Candidate("epimer"), Candidate("epimer_kron")), ranks, ("sum", "mean"))
     published = next(candidate for candidate in AS_PUBLISHED if candidate.method == "epimer")
     merges = [*itertools.product((TSV, published), ranks, ("",)), *curved]
     flat: dict[tuple[int, float], Scores] = {}
     for candidate, k, aggregator in bench.each(merges, lambda step: f"{step[0].name}, k = {step[1]}, {step[2]}"):
-        method, parameters = candidate.name, {"aggregator": aggregator} if aggregator else {}
-        merged = bench.merge(candidate, rank=k, **parameters)
+        method, parameters = candidate.name, {"rank": k, **({"aggregator": aggregator} if aggregator else {})}
+        merged = bench.merge(replace(candidate, parameters={**candidate.parameters, **parameters}))
         for scale, reach in as_far if aggregator == "mean" else [(a, a) for a in alphas]:
             scores = bench.score(bench.scaled(merged, scale), "test")
             row = {"method": method, "k": k, "aggregator": aggregator, "alpha": scale, **summary(scores, tasks)}
@@ -192,8 +195,8 @@ def alpha(bench: Bench) -> Experiment:
     }
     notes = [
         f"α is fixed here, not chosen; {T**-0.5:.3g} is 1/√T. k is cut at floor(d/T).",
-        "Compared with tsv at the same k and α. mean goes on to T times the last α, as on matrices sum is T · mean, and "
-        "is compared there with tsv at α/T.",
+        "Compared with tsv at the same k and α. mean goes on to T times the last α, as on matrices sum is T · mean, "
+        "and is compared there with tsv at α/T.",
         *comparison_notes(bench.metric, data, tasks),
     ]
     return tabulate("alpha", "Sensitivity to α", columns, data, notes, lines)

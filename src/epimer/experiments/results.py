@@ -143,8 +143,8 @@ def comparison_notes(metric: str, data: Sequence[Row], tasks: Sequence[SuiteTask
     how = "all patterns of signs" if len(tasks) <= EXACT else "drawn patterns of signs"
     least = f", so at least {2 / 2 ** len(tasks):.3g} with {len(tasks)} tasks" if len(tasks) <= EXACT else ""
     notes = [
-        f"Differences {unit}, with 95% intervals and p of a paired sign-flip test over test samples, which says nothing "
-        f"of other tasks; in brackets p corrected for {count} comparisons by Holm's method.",
+        f"Differences {unit}, with 95% intervals and p of a paired sign-flip test over test samples, which says "
+        f"nothing of other tasks; in brackets p corrected for {count} comparisons by Holm's method.",
         f"p over tasks: the same test with tasks as its units, over {how}{least}; not corrected.",
         "Without one task: the least and the largest difference (average, where nothing is compared) as each task in "
         "turn is left out.",

@@ -28,8 +28,8 @@ def run_experiments(
 ) -> Iterator[tuple[Experiment, list[Path]]]:
     """Run experiments in turn and yield each result with the files it was written to in `folder`.
 
-    The name `all` leaves out those that do not fit the suite, and those that need none. `suite` and `options` are those of `open_suite`; `seed`
-    is of the suite and of the choice of samples.
+    The name `all` leaves out those that do not fit the suite, and those that need none. `suite` and `options` are those
+    of `open_suite`; `seed` is of the suite and of the choice of samples.
     """
     folder, every = folder.expanduser(), "all" in names
     check_folder(folder)

@@ -74,8 +74,8 @@ def over_seeds(results: Mapping[int, Experiment], metric: str, tasks: Sequence[S
     }
     count = ", ".join(map(str, results))
     notes = [
-        f"Seeds {count}: each draws its own data, trains its own base and models, measures curvature on its own samples "
-        "and chooses its own scales.",
+        f"Seeds {count}: each draws its own data, trains its own base and models, measures curvature on its own "
+        "samples and chooses its own scales.",
         f"sd: the standard deviation between seeds. Differences {cells.differences}: their mean, sd, and each seed's.",
         "p over tasks: a sign-flip test over all patterns of signs, on each task's mean difference over seeds; p over "
         "samples, with Holm's correction, are in each seed's own table.",
@@ -111,7 +111,11 @@ def _row(method: str, by_seed: Mapping[int, Mapping[str, Row]], tasks: Sequence[
 
 def _spread(values: Mapping[int, float]) -> Row:
     """Return the mean over seeds, the standard deviation, and every seed's value."""
-    return {"average": statistics.fmean(values.values()), "sd": statistics.stdev(values.values()), "seeds": dict(values)}
+    return {
+        "average": statistics.fmean(values.values()),
+        "sd": statistics.stdev(values.values()),
+        "seeds": dict(values),
+    }
 
 
 def _left_out(one: str, doubtful: str, values: Mapping[str, float], tasks: Sequence[SuiteTask]) -> Row:

@@ -240,7 +240,8 @@ METHODS: tuple[Method, ...] = (
         name="epimer",
         summary="the paper: diagonal curvature projected on the tasks' singular vectors",
         equation="tagged x diagonal x sum: α T H̄⁻¹ Σ λ_t H̃_t x_t",
-        citation="Lu et al., Model Merging on Loss Landscape: A Geometry Perspective, CVPR 2026 Findings, arXiv:2605.26693",
+        citation="Lu et al., Model Merging on Loss Landscape: A Geometry Perspective, CVPR 2026 Findings, "
+        "arXiv:2605.26693",
         merge=frechet,
         options=FrechetOptions(basis="tagged", aggregator="sum"),
         curvature="diagonal",

@@ -637,3 +637,12 @@ def test_the_record_of_a_merge_holds_no_local_path(folder):
     record = epimer.merge(recipe, "out", progress=False)
     assert str(folder) not in record.recipe
     assert yaml.safe_load(record.recipe)["merge_method"] == "tsv"
+
+
+def test_nothing_is_chosen_by_a_doubtful_task():
+    scores = {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([0.2])}
+    wary = SplitScores(scores, {"a": 0.5, "b": 0.25}, doubtful=frozenset({"a"}))
+    assert wary.order == pytest.approx((0.2, -0.25))
+    assert SplitScores(scores, {"a": 0.5, "b": 0.25}).order == pytest.approx((0.35, -0.75))
+    assert wary.all.average == pytest.approx(0.35)
+    assert SplitScores(scores, doubtful=frozenset("ab")).order == pytest.approx((0.35, 0.0))  # there are no others

@@ -27,8 +27,9 @@ def places(result):
 
 def losses_of(name):
     if name == "basins":
-        valleys = ((35.0, (2.0, 0.4)), (115.0, (0.2, 1.9)))
-        return [lambda w, H=basins._rotated(d), x=torch.tensor(x).double(): (w - x) @ H @ (w - x) / 2 for d, x in valleys]
+        valleys = [(35.0, (2.0, 0.4)), (115.0, (0.2, 1.9))]
+        parts = [(basins._rotated(degrees), torch.tensor(at).double()) for degrees, at in valleys]
+        return [lambda w, H=H, x=x: (w - x) @ H @ (w - x) / 2 for H, x in parts]
     data = [basins._samples(0, 20.0), basins._samples(1, 100.0)]
     return [lambda w, x=x, y=y: -torch.sigmoid(y * (x @ w)).log().mean() for x, y in data]
 

@@ -14,7 +14,14 @@ from epimer.errors import DataError
 from epimer.evaluation.metrics import CLASSIFIER_SCORES
 from epimer.evaluation.statistics import Scores
 from epimer.experiments import paper as experiments
-from epimer.experiments.bench import AS_PUBLISHED, CANDIDATES, CURVATURE_VERSION, SCALES, Bench, Candidate, all_candidates
+from epimer.experiments.bench import (
+    AS_PUBLISHED,
+    CURVATURE_VERSION,
+    SCALES,
+    Bench,
+    Candidate,
+    all_candidates,
+)
 from epimer.experiments.results import write
 from trained import make_suite, network
 
@@ -141,7 +148,8 @@ def test_nothing_is_chosen_by_a_doubtful_task(suite):
     wary = Bench(replace(suite, tasks=[replace(bad, doubtful="turned round"), *suite.tasks[1:]]), keep=False)
     merged = wary.merge(Candidate("tsv"))
     by_hand = {
-        scale: sum(float(suite.scores_on(wary.scaled(merged, scale), task, "val").mean()) for task in suite.tasks[1:]) / 2
+        scale: sum(float(suite.scores_on(wary.scaled(merged, scale), task, "val").mean()) for task in suite.tasks[1:])
+        / 2
         for scale in SCALES
     }
     outcome = wary.best(Candidate("tsv"))
@@ -151,7 +159,9 @@ def test_nothing_is_chosen_by_a_doubtful_task(suite):
     assert "without task0" in result.headings
     assert "task0 is doubtful: turned round." in result.notes
     row = result.data[-1]
-    assert row["trusted"] == pytest.approx((row["tasks"]["task1"] + row["tasks"]["task2"]) / 2) == row["without"]["task0"]
+    assert (
+        row["trusted"] == pytest.approx((row["tasks"]["task1"] + row["tasks"]["task2"]) / 2) == row["without"]["task0"]
+    )
     assert row["difference_trusted"] == pytest.approx(row["difference_without"]["task0"])
 
 
@@ -162,7 +172,10 @@ def test_differences_are_shown_without_each_task_and_tested_over_tasks(bench):
     for row, cells in zip(others, result.rows[3:], strict=True):
         ahead = {task: row["tasks"][task] - tsv["tasks"][task] for task in row["tasks"]}
         total = sum(ahead.values())
-        flips = [sum(s * d for s, d in zip(signs, ahead.values(), strict=True)) for signs in itertools.product((1, -1), repeat=3)]
+        flips = [
+            sum(s * d for s, d in zip(signs, ahead.values(), strict=True))
+            for signs in itertools.product((1, -1), repeat=3)
+        ]
         assert row["p_tasks"] == sum(abs(f) >= abs(total) - 1e-9 for f in flips) / 8
         assert row["difference_without"] == pytest.approx({task: (total - d) / 2 for task, d in ahead.items()})
         assert row["p"] <= row["p_holm"] <= min(1, 2 * max(r["p"] for r in others))
@@ -193,7 +206,9 @@ def test_epimer_as_published_has_the_empirical_fisher_of_true_labels(suite):
         squares = 0
         for i in order.tolist():
             made = network(state, task).double()
-            loss = torch.nn.functional.cross_entropy(made(task.splits["train"].x[i, None].double()), task.splits["train"].y[i, None])
+            loss = torch.nn.functional.cross_entropy(
+                made(task.splits["train"].x[i, None].double()), task.splits["train"].y[i, None]
+            )
             squares = squares + torch.autograd.grad(loss, made.two.weight)[0] ** 2 / 32
         by_hand.append(squares)
     measured = bench.curvature("diagonal", labels="true")

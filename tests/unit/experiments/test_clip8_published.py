@@ -2,8 +2,8 @@
 
 import pytest
 
-from epimer.experiments.clip8.published import FUSION_BENCH, PAPER, PUBLISHED, SOURCES, remarks
 from epimer.experiments.bench import AS_PUBLISHED, CANDIDATES
+from epimer.experiments.clip8.published import FUSION_BENCH, PAPER, PUBLISHED, SOURCES, remarks
 from epimer.experiments.clip8.tasks import VARIANTS
 from epimer.experiments.paper import MATCHED
 

@@ -56,7 +56,9 @@ def test_means_and_spreads_are_those_of_the_seeds(ran):
                 sum(one["tasks"][task] - table.data[2]["tasks"][task] for one, table in zip(own, tables, strict=True))
                 for task in row["tasks"]
             ]
-            flips = [sum(s * d for s, d in zip(signs, ahead, strict=True)) for signs in itertools.product((1, -1), repeat=3)]
+            flips = [
+                sum(s * d for s, d in zip(signs, ahead, strict=True)) for signs in itertools.product((1, -1), repeat=3)
+            ]
             assert row["p_tasks"] == sum(abs(flip) >= abs(sum(ahead)) - 1e-9 for flip in flips) / 8
             assert sum(row["difference_without"].values()) / 3 == pytest.approx(row["difference"])
     assert ["difference" in row for row in total.data] == [False, False, False, True, True]

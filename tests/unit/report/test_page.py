@@ -343,7 +343,14 @@ def test_sections_come_in_one_order():
 
 
 def test_the_headline_says_what_rests_on_one_task():
-    more = {"p": 0.001, "p_holm": 0.003, "p_tasks": 0.25, "difference": 0.014, "trusted": 0.8, "difference_trusted": 0.0005}
+    more = {
+        "p": 0.001,
+        "p_holm": 0.003,
+        "p_tasks": 0.25,
+        "difference": 0.014,
+        "trusted": 0.8,
+        "difference_trusted": 0.0005,
+    }
     kron = found.score("epimer_kron", (0.9, 0.8, 0.7, 0.6), difference_without={"digits": 0.02, "sum": 0.0005}, **more)
     tsv = found.score("tsv", (0.8, 0.8, 0.7, 0.6), trusted=0.79)
     record = found.experiment("performance", "s: accuracy of merged models", [tsv, kron], ("method", "against tsv"))
