@@ -34,7 +34,7 @@ def defaults(bench: Bench) -> Experiment:
         for anchor in ANCHORS:
             for damping in DAMPINGS:
                 merged = bench.merge(Candidate(method, {"anchor": anchor, "damping": damping, "iterations": 40}))
-                further = [len(bench.states) * scale for scale in SCALES] if anchor == "average" else []
+                further = [round(len(bench.states) * scale, 6) for scale in SCALES] if anchor == "average" else []
                 for scale in sorted({*SCALES, *further}):
                     scores = Scores(suite.scores(bench.scaled(merged, scale), "val"))
                     row = {"method": method, "anchor": anchor, "damping": damping, "scale": scale}

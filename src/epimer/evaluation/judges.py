@@ -53,13 +53,18 @@ class SplitScores:
 
     @property
     def trusted(self) -> Scores:
-        """The scores of the tasks that are not doubtful, or of all where there are no others."""
-        return Scores([v for task, v in self.scores.items() if task not in self.doubtful] or list(self.scores.values()))
+        """The scores of the tasks that choices are made by."""
+        return Scores([self.scores[task] for task in self._trusted_tasks])
+
+    @property
+    def _trusted_tasks(self) -> list[str]:
+        """The tasks that are not doubtful, or all where there are no others."""
+        return [task for task in self.scores if task not in self.doubtful] or list(self.scores)
 
     @property
     def order(self) -> tuple[float, float]:
         """What settings are compared by: the average score, then the KL divergence, less of which is better."""
-        return self.trusted.average, -sum(kl for task, kl in self.kl.items() if task not in self.doubtful)
+        return self.trusted.average, -sum(self.kl.get(task, 0.0) for task in self._trusted_tasks)
 
 
 Evaluate = Callable[[State, str], SplitScores]

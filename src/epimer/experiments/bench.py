@@ -191,7 +191,7 @@ class Bench:
 
     def grid(self, candidate: Candidate) -> tuple[float, ...]:
         """Return the scales to choose from; a mean's go on to T times the last, as on matrices sum is T · mean."""
-        further = [len(self.states) * scale for scale in self.scales] if candidate.is_mean else []
+        further = [round(len(self.states) * scale, 6) for scale in self.scales] if candidate.is_mean else []
         return (*self.scales, *(scale for scale in further if scale > self.scales[-1]))
 
     def basis(self, rank: int | None) -> dict[str, Any]:

@@ -645,4 +645,5 @@ def test_nothing_is_chosen_by_a_doubtful_task():
     assert wary.order == pytest.approx((0.2, -0.25))
     assert SplitScores(scores, {"a": 0.5, "b": 0.25}).order == pytest.approx((0.35, -0.75))
     assert wary.all.average == pytest.approx(0.35)
-    assert SplitScores(scores, doubtful=frozenset("ab")).order == pytest.approx((0.35, 0.0))  # there are no others
+    none_left = SplitScores(scores, {"a": 0.5, "b": 0.25}, doubtful=frozenset("ab"))
+    assert none_left.order == pytest.approx((0.35, -0.75))
