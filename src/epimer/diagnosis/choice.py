@@ -65,7 +65,7 @@ def by_sweep(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate, run: RunO
         evaluation=recipe.eval or "",
     )
     best = found.best
-    why = f"{format_score(best.validation.unit, best.validation.all.average)} on validation data of {recipe.eval}"
+    why = f"{format_score(best.validation.unit, best.validation.trusted.average)} on validation data of {recipe.eval}"
     if not free:
         return recipe.settled(best.method), f"{best.method}: {why}"
     return recipe.settled(best.method, best.scale), f"{best.method} at scale {best.scale:g}: {why}"

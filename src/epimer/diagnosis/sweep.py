@@ -58,7 +58,7 @@ class Tried:
         """Return the record of it."""
         kl = sum(self.validation.kl.values()) / len(self.validation.kl) if self.validation.kl else None
         trial = Trial(
-            self.method, self.scale, self.validation.all.average, rank=self.rank, unit=self.validation.unit, kl=kl
+            self.method, self.scale, self.validation.trusted.average, rank=self.rank, unit=self.validation.unit, kl=kl
         )
         if self.test is None:
             return trial

@@ -158,6 +158,7 @@ class Networks:
             score=(TOKEN_SCORES if tokens else CLASSIFIER_SCORES)[entry.metric],
             loss=sample_losses if tokens else classification_loss,
             metric=entry.metric,
+            doubtful=entry.doubtful,
         )
 
     def network(self, state: State, task: SuiteTask) -> nn.Module:

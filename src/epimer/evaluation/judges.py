@@ -37,6 +37,8 @@ class SplitScores:
     """task -> mean KL divergence from the predictions of the task's fine-tuned model, where it was computed"""
     unit: str = "accuracy"
     """what scores are: accuracy, loss or perplexity (minus the loss), or score"""
+    doubtful: frozenset[str] = frozenset()
+    """tasks by which nothing is chosen"""
 
     def __post_init__(self) -> None:
         for task, scores in self.scores.items():
@@ -50,9 +52,19 @@ class SplitScores:
         return Scores(list(self.scores.values()))
 
     @property
+    def trusted(self) -> Scores:
+        """The scores of the tasks that choices are made by."""
+        return Scores([self.scores[task] for task in self._trusted_tasks])
+
+    @property
+    def _trusted_tasks(self) -> list[str]:
+        """The tasks that are not doubtful, or all where there are no others."""
+        return [task for task in self.scores if task not in self.doubtful] or list(self.scores)
+
+    @property
     def order(self) -> tuple[float, float]:
         """What settings are compared by: the average score, then the KL divergence, less of which is better."""
-        return self.all.average, -sum(self.kl.values())
+        return self.trusted.average, -sum(self.kl.get(task, 0.0) for task in self._trusted_tasks)
 
 
 Evaluate = Callable[[State, str], SplitScores]
@@ -98,13 +110,17 @@ def evaluator(text: str, folder: Path | None = None, *, count: int | None = None
 def by_suite(suite: Suite) -> Evaluate:
     """Return an evaluation by a suite's labels."""
     _check_splits(suite)
-    unit = shared_unit(suite)
+    unit, doubtful = shared_unit(suite), _doubtful(suite)
 
     def evaluate(state: State, split: str) -> SplitScores:
         scores = {task.name: suite.finite_scores(state, task, split, "a merge") for task in suite.tasks}
-        return SplitScores(scores, unit=unit)
+        return SplitScores(scores, unit=unit, doubtful=doubtful)
 
     return evaluate
+
+
+def _doubtful(suite: Suite) -> frozenset[str]:
+    return frozenset(task.name for task in suite.tasks if task.doubtful)
 
 
 def by_agreement(suite: Suite) -> Evaluate:
@@ -114,6 +130,7 @@ def by_agreement(suite: Suite) -> Evaluate:
     """
     _check_splits(suite)
     references: dict[tuple[str, str], list[Tensor]] = {}
+    doubtful = _doubtful(suite)
 
     @torch.no_grad()
     def evaluate(state: State, split: str) -> SplitScores:
@@ -130,7 +147,7 @@ def by_agreement(suite: Suite) -> Evaluate:
             who = "a merge or the fine-tuned model"
             scores[task.name] = suite.check_finite(torch.cat(hits), task, split, "agreement", who)
             kl[task.name] = float(torch.cat(divergences).mean())
-        return SplitScores(scores, kl)
+        return SplitScores(scores, kl, doubtful=doubtful)
 
     return evaluate
 

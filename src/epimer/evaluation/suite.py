@@ -100,6 +100,8 @@ class SuiteTask:
     """(outputs, targets) -> each sample's loss, whose curvature is measured"""
     metric: str = "accuracy"
     """what the mean score is: accuracy, token-accuracy, loss (minus the score), perplexity (exp of it), or any name"""
+    doubtful: str = ""
+    """why its scores say little, where they do: nothing is chosen by them, and averages are given without them too"""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,12 @@ class Suite:
             )
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise DataError(f"{self.name}: two tasks are named {twice!r}; give every task a different name.")
+
+    @property
+    def trusted(self) -> Suite:
+        """The suite that choices are made by: without its doubtful tasks, unless it has no others."""
+        kept = [t for t, task in enumerate(self.tasks) if not task.doubtful] or range(len(self.tasks))
+        return replace(self, tasks=[self.tasks[t] for t in kept], models=[self.models[t] for t in kept])
 
     def truncated(self, **counts: int) -> Suite:
         """Return the suite with only the first samples of the named splits: `suite.truncated(val=100, test=400)`."""

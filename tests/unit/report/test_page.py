@@ -355,3 +355,21 @@ def test_sections_come_in_one_order():
         "Methods", "α", "η", "Landscape", "Diagnosis", "Sweep", "Evaluation", "lm-eval", "More", "Merge", "Measured",
         "Citations",
     ]  # fmt: skip
+
+
+def test_the_headline_says_what_rests_on_one_task():
+    more = {
+        "p": 0.001,
+        "p_holm": 0.003,
+        "p_tasks": 0.25,
+        "difference": 0.014,
+        "trusted": 0.8,
+        "difference_trusted": 0.0005,
+    }
+    kron = found.score("epimer_kron", (0.9, 0.8, 0.7, 0.6), difference_without={"digits": 0.02, "sum": 0.0005}, **more)
+    tsv = found.score("tsv", (0.8, 0.8, 0.7, 0.6), trusted=0.79)
+    record = found.experiment("performance", "s: accuracy of merged models", [tsv, kron], ("method", "against tsv"))
+    page = build(gather([record]))
+    expected = ("p, Holm", "p over tasks", "least without one task", "0.003", "0.250", "+0.1 (sum)", "80.0")
+    assert [text for text in expected if text not in page] == []
+    assert "p = 0.250 over tasks" in page
