@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from epimer.errors import CurvatureError
-from epimer.geometry.aggregator import Aggregator, Anchored, Mean, Sum, iso_c_delta, tsv_delta
+from epimer.geometry.aggregator import (
+    Aggregator,
+    Anchored,
+    Mean,
+    Sum,
+    calibrated,
+    iso_c_delta,
+    stretched_mean,
+    tsv_delta,
+)
 from epimer.geometry.frechet import Problem, build_problem
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
@@ -20,7 +29,10 @@ from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
 from epimer.methods.spectral import clamped, rank_note
 
-Normalize = Annotated[Literal["trace", "none"], Option("trace: each task's curvature to mean diagonal 1 per layer")]
+Normalize = Annotated[
+    Literal["trace", "common", "none"],
+    Option("trace: each task's curvature to mean diagonal 1 per layer; common: all by one number, to that on average"),
+]
 Damping = Annotated[float, Option("share of the mean diagonal added to it", low=0)]
 Jitter = Annotated[float, Option("added to the curvature's diagonal before it is projected", low=0)]
 
@@ -40,8 +52,9 @@ class FrechetOptions(MethodOptions):
         Literal["mean", "sum", "anchored"], Option("mean; sum = T times the mean; anchored: a damped pull to an anchor")
     ] = "mean"
     anchor: Annotated[
-        Literal["tsv", "sum", "iso_c", "average"], Option("where directions without curvature go (aggregator anchored)")
-    ] = "tsv"
+        Literal["stretched", "tsv", "sum", "iso_c", "average"],
+        Option("where directions without curvature go (aggregator anchored); stretched: the average at full length"),
+    ] = "stretched"
     normalize: Normalize = "trace"
     damping: Damping = 1e-2
     jitter: Jitter = 0.0
@@ -51,6 +64,14 @@ class FrechetOptions(MethodOptions):
             "error of the low-rank projection that starts a large diagonal solve; 0 projects exactly", low=0, high=1
         ),
     ] = 1e-2
+    calibrate: Annotated[
+        float | None,
+        Option(
+            "singular value calibration: least share of itself that a task counts as kept, 0.5; None: none",
+            low=0,
+            open_low=True,
+        ),
+    ] = None
     iterations: Annotated[
         int | None,
         Option(
@@ -97,6 +118,8 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         max_steps=options.iterations,
     )
     solution = _aggregator(layer, options, atoms).aggregate(problem)
+    if options.calibrate is not None and len(shape) == 2:
+        solution = replace(solution, value=calibrated(solution.value, layer.deltas, options.calibrate))
     if layer.basis is not None:
         return replace(solution, rank=layer.basis.rank)
     return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
@@ -121,6 +144,8 @@ def _aggregator(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> 
 def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Callable[[Problem], Tensor]:
     """Return what gives the anchor's coordinates in a problem's subspace."""
     match options.anchor:
+        case "stretched":
+            return stretched_mean
         case "average":
             return Problem.flat_mean
         case "sum":
@@ -255,7 +280,7 @@ METHODS: tuple[Method, ...] = (
     ),
     Method(
         name="epimer_kron",
-        summary="Kronecker-factored curvature on all pairs of singular vectors, anchored at TSV-M",
+        summary="Kronecker-factored curvature on all pairs of singular vectors, anchored at the stretched average",
         equation="tensor x kronecker x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
         citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=frechet,
