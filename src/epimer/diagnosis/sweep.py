@@ -203,11 +203,11 @@ def compare(
     for method, rank, at in ways:
         known: dict[float, SplitScores] = {}
 
-        def score(scale: float, method: str = method, at: Any = at, known: Any = known) -> tuple[float, float]:
+        def score(scale: float, method: str = method, at: Any = at, known: Any = known) -> float:
             if scale not in known:
                 known[scale] = evaluate(at(scale), "val")
                 progress(f"{method}, scale {scale:g}")
-            order: tuple[float, float] = known[scale].order
+            order: float = known[scale].order
             return order
 
         best = max(scales, key=score) if scales else climb(score, SCALES)

@@ -62,9 +62,13 @@ class SplitScores:
         return [task for task in self.scores if task not in self.doubtful] or list(self.scores)
 
     @property
-    def order(self) -> tuple[float, float]:
-        """What settings are compared by: the average score, then the KL divergence, less of which is better."""
-        return self.trusted.average, -sum(self.kl.get(task, 0.0) for task in self._trusted_tasks)
+    def order(self) -> float:
+        """What settings are compared by: the average score, less the mean KL divergence where it was computed.
+
+        Of agreement it is 1 - (disagreement + KL): the two err at different scales, their sum least (docs/diagnosis.md).
+        """
+        tasks = self._trusted_tasks
+        return self.trusted.average - sum(self.kl.get(task, 0.0) for task in tasks) / len(tasks)
 
 
 Evaluate = Callable[[State, str], SplitScores]
@@ -126,7 +130,8 @@ def _doubtful(suite: Suite) -> frozenset[str]:
 def by_agreement(suite: Suite) -> Evaluate:
     """Return an evaluation by agreement with each task's fine-tuned model, which reads no label.
 
-    The score is the share of equal predictions; KL divergences from the fine-tuned model's predictions break ties.
+    The score is the share of equal predictions; settings are compared by it and by the KL divergence from the
+    fine-tuned model's predictions together.
     """
     _check_splits(suite)
     references: dict[tuple[str, str], list[Tensor]] = {}
@@ -156,10 +161,15 @@ def _predictions(suite: Suite, state: State, task: SuiteTask, split: str) -> Ite
     """Yield log-probabilities, a row per sample or, of a language model, per token that counts."""
     network = suite.network(state, task)
     for inputs, targets in task.splits[split].batches(suite.batch):
-        logits = logits_of(Batch(inputs, targets, 0).run(network)).float()
-        if logits.dim() == 3:
-            logits = logits[targets != IGNORED] if isinstance(targets, Tensor) else logits.flatten(0, 1)
-        yield log_softmax(logits, 1).cpu()
+        yield log_softmax(counted_logits(Batch(inputs, targets, 0).run(network), targets), 1).cpu()
+
+
+def counted_logits(outputs: Any, targets: Any) -> Tensor:
+    """Return logits as rows: one per sample or, of a language model, one per token that counts."""
+    logits = logits_of(outputs).float()
+    if logits.dim() != 3:
+        return logits
+    return logits[targets != IGNORED] if isinstance(targets, Tensor) else logits.flatten(0, 1)
 
 
 def by_function(text: str, function: Callable[..., Any]) -> Evaluate:

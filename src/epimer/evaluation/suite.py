@@ -154,6 +154,18 @@ class Suite:
 
         return replace(self, tasks=[cut(task) for task in self.tasks])
 
+    def inputs_only(self, samples: int, seed: int = 0) -> Suite:
+        """Return the suite on some of its training inputs: all of them as train, three of four as val, others as test."""
+
+        def cut(task: SuiteTask) -> SuiteTask:
+            data = task.splits["train"]
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:samples]
+            held_out = torch.arange(len(order)) % 4 == 3
+            parts = {"train": order, "val": order[~held_out], "test": order[held_out]}
+            return replace(task, splits={name: Subset(data, indices) for name, indices in parts.items()})
+
+        return replace(self, tasks=[cut(task) for task in self.tasks])
+
     def scores(self, state: State, split: str) -> list[Tensor]:
         """Return every sample's score, per task."""
         return [self.scores_on(state, task, split) for task in self.tasks]
