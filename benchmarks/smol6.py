@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from epimer.evaluation.evaluate import provenance
 from epimer.evaluation.metrics import TOKEN_SCORES
@@ -372,12 +373,17 @@ def merge_all(
 
 
 def values_of(scores: Mapping[str, Sequence[float]], tokens: Mapping[str, Sequence[int]] | None = None) -> list[Tensor]:
-    """Return the scores per task; with `tokens`, weighted such that their mean is that over all tokens of a task."""
+    """Return the scores per task; with `tokens`, such that their mean is the mean over all tokens of a task.
+
+    That mean R is a ratio of two sums over texts, so text i counts as R + n_i / n̄ · (score_i - R), whose spread is R's.
+    """
     values = {task: torch.tensor(list(rows), dtype=torch.float64) for task, rows in scores.items()}
     if tokens is None:
         return list(values.values())
-    counts = {task: torch.tensor(list(tokens[task]), dtype=torch.float64) for task in values}
-    return [rows * counts[task] / counts[task].mean() for task, rows in values.items()]
+    shares = {task: torch.tensor(list(tokens[task]), dtype=torch.float64) for task in values}
+    shares = {task: n / n.mean() for task, n in shares.items()}
+    means = {task: (shares[task] * rows).mean() for task, rows in values.items()}
+    return [means[task] + shares[task] * (rows - means[task]) for task, rows in values.items()]
 
 
 def table(metric: str, done: Mapping[str, Row]) -> Experiment:
@@ -390,8 +396,9 @@ def table(metric: str, done: Mapping[str, Row]) -> Experiment:
     for name, found in scores.items():
         row: Row = {"method": name, **summary(found, names)}
         row |= {key: value for key, value in done[name].items() if key not in (*METRICS, "tokens", "notes")}
-        gains = [(a - b) / (f - b) for a, b, f in zip(found.accuracies, low, high, strict=True) if f != b]
-        row |= {"gains": dict(zip(names, gains, strict=False)), "gain": sum(gains) / len(gains), "least": min(gains)}
+        levels = zip(names, found.accuracies, low, high, strict=True)
+        gains = {task: (score - base) / (own - base) for task, score, base, own in levels if own != base}
+        row |= {"gains": gains, "gain": sum(gains.values()) / len(gains), "least": min(gains.values())} if gains else {}
         row["against"] = {
             rival: against(found, scores[rival]) for rival in RIVALS if rival in scores and rival != name
         }
@@ -451,6 +458,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="most steps of training, for a trial")
     parser.add_argument("--layers", type=int, help="layers of the model, for a trial")
     given = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     part, parts = map(int, given.part.split("/"))
     given.cache.mkdir(parents=True, exist_ok=True)
     if {"train", "merge"} & set(given.stages):
