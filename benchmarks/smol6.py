@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from epimer.errors import EpimerError
 from epimer.evaluation.evaluate import provenance
 from epimer.evaluation.metrics import TOKEN_SCORES
 from epimer.evaluation.statistics import Scores
@@ -273,13 +274,11 @@ class RecordingBench(Bench):
 
 
 def parse_candidate(words: str) -> Candidate:
-    """Return what `method parameter=value …` names; a method's parameters are the bench's where none are given."""
+    """Return what `method parameter=value …` names; other parameters are the bench's."""
     method, *pairs = words.split()
-    if not pairs:
-        return next((c for c in (*CANDIDATES, MATCHED) if words in (c.name, c.name.replace(" ", ""))), Candidate(method))
-    known = next((dict(c.parameters) for c in CANDIDATES if c.name == method), {})
+    usual = next((candidate for candidate in CANDIDATES if candidate.name == method), Candidate(method))
     parameters = {name: yaml.safe_load(value) for name, value in (pair.split("=", 1) for pair in pairs)}
-    return Candidate(method, known | parameters, words)
+    return Candidate(method, {**usual.parameters, **parameters}, words) if pairs else usual
 
 
 def chosen_candidates(methods: Sequence[str] | None) -> list[Candidate]:
@@ -351,7 +350,7 @@ def merge_all(
         if isinstance(job, Candidate):
             try:
                 outcome = bench.best(job)
-            except (RuntimeError, ValueError) as error:  # one method that fails does not stop the others
+            except (EpimerError, RuntimeError) as error:  # one method that fails does not stop the others
                 print(f"{name}: FAILED: {error}", flush=True)
                 continue
             row |= {"scale": outcome.scale, "edge": outcome.edge, "seconds": outcome.seconds}
@@ -365,6 +364,8 @@ def merge_all(
         row |= {"made": provenance(seed=bench.seed, samples=given.samples, device=given.device)}
         with (given.cache / f"outcomes-{part}.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # other processes share the GPU
         averages = ", ".join(f"{m} {Scores(values_of(row[m])).average:.4f}" for m in METRICS if row[m])
         print(f"{name}: scale {row.get('scale')}, {averages}, {time.perf_counter() - started:.0f} s", flush=True)
 
@@ -399,9 +400,7 @@ def table(metric: str, done: Mapping[str, Row]) -> Experiment:
         levels = zip(names, found.accuracies, low, high, strict=True)
         gains = {task: (score - base) / (own - base) for task, score, base, own in levels if own != base}
         row |= {"gains": gains, "gain": sum(gains.values()) / len(gains), "least": min(gains.values())} if gains else {}
-        row["against"] = {
-            rival: against(found, scores[rival]) for rival in RIVALS if rival in scores and rival != name
-        }
+        row["against"] = {rival: against(found, scores[rival]) for rival in RIVALS if rival in scores and rival != name}
         data.append({**row, **{f"against {rival}": margin for rival, margin in row["against"].items()}})
     cells = Cells("accuracy" if metric == "exact match" else metric)
     columns = {
