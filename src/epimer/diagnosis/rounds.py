@@ -1,7 +1,7 @@
 """What inputs without labels can do for a merge: choose its scale, measure curvature again at it, refine it.
 
-Every choice goes by the divergence from each task's own fine-tuned model (`by_agreement`): scales by the inputs that the
-curvature was measured on, rounds and steps by a held-out share of them.
+Every choice goes by the divergence from each task's own fine-tuned model (`by_agreement`): scales by three quarters of
+the inputs that curvature is measured on, rounds and steps by the held-out rest.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def improve(
     chosen, merged, order = made(curvatures)
     notes = []
     for number in range(1, rounds + 1):
-        measured = measure_at(suite, merged, "kronecker")
+        measured = measure_curvature(suite, [merged] * len(suite.tasks))
         again = made(measured)
         change = f"1 - divergence on held-out inputs {order:.4f} -> {again[2]:.4f}"
         if again[2] <= order:
@@ -96,17 +96,18 @@ def improve(
         notes.append(f"round {number} of measuring at the merge: {change}.")
     refined = None
     if steps:
-        refined, divergences = refine(suite, merged, measure_at(suite, merged, "kronecker"), weights, steps, progress)
+        measured = measure_curvature(suite, [merged] * len(suite.tasks))
+        refined, divergences = refine(suite, merged, measured, weights, steps, progress)
         taken = len(divergences) - 1
         change = f"KL on held-out inputs {divergences[0]:.4f} -> {divergences[-1]:.4f}"
         notes.append(f"{taken} natural-gradient steps: {change}." if taken else "no natural-gradient step helped.")
     return Improved(chosen, curvatures, merged, refined, notes)
 
 
-def measure_at(suite: Suite, state: State, kind: str, seed: int = 0) -> list[Curvature]:
-    """Return every task's curvature at one state dict, under the labels that this state dict itself predicts."""
+def measure_curvature(suite: Suite, states: Sequence[State], kind: str = "kronecker", seed: int = 0) -> list[Curvature]:
+    """Return the curvature of every task at its state dict, under the labels that this state dict itself predicts."""
     found = []
-    for task in suite.tasks:
+    for task, state in zip(suite.tasks, states, strict=True):
         network = suite.network(state, task)
         names = _merged_parameters(suite, task, network)
         batches = task.splits["train"].batches(BATCH)

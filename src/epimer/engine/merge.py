@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +26,7 @@ from epimer.plan.jobs import Job, Plan, precision
 from epimer.plan.layer_curvature import NO_CURVATURE, LayerCurvature, layer_curvature
 from epimer.plan.participants import Participant, Participants
 from epimer.progress import Stage
-from epimer.records import Status, TensorRecord
+from epimer.records import MergeRecord, Status, TensorRecord
 
 SMALL = 1 << 20  # jobs below this many bytes are handed over together
 TOGETHER = 1 << 23
@@ -166,6 +166,8 @@ class MergeWalk:
         total = job.options.scale * dense(solution.value).reshape(template.shape)
         if W0 is not None:
             total += as_compute_dtype(W0)
+        if (correction := self.plan.corrections.get(job.name)) is not None:
+            total += correction.to(total)
         result = total.to(template.dtype)
         if nonfinite(result):
             raise TensorError(
@@ -350,6 +352,14 @@ def averaging_plan(plan: Plan, weights: list[float]) -> Plan:
 
 
 # --- into memory ---
+
+
+class MergedState(dict[str, Tensor]):
+    """A merged state dict that remembers how it was made."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], record: MergeRecord) -> None:
+        super().__init__(tensors)
+        self.record = record
 
 
 def merge_in_memory(

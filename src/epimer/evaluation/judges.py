@@ -65,7 +65,7 @@ class SplitScores:
     def order(self) -> float:
         """What settings are compared by: the average score, less the mean KL divergence where it was computed.
 
-        Of agreement it is 1 - (disagreement + KL): the two err at different scales, their sum least (docs/diagnosis.md).
+        Of agreement it is 1 - (disagreement + KL): each alone errs more often than their sum (docs/diagnosis.md).
         """
         tasks = self._trusted_tasks
         return self.trusted.average - sum(self.kl.get(task, 0.0) for task in tasks) / len(tasks)

@@ -155,7 +155,7 @@ class Suite:
         return replace(self, tasks=[cut(task) for task in self.tasks])
 
     def inputs_only(self, samples: int, seed: int = 0) -> Suite:
-        """Return the suite on some of its training inputs: all of them as train, three of four as val, others as test."""
+        """Return the suite on some training inputs: all of them as train, three of four as val, the others as test."""
 
         def cut(task: SuiteTask) -> SuiteTask:
             data = task.splits["train"]

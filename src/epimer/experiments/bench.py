@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from epimer.api import MergedState, build_basis, merge_state_dicts
+from epimer.api import build_basis, merge_state_dicts
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.sweep import climb, scaled
+from epimer.engine.merge import MergedState
 from epimer.errors import DataError, EpimerError, EpimerWarning
 from epimer.evaluation.evaluate import provenance
 from epimer.evaluation.metrics import shared_unit

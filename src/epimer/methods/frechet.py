@@ -311,11 +311,11 @@ METHODS: tuple[Method, ...] = (
     ),
     Method(
         name="epimer_free",
-        summary="no data at all: each task vector stands in for its own curvature, anchored at TSV-M",
+        summary="no data at all: each task vector stands in for its own curvature, singular values calibrated",
         equation="tensor x task-gram x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
         citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=epimer_free,
-        options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
+        options=FrechetOptions(basis="tensor", aggregator="anchored", anchor="tsv", damping=1.0, calibrate=0.5),
         curvature="task-gram",
         workspace=(0.6, 5.0),
         factored=True,

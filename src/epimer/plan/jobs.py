@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -122,6 +122,12 @@ class Plan:
     tokenizer: Path | None = None
     """the folder whose tokenizer the output gets"""
     basis: StoredBasis | None = None
+    unlabelled: int | None = None
+    """inputs per task, without labels, by which something was chosen or refined"""
+    choices: tuple[str, ...] = ()
+    """what was chosen and by what, in words"""
+    corrections: Mapping[str, Tensor] = field(default_factory=dict)
+    """name -> what is added to the merged tensor: the steps of its refinement"""
 
     @property
     def ties(self) -> dict[str, str]:

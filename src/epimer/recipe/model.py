@@ -75,7 +75,11 @@ class Recipe(_Frozen):
     auto: tuple[str, ...] = ()
     """what is to be chosen before planning: merge_method, scale, or both"""
     eval: str | None = None
-    """the suite on whose validation data they are chosen; without it by forecast"""
+    """the suite on whose validation data they are chosen; without it by the curvature's inputs, or by forecast"""
+    rounds: int = 0
+    """how often curvature is measured again at the merge, on the inputs that were kept with it"""
+    refine: int = 0
+    """natural-gradient steps at most towards each task's own model, on the same inputs"""
 
     def settings(self, name: str, t: float) -> Settings:
         """Return the parameters and weights of the tensor `name` at depth `t` (from `depths`)."""
