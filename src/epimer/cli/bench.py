@@ -16,7 +16,9 @@ from epimer.errors import ParameterError
 if TYPE_CHECKING:
     from epimer.records import Experiment
 
-EXPERIMENTS = "performance, worst-task, alpha, eta, fisher-fraction, landscape, cost, metrics, samples, tasks"
+EXPERIMENTS = (
+    "performance, worst-task, alpha, eta, fisher-fraction, landscape, cost, metrics, samples, tasks, unlabelled"
+)
 """the names in `experiments.paper.EXPERIMENTS`, repeated so that --help needs no torch; a test compares them"""
 WITHOUT_SUITE = "basins, basins-logistic"
 """the names in `experiments.basins.WITHOUT_SUITE`, likewise"""

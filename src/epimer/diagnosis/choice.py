@@ -1,4 +1,4 @@
-"""Choose what a recipe leaves open, by validation data, inputs without labels or forecast; improve it by such inputs."""
+"""Choose what a recipe leaves open: by validation data, by inputs without labels, or by forecast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merge the models of a suite with what inputs without labels can do: their curvature, its scale, rounds, refinement."""
+"""Merge the models of a suite by inputs without labels: curvature, scale, rounds and refinement."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def merge_suite(
     if curvature is None and row.needs_curvature:
         curvature = measure_curvature(inputs, suite.models, row.curvature or "", seed)
     participants = state_dict_participants(suite.base, list(suite.models))
-    run = in_memory(torch.device("cpu"), len(participants.template.headers))
+    device = next((W.device for W in suite.base.values()), torch.device("cpu"))
+    run = in_memory(device, len(participants.template.headers))
     merges = Merges(participants, row.resolve(parameters).rules, run)
 
     def plan(curvatures: Any, scale: float) -> Plan:

@@ -281,6 +281,12 @@ class Bench:
         """Return base + scale · (merged - base)."""
         return scaled(self.suite.base, merged, scale)
 
+    def at_scales(self, candidate: Candidate) -> Callable[[float], State]:
+        """Return the merge at any scale: all from one, where the merged delta is proportional to it."""
+        merged = self.merge(candidate)
+        linear = describe_method(candidate.method).linear_in_scale
+        return lambda scale: self.scaled(merged, scale) if linear else self.merge(candidate, scale=scale)
+
     def score(self, state: State, split: str) -> Scores:
         """Return a model's scores on every task; refuse NaN and Inf."""
         return Scores([self.suite.finite_scores(state, task, split) for task in self.suite.tasks])
@@ -303,13 +309,9 @@ class Bench:
         if candidate.curvature is not None:
             self.curvature(candidate.curvature, candidate.rank, candidate.labels)
         started = time.perf_counter()
-        merged = self.merge(candidate)
+        merged_at = self.at_scales(candidate)
         seconds = time.perf_counter() - started + self.basis_seconds(candidate)
         validation: dict[float, float] = {}
-        linear = describe_method(candidate.method).linear_in_scale
-
-        def merged_at(scale: float) -> State:
-            return self.scaled(merged, scale) if linear else self.merge(candidate, scale=scale)
 
         def average_at(scale: float) -> float:
             if scale not in validation:

@@ -32,6 +32,7 @@ from epimer.experiments.results import (
     tabulate,
     text,
 )
+from epimer.experiments.unlabelled import unlabelled
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.rules import is_matrix, matrix_shape
 from epimer.records import Experiment, Lines
@@ -434,5 +435,6 @@ EXPERIMENTS: dict[str, Callable[[Bench], Experiment]] = {
     "metrics": metrics,
     "samples": samples,
     "tasks": tasks,
+    "unlabelled": unlabelled,
 }
 """by name, as the paper has them and then ours"""
