@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
 from epimer.diagnosis.rounds import FIT
 from epimer.diagnosis.suite_merge import merge_suite
 from epimer.diagnosis.sweep import SCALES, climb
-from epimer.evaluation.judges import by_agreement
+from epimer.evaluation.judges import Evaluate, by_agreement
+from epimer.evaluation.statistics import Scores
 from epimer.experiments.bench import CANDIDATES, STEPS, Bench, Candidate
 from epimer.experiments.results import (
     Cells,
@@ -24,6 +25,7 @@ from epimer.experiments.results import (
 )
 from epimer.records import Experiment
 
+TSV = Candidate("tsv")
 IMPROVEMENTS: dict[str, dict[str, Any]] = {
     "epimer_kron, auto": {},
     "epimer_kron, auto, 1 round": {"rounds": 1},
@@ -38,28 +40,11 @@ def unlabelled(bench: Bench) -> Experiment:
     """Return what a scale chosen without labels costs every method, and what the same inputs gain epimer_kron."""
     suite, cells = bench.suite, Cells(bench.metric)
     judge = by_agreement(suite.inputs_only(bench.samples, bench.seed))
-    rival = bench.best(Candidate("tsv"))
-    data: list[Row] = []
-    for candidate in bench.each(CANDIDATES, attrgetter("name")):
-        at = bench.at_scales(candidate)
-        chosen = climb(lambda scale, at=at: judge(at(scale), FIT).order, SCALES)
-        test = _Cache(lambda scale, at=at: bench.score(at(scale), "test"))
-        labelled = bench.best(candidate)
-        best = climb(lambda scale, test=test: test(scale).average, SCALES)
-        row = {"method": candidate.name, **summary(test(chosen), suite.tasks), "scale": chosen}
-        row |= {"at 1": test(1.0).average, "labelled": labelled.test.average, "labelled scale": labelled.scale}
-        row |= {"best": test(best).average, "best scale": best, "regret": test(best).average - test(chosen).average}
-        data.append(row | against(test(chosen), rival.test, suite.tasks))
-    settings = {"samples": bench.samples, "seed": bench.seed, "iterations": STEPS}
+    rival = bench.best(TSV)
+    data = [_scale_row(bench, candidate, judge) for candidate in bench.each(CANDIDATES, attrgetter("name"))]
+    settings: dict[str, Any] = {"samples": bench.samples, "seed": bench.seed, "iterations": STEPS}
     for name, more in IMPROVEMENTS.items():
-        merged = merge_suite(
-            suite,
-            samples=bench.samples,
-            seed=bench.seed,
-            curvature=bench.curvature("kronecker"),
-            iterations=STEPS,
-            **more,
-        )
+        merged = merge_suite(suite, curvature=bench.curvature("kronecker"), **settings, **more)
         scores = bench.score(merged, "test")
         row = {"method": name, **summary(scores, suite.tasks), "scale": merged.record.parameters["scale"]}
         data.append({**row, "choices": list(merged.record.choices), **against(scores, rival.test, suite.tasks)})
@@ -87,13 +72,26 @@ def unlabelled(bench: Bench) -> Experiment:
     return tabulate("unlabelled", "scales and gains without labels", columns, data, notes + bench.notes)
 
 
-class _Cache:
-    """A function of a scale, evaluated once per scale."""
+def _scale_row(bench: Bench, candidate: Candidate, judge: Evaluate) -> Row:
+    """Return a method's test scores at the scale that inputs chose, beside those at other scales."""
+    tasks, at = bench.suite.tasks, bench.at_scales(candidate)
 
-    def __init__(self, function: Callable[[float], Any]) -> None:
-        self.function, self.known = function, dict[float, Any]()
+    @cache
+    def test(scale: float) -> Scores:
+        return bench.score(at(scale), "test")
 
-    def __call__(self, scale: float) -> Any:
-        if scale not in self.known:
-            self.known[scale] = self.function(scale)
-        return self.known[scale]
+    chosen = climb(lambda scale: judge(at(scale), FIT).order, SCALES)
+    best = climb(lambda scale: test(scale).average, SCALES)
+    labelled = bench.best(candidate)
+    return {
+        "method": candidate.name,
+        **summary(test(chosen), tasks),
+        "scale": chosen,
+        "at 1": test(1.0).average,
+        "labelled": labelled.test.average,
+        "labelled scale": labelled.scale,
+        "best": test(best).average,
+        "best scale": best,
+        "regret": test(best).average - test(chosen).average,
+        **against(test(chosen), bench.best(TSV).test, tasks),
+    }

@@ -119,10 +119,17 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
     )
     solution = _aggregator(layer, options, atoms).aggregate(problem)
     if options.calibrate is not None and len(shape) == 2:
-        solution = replace(solution, value=calibrated(solution.value, layer.deltas, options.calibrate))
+        solution = replace(solution, value=_calibrated(solution.value, layer, options.calibrate))
     if layer.basis is not None:
         return replace(solution, rank=layer.basis.rank)
     return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
+
+
+def _calibrated(delta: Tensor, layer: Layer, least: float) -> Tensor:
+    """Return a merged task vector calibrated along the directions of its outputs, wherever they are stored."""
+    if layer.inputs:
+        return calibrated(delta, layer.deltas, least)
+    return calibrated(delta.T, [D.T for D in layer.deltas], least).T
 
 
 def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Subspace:

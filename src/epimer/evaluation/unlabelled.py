@@ -1,2 +1,0 @@
-def suite_of_inputs(models, participants, curvatures, *, device="auto"):
-    return None
