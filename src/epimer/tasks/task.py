@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.errors import CurvatureError, DataError, ParameterError, listed, nearest, short
 from epimer.tasks.labels import IGNORED, logits_of
-from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, WithHead, load_model, load_reader, transformers
+from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, Head, WithHead, load_model, load_reader, transformers
 from epimer.tasks.tables import Table
 
 TEXTS = ("text", "sentence", "content", "input", "review", "document", "prompt")
@@ -82,7 +81,7 @@ class Task:
         if labels is None and self.require_labels and self.kind != CAUSAL_LM:
             raise _no_column(table, LABELS, "labels", "label")
         numbers = {} if labels is None else self._class_numbers(table)
-        read = self._images if self.kind == IMAGE else partial(self._texts, longest=self._longest(max_length))
+        read = self._images if self.kind == IMAGE else partial(self._texts, longest=self.longest(max_length))
         taken = inspect.signature(self._backbone.forward).parameters
 
         def batch(rows: Sequence[int]) -> InputsAndTargets:
@@ -104,10 +103,10 @@ class Task:
         for i, row in zip(rows, ids, strict=True):
             if len(row) < fewest:
                 raise DataError(f"{table.where(i)} has {len(row)} token, expected at least {fewest}; leave it out.")
-            if max(row) >= self._vocabulary:
-                problem = f"has token {max(row)}, but the model knows {self._vocabulary} tokens"
+            if max(row) >= self.vocabulary:
+                problem = f"has token {max(row)}, but the model knows {self.vocabulary} tokens"
                 raise DataError(f"{table.where(i)} {problem}; is this its tokenizer?")
-        inputs = {"input_ids": _padded(ids, self._padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
+        inputs = {"input_ids": _padded(ids, self.padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
         if "token_type_ids" in encoded:
             inputs["token_type_ids"] = _padded(encoded["token_type_ids"], 0)
         return inputs
@@ -117,17 +116,18 @@ class Task:
         return self.model.backbone if isinstance(self.model, WithHead) else self.model
 
     @property
-    def _vocabulary(self) -> int:
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
         return int(self._backbone.get_input_embeddings().num_embeddings)
 
     @property
-    def _padding(self) -> int:
+    def padding(self) -> int:
         """The token to pad with: the model's padding token, or any other, as the attention mask excludes it."""
         own = getattr(self._backbone.config, "pad_token_id", None)
         tokens = (own, self.reader.pad_token_id, self.reader.eos_token_id)
-        return next((token for token in tokens if token is not None and 0 <= token < self._vocabulary), 0)
+        return next((token for token in tokens if token is not None and 0 <= token < self.vocabulary), 0)
 
-    def _longest(self, max_length: int) -> int:
+    def longest(self, max_length: int) -> int:
         """Return the most tokens of a text: what the model and its tokenizer take, and `max_length`."""
         limits = [max_length, self.reader.model_max_length]
         places = getattr(self._backbone.config, "max_position_embeddings", None)
@@ -184,7 +184,7 @@ def load_task(
     model: str,
     task: str,
     *,
-    head: Path | None = None,
+    head: Head | None = None,
     pooling: str = "auto",
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
