@@ -203,7 +203,8 @@ def _copy_merged(text: str, task: Task, *, progress: bool) -> tuple[Checkpoint, 
     merged = open_checkpoint(text, progress=progress and sys.stderr.isatty())
 
     def read(name: str) -> Tensor:
-        if bad := nonfinite(W := merged.read(name)):
+        W = merged.read(name)
+        if W.is_floating_point() and (bad := nonfinite(W)):
             raise CheckpointError(f"{merged.where}[{name!r}] holds NaN or Inf in {bad} entries; merge it again.")
         return W
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -136,6 +137,22 @@ class Task:
             skipped = [m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None]
             limits.append(places - max(skipped, default=0))  # RoBERTa's positions start after the padding's
         return int(min(limits))
+
+    def check_inputs(self, inputs: Mapping[str, Tensor], where: str) -> None:
+        """Refuse tokens that the model does not know, and texts that are longer than it takes; `where` they are from."""
+        if "input_ids" not in inputs:
+            return
+        ids, longest = inputs["input_ids"], self.longest(sys.maxsize)
+        kinds, known = inputs.get("token_type_ids"), getattr(self._backbone.config, "type_vocab_size", None)
+        problem = ""
+        if int(ids.max()) >= self.vocabulary:
+            problem = f"token {int(ids.max())}, but the model knows {self.vocabulary} tokens"
+        elif ids.shape[1] > longest:
+            problem = f"texts of {ids.shape[1]} tokens, but the model takes {longest}"
+        elif kinds is not None and isinstance(known, int) and int(kinds.max()) >= known:
+            problem = f"token type {int(kinds.max())}, but the model knows {known}"
+        if problem:
+            raise DataError(f"{where} has {problem}; was it measured on {self.checkpoint.where}?")
 
     def _images(self, table: Table, rows: Sequence[int], column: str) -> dict[str, Tensor]:
         images = [table.image(i, column) for i in rows]
