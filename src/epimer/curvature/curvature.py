@@ -48,7 +48,7 @@ class Curvature(Mapping[str, Metric]):
 
     @cached_property
     def inputs(self) -> KeptInputs | None:
-        """The unlabelled inputs it was measured on, read from disk and checked at the first access; None if not kept."""
+        """The unlabelled inputs it was measured on, read and checked at the first access; None if not kept."""
         return self._inputs() if callable(self._inputs) else self._inputs
 
     @property

@@ -1,7 +1,8 @@
 """Curvature on disk: a folder with `curvature.json` (the provenance) and `curvature.safetensors` (the tensors).
 
-Where the inputs it was measured on are kept with it, they are in files of their own, see `kept_inputs`. The tensors of a metric are stored as `<tensor>.<field>`: `.F` (diagonal), `.A` and `.G` (kronecker), `.S`, `.P` and
-`.Q` (ekfac), `.g` and `.x` (samples), `.H` or `.A` and `.G` (in a basis). docs/curvature.md specifies the format.
+The tensors of a metric are stored as `<tensor>.<field>`: `.F` (diagonal), `.A` and `.G` (kronecker), `.S`, `.P` and
+`.Q` (ekfac), `.g` and `.x` (samples), `.H` or `.A` and `.G` (in a basis). The inputs that it was measured on may be
+kept in files of their own (`kept_inputs.py`). docs/curvature.md specifies the format.
 """
 
 from __future__ import annotations

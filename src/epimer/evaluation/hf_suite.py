@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from epimer.checkpoints import open_checkpoint
-from epimer.errors import CheckpointError, DataError, listed
 from epimer.checkpoints.lazy_tensors import LazyTensors
+from epimer.errors import CheckpointError, DataError, listed
 from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES
 from epimer.evaluation.suite import State, Suite, SuiteTask, classification_loss
 from epimer.evaluation.suite_file import SuiteFile, TaskEntry, errors_at, read_suite_file

@@ -50,8 +50,8 @@ def suite_of_inputs(
     for source in sources:
         if len(source.inputs) < HELD_OUT:
             raise DataError(
-                f"{source.curvature.where} keeps {len(source.inputs)} inputs, and {HELD_OUT} are the fewest that can be "
-                "divided; measure it on more samples."
+                f"{source.curvature.where} keeps {len(source.inputs)} inputs, and {HELD_OUT} are the fewest that can "
+                "be divided; measure it on more samples."
             )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -105,7 +105,7 @@ def load_model(
 
 
 def read_head(head: Head, dtype: torch.dtype) -> nn.Linear:
-    """Return the linear head in a file or a dict: `weight` [classes, features] and, if there is one, `bias` [classes]."""
+    """Return a linear head: `weight` [classes, features] and, where there is one, `bias` [classes]."""
     if isinstance(head, Path) and not head.exists():
         raise CheckpointError(f"the head {head} does not exist; give a file with 'weight' and 'bias'.")
     file, path = (open_file(head), str(head)) if isinstance(head, Path) else (StateDict(head, "head"), "in memory")

@@ -139,7 +139,7 @@ class Task:
         return int(min(limits))
 
     def check_inputs(self, inputs: Mapping[str, Tensor], where: str) -> None:
-        """Refuse tokens that the model does not know, and texts that are longer than it takes; `where` they are from."""
+        """Refuse tokens that the model does not know, and texts longer than it takes; `where` they are from."""
         if "input_ids" not in inputs:
             return
         ids, longest = inputs["input_ids"], self.longest(sys.maxsize)

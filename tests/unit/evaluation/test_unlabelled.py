@@ -1,6 +1,5 @@
 """Suites of kept inputs: agreement and KL as computed one text at a time, and curvature as measured on the data."""
 
-import json
 import random
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import epimer
 from epimer.curvature.measure import Request, measure
-from epimer.errors import CheckpointError, CurvatureError, DataError
+from epimer.errors import CheckpointError, DataError
 from epimer.evaluation.judges import by_agreement
 from epimer.evaluation.unlabelled import suite_of_inputs
 from epimer.plan.participants import align
@@ -18,7 +17,7 @@ from epimer.plan.participants import align
 transformers = pytest.importorskip("transformers")
 
 from epimer.checkpoints import open_checkpoint  # noqa: E402
-from tiny import SIZES, TASKS, TEXT, encode, loaded, make_classifiers, read_jsonl, save_tokenizer  # noqa: E402
+from tiny import SIZES, TASKS, TEXT, encode, make_classifiers, read_jsonl, save_tokenizer  # noqa: E402
 
 COUNT = 22
 
@@ -203,7 +202,7 @@ def test_inputs_of_another_model_are_refused(made, tmp_path):
 
 
 def test_names_are_numbered_where_models_share_one(made, tmp_path):
-    where, participants, curvatures = measured(made, "own", tmp_path)
+    where, _, curvatures = measured(made, "own", tmp_path)
     twice = [where[0], where[0]]
     both = align(open_checkpoint(str(made / "base")), [open_checkpoint(one) for one in twice], twice)
     suite = suite_of_inputs(twice, both, [curvatures[0]] * 2, device="cpu")
