@@ -32,6 +32,7 @@ def curvature(
     out: Annotated[Path, option("The curvature folder to make.", "--out", "-o")],
     task: Annotated[str, option("causal-lm, text-classification or image-classification.")],
     data: Annotated[str | None, option(DATA)] = None,
+    at: Annotated[str | None, option("Measure the model's task at the tensors of this merged model.")] = None,
     kind: Annotated[str | None, option(KINDS, default="kronecker")] = None,
     samples: Annotated[int | None, option("How many samples to measure on.", default="256")] = None,
     fraction: Annotated[float | None, option("Share of the data instead, as 0.005; one batch at least.")] = None,
@@ -49,6 +50,7 @@ def curvature(
     pooling: Annotated[str, typer.Option(help="Features for --head: auto, pooler, cls or mean.")] = "auto",
     optimizer: Annotated[Path | None, option("Read Adam's moments from this optimizer.pt instead of --data.")] = None,
     moment: Annotated[str, typer.Option(help="Which of Adam's moments: second, or first (squared).")] = "second",
+    no_inputs: Annotated[bool, option("Do not store inputs (tokens, pixels) in the folder.", "--no-inputs")] = False,
     batch_size: Annotated[int, typer.Option(help="Samples at a time.")] = 16,
     max_length: Annotated[int, typer.Option(help="Most tokens of a text.")] = 512,
     dtype: Annotated[str, typer.Option(help="What the model computes in; sums are in float32 or wider.")] = "float32",
@@ -60,6 +62,7 @@ def curvature(
     """Measure the curvature of a model's loss on a little data, for every later merge.
 
     Without labels it is measured under the model's own predictions, which is the default.
+    At most 256 of its inputs are stored with it, without labels, to judge merges by (--no-inputs stores none).
     Several processes share the data: torchrun --nproc-per-node 2 -m epimer curvature …
     """
     fields = {name: value for name, value in locals().items() if name not in ("as_json", "quiet")}
@@ -71,7 +74,7 @@ def curvature(
     with stoppable("nothing was written"), _printed_warnings(shown=not (quiet or as_json)):
         result = measure(request)
     if result is not None and not quiet:
-        _print_result(result, out, as_json=as_json)
+        _print_result(result, out, at, as_json=as_json)
     leave()
 
 
@@ -94,7 +97,7 @@ def _printed_warnings(*, shown: bool) -> Iterator[None]:
         yield
 
 
-def _print_result(result: Curvature, out: Path, *, as_json: bool) -> None:
+def _print_result(result: Curvature, out: Path, at: str | None, *, as_json: bool) -> None:
     about, clipped = result.provenance, result.clipped
     if as_json:
         totals = {"tensors": len(result), "bytes": result.nbytes, "clipped": clipped}
@@ -104,7 +107,7 @@ def _print_result(result: Curvature, out: Path, *, as_json: bool) -> None:
         source = f"{about.samples} samples, {about.tokens} tokens, {about.labels} labels"
     kind = f"projected {result.kind}" if about.basis else result.kind
     render.print_text(f"{out}: {kind} of {len(result)} tensors, {render.size(result.nbytes)} ({source})")
-    lines = []
+    lines = [] if at is None else [f"measured at {at} (fingerprint {about.at})."]
     for reason in dict.fromkeys(about.left_out.values()):
         names = [name for name, why in about.left_out.items() if why == reason]
         lines.append(f"left out {listed(names)}: {reason}.")

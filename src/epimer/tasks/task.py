@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.errors import CurvatureError, DataError, ParameterError, listed, nearest, short
 from epimer.tasks.labels import IGNORED, logits_of
-from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, WithHead, load_model, load_reader, transformers
+from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, Head, WithHead, load_model, load_reader, transformers
 from epimer.tasks.tables import Table
 
 TEXTS = ("text", "sentence", "content", "input", "review", "document", "prompt")
@@ -91,7 +91,7 @@ class Task:
         def read(rows: Sequence[int]) -> dict[str, Tensor]:
             if self.kind == IMAGE:
                 return self._images(table, rows, column)
-            return self._texts(table, rows, column, response, self._longest(max_length))
+            return self._texts(table, rows, column, response, self.longest(max_length))
 
         taken = inspect.signature(self._backbone.forward).parameters
 
@@ -122,10 +122,10 @@ class Task:
         for i, row in zip(rows, ids, strict=True):
             if len(row) < fewest:
                 raise DataError(f"{table.where(i)} has {len(row)} token, expected at least {fewest}; leave it out.")
-            if max(row) >= self._vocabulary:
-                problem = f"has token {max(row)}, but the model knows {self._vocabulary} tokens"
+            if max(row) >= self.vocabulary:
+                problem = f"has token {max(row)}, but the model knows {self.vocabulary} tokens"
                 raise DataError(f"{table.where(i)} {problem}; is this its tokenizer?")
-        inputs = {"input_ids": _padded(ids, self._padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
+        inputs = {"input_ids": _padded(ids, self.padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
         if response is not None:
             pairs = zip(prompts, ids, strict=True)
             inputs["response_mask"] = _padded([[0] * len(p) + [1] * (len(row) - len(p)) for p, row in pairs], 0)
@@ -149,17 +149,18 @@ class Task:
         return self.model.backbone if isinstance(self.model, WithHead) else self.model
 
     @property
-    def _vocabulary(self) -> int:
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
         return int(self._backbone.get_input_embeddings().num_embeddings)
 
     @property
-    def _padding(self) -> int:
+    def padding(self) -> int:
         """The token to pad with: the model's padding token, or any other, as the attention mask excludes it."""
         own = getattr(self._backbone.config, "pad_token_id", None)
         tokens = (own, self.reader.pad_token_id, self.reader.eos_token_id)
-        return next((token for token in tokens if token is not None and 0 <= token < self._vocabulary), 0)
+        return next((token for token in tokens if token is not None and 0 <= token < self.vocabulary), 0)
 
-    def _longest(self, max_length: int) -> int:
+    def longest(self, max_length: int) -> int:
         """Return the most tokens of a text: what the model and its tokenizer take, and `max_length`."""
         limits = [max_length, self.reader.model_max_length]
         places = getattr(self._backbone.config, "max_position_embeddings", None)
@@ -168,6 +169,22 @@ class Task:
             skipped = [m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None]
             limits.append(places - max(skipped, default=0))  # RoBERTa's positions start after the padding's
         return int(min(limits))
+
+    def check_inputs(self, inputs: Mapping[str, Tensor], where: str) -> None:
+        """Refuse tokens that the model does not know, and texts longer than it takes; `where` they are from."""
+        if "input_ids" not in inputs:
+            return
+        ids, longest = inputs["input_ids"], self.longest(sys.maxsize)
+        kinds, known = inputs.get("token_type_ids"), getattr(self._backbone.config, "type_vocab_size", None)
+        problem = ""
+        if int(ids.max()) >= self.vocabulary:
+            problem = f"token {int(ids.max())}, but the model knows {self.vocabulary} tokens"
+        elif ids.shape[1] > longest:
+            problem = f"texts of {ids.shape[1]} tokens, but the model takes {longest}"
+        elif kinds is not None and isinstance(known, int) and int(kinds.max()) >= known:
+            problem = f"token type {int(kinds.max())}, but the model knows {known}"
+        if problem:
+            raise DataError(f"{where} has {problem}; was it measured on {self.checkpoint.where}?")
 
     def _images(self, table: Table, rows: Sequence[int], column: str) -> dict[str, Tensor]:
         images = [table.image(i, column) for i in rows]
@@ -216,7 +233,7 @@ def load_task(
     model: str,
     task: str,
     *,
-    head: Path | None = None,
+    head: Head | None = None,
     pooling: str = "auto",
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
