@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div, log_softmax
 
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.sweep import SCALES, climb
 from epimer.errors import CurvatureError
-from epimer.evaluation.judges import by_agreement, counted_logits
+from epimer.evaluation.divergence import Predictions, counted_logits
+from epimer.evaluation.judges import by_agreement
 from epimer.evaluation.suite import State, Suite, SuiteTask
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.metric import Kronecker, Metric
@@ -190,15 +190,15 @@ class _Objective:
 
     suite: Suite
     weights: Sequence[float]
-    _references: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
+    _references: dict[tuple[str, str], list[Predictions]] = field(default_factory=dict)
 
-    def _batches(self, t: int, split: str) -> list[tuple[Batch, Tensor]]:
-        """Return a task's batches with the log-probabilities of its own model, computed once."""
+    def _batches(self, t: int, split: str) -> list[tuple[Batch, Predictions]]:
+        """Return a task's batches with the predictions of its own model, computed once."""
         task = self.suite.tasks[t]
         batches = [Batch(inputs, targets, 0) for inputs, targets in task.splits[split].batches(BATCH)]
         if (task.name, split) not in self._references:
             network = self.suite.network(self.suite.models[t], task)
-            self._references[task.name, split] = [_log_probabilities(batch, network) for batch in batches]
+            self._references[task.name, split] = [Predictions.of(counted_logits(batch, network)) for batch in batches]
         return list(zip(batches, self._references[task.name, split], strict=True))
 
     def value(self, state: State, split: str) -> float:
@@ -229,10 +229,6 @@ class _Objective:
         return total
 
 
-def _log_probabilities(batch: Batch, network: nn.Module) -> Tensor:
-    return log_softmax(counted_logits(batch.run(network), batch.targets), 1)
-
-
-def _kl(batch: Batch, reference: Tensor, network: nn.Module) -> Tensor:
+def _kl(batch: Batch, reference: Predictions, network: nn.Module) -> Tensor:
     """Return the summed KL divergence of a batch's predictions from the references."""
-    return kl_div(_log_probabilities(batch, network), reference, reduction="sum", log_target=True)
+    return reference.divergence(counted_logits(batch, network)).sum()

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax
 
 from epimer.errors import ParameterError, listed
+from epimer.evaluation.divergence import Predictions, counted_logits
 from epimer.evaluation.metrics import shared_unit
 from epimer.evaluation.open_suite import open_suite
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Suite, SuiteTask
 from epimer.evaluation.user_code import is_entry_point, load_entry_point, one_line_errors
 from epimer.tasks.batches import Batch
-from epimer.tasks.labels import IGNORED, logits_of
 
 AGREEMENT = "agreement"
 
@@ -134,7 +133,7 @@ def by_agreement(suite: Suite) -> Evaluate:
     fine-tuned model's predictions together.
     """
     _check_splits(suite)
-    references: dict[tuple[str, str], list[Tensor]] = {}
+    references: dict[tuple[str, str], list[Predictions]] = {}
     doubtful = _doubtful(suite)
 
     @torch.no_grad()
@@ -142,34 +141,25 @@ def by_agreement(suite: Suite) -> Evaluate:
         scores, kl = {}, {}
         for task, model in zip(suite.tasks, suite.models, strict=True):
             if (task.name, split) not in references:
-                references[task.name, split] = list(_predictions(suite, model, task, split))
+                references[task.name, split] = list(map(Predictions.of, _logits(suite, model, task, split)))
             hits, divergences = [], []
-            predictions = zip(references[task.name, split], _predictions(suite, state, task, split), strict=True)
-            for tuned, merged in predictions:
-                invalid = (tuned + merged).isnan().any(1)  # NaN agrees with nothing
-                hits.append((tuned.argmax(1) == merged.argmax(1)).double().masked_fill(invalid, math.nan))
-                divergences.append(kl_div(merged, tuned, reduction="none", log_target=True).sum(1).double())
+            for own, logits in zip(references[task.name, split], _logits(suite, state, task, split), strict=True):
+                invalid = own.log_probabilities.isnan().any(1) | logits.isnan().any(1)  # NaN agrees with nothing
+                hits.append((own.likeliest == logits.argmax(1)).double().masked_fill(invalid, math.nan))
+                divergences.append(own.divergence(logits).double())
             who = "a merge or the fine-tuned model"
-            scores[task.name] = suite.check_finite(torch.cat(hits), task, split, "agreement", who)
+            scores[task.name] = suite.check_finite(torch.cat(hits).cpu(), task, split, "agreement", who)
             kl[task.name] = float(torch.cat(divergences).mean())
         return SplitScores(scores, kl, doubtful=doubtful)
 
     return evaluate
 
 
-def _predictions(suite: Suite, state: State, task: SuiteTask, split: str) -> Iterator[Tensor]:
-    """Yield log-probabilities, a row per sample or, of a language model, per token that counts."""
+def _logits(suite: Suite, state: State, task: SuiteTask, split: str) -> Iterator[Tensor]:
+    """Yield logits by batch, a row per sample or, of a language model, per token that counts."""
     network = suite.network(state, task)
     for inputs, targets in task.splits[split].batches(suite.batch):
-        yield log_softmax(counted_logits(Batch(inputs, targets, 0).run(network), targets), 1).cpu()
-
-
-def counted_logits(outputs: Any, targets: Any) -> Tensor:
-    """Return logits as rows: one per sample or, of a language model, one per token that counts."""
-    logits = logits_of(outputs).float()
-    if logits.dim() != 3:
-        return logits
-    return logits[targets != IGNORED] if isinstance(targets, Tensor) else logits.flatten(0, 1)
+        yield counted_logits(Batch(inputs, targets, 0), network)
 
 
 def by_function(text: str, function: Callable[..., Any]) -> Evaluate:
