@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from epimer.diagnosis.rounds import FIT
+from epimer.diagnosis.sweep import SCALES, climb
 from epimer.errors import EpimerError
 from epimer.evaluation.evaluate import provenance
+from epimer.evaluation.judges import Evaluate, by_agreement
 from epimer.evaluation.metrics import TOKEN_SCORES
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Suite, SuiteTask
@@ -150,9 +153,15 @@ def build(given: argparse.Namespace, splits: Mapping[str, Mapping[str, Texts]], 
 
 
 class RecordingBench(Bench):
-    """A bench that remembers the model it scored last: that of an outcome."""
+    """A bench that remembers the model it scored last, that of an outcome, and the last candidate's merge."""
 
     scored: State
+    merged: tuple[str, Callable[[float], State]] | None = None
+
+    def at_scales(self, candidate: Candidate) -> Callable[[float], State]:
+        if self.merged is None or self.merged[0] != candidate.name:
+            self.merged = candidate.name, super().at_scales(candidate)
+        return self.merged[1]
 
     def score(self, state: State, split: str) -> Scores:
         self.scored = state
@@ -219,12 +228,20 @@ def rounded(values: Tensor) -> list[float]:
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 
+def scale_without_labels(bench: RecordingBench, candidate: Candidate, inputs: Evaluate) -> Row:
+    """Return the scale at which a merge diverges least from each task's own model on train inputs, and its test loss."""
+    at = bench.at_scales(candidate)
+    scale = climb(lambda scale: inputs(at(scale), FIT).order, SCALES)
+    return {"scale": scale, "loss": -bench.score(at(scale), "test").average}
+
+
 def merge_all(
     given: argparse.Namespace, splits: Mapping[str, Mapping[str, Texts]], tokenizer: Tokenizer, part: int, parts: int
 ) -> None:
     """Score base, fine-tuned models and merges of this part, and append each outcome to the part's file."""
     bench = RecordingBench(build(given, splits), samples=given.samples, keep=False)
     judge = Judge(bench, tokenizer, given.generate)
+    inputs = by_agreement(bench.suite.inputs_only(given.samples))
     jobs: list[str | Candidate] = ["base", "fine-tuned", *chosen_candidates(given.methods)]
     done = read_outcomes(given.cache)
     for job in jobs[part::parts]:
@@ -242,6 +259,7 @@ def merge_all(
             row |= {"scale": outcome.scale, "edge": outcome.edge, "seconds": outcome.seconds}
             row |= {"validation": outcome.validation, "parameters": dict(job.parameters), "kind": job.curvature}
             row |= judge.judge([bench.scored] * len(TASKS), outcome.test)
+            row["unlabelled"] = scale_without_labels(bench, job, inputs)
             bench.model = {}
         else:
             row |= {"reference": True, **judge.judge(states)}

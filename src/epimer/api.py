@@ -93,7 +93,7 @@ def plan_merge(
     loaded, folder = open_recipe(recipe, folder)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     again, run = loaded.rounds or loaded.refine, RunOptions(progress=progress)
-    inputs = choice.inputs_of(loaded, opened) if again or (loaded.auto and loaded.eval is None) else None
+    inputs = choice.inputs_of(loaded, opened, folder) if again or (loaded.auto and loaded.eval is None) else None
     if again and inputs is None:
         raise RecipeError(
             "'rounds' and 'refine' need the inputs that curvature was measured on; measure it for every model with "
@@ -296,7 +296,7 @@ def sweep(
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if keep_best is not None:  # before any work
         check_output(Path(keep_best).expanduser().absolute(), opened.participants, overwrite=overwrite)
-    inputs = choice.inputs_of(loaded, opened) if evaluation is None else None
+    inputs = choice.inputs_of(loaded, opened, folder) if evaluation is None else None
     if evaluation is None and inputs is None:
         raise RecipeError(
             "a sweep needs something to compare merges by: --eval, or curvature of every model that kept its inputs."

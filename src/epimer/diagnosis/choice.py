@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from epimer.diagnosis.advice import choice
@@ -21,6 +22,7 @@ from epimer.methods.registry import describe_method
 from epimer.plan.inputs import check_weights
 from epimer.plan.jobs import Plan
 from epimer.plan.merge import OpenedModels, plan_recipe
+from epimer.plan.participants import locate
 from epimer.recipe.model import Recipe
 from epimer.score_format import format_score
 
@@ -32,11 +34,12 @@ INPUTS = "inputs without labels"
 """what an evaluation by the inputs that were kept with curvature is called"""
 
 
-def inputs_of(recipe: Recipe, opened: OpenedModels) -> Suite | None:
+def inputs_of(recipe: Recipe, opened: OpenedModels, folder: Path | None) -> Suite | None:
     """Return the recipe's tasks on the inputs that were kept with their curvature; None where there are not any."""
     if not opened.curvatures or len(opened.curvatures) != len(recipe.models):
         return None
-    return suite_of_inputs([entry.model for entry in recipe.models], opened.participants, opened.curvatures)
+    models = [locate(entry.model, folder) for entry in recipe.models]
+    return suite_of_inputs(models, opened.participants, opened.curvatures)
 
 
 def samples_of(suite: Suite) -> int:
