@@ -25,7 +25,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import epimer
+from epimer.checkpoints import open_checkpoint
 from epimer.curvature.format import model_fingerprint
+from epimer.evaluation.judges import by_agreement
+from epimer.evaluation.unlabelled import suite_of_inputs
+from epimer.plan.participants import align
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -426,6 +430,25 @@ def test_the_inputs_are_kept_with_the_curvature(here, made, family):
     assert inputs.counted is None or torch.equal(inputs.counted, targets != -100)
     head = load_file(made / "head.safetensors") if family == "clip" else {}
     assert {name: W.tolist() for name, W in inputs.head.items()} == {name: W.tolist() for name, W in head.items()}
+
+
+@torch.no_grad()
+def test_a_suite_of_kept_images_and_a_head(here, made):
+    models = ["clip/one", "clip/two"]
+    for model in ("one", "two"):
+        done("curvature", *on("clip", model), "--out", f"{model}.curv")
+    participants = align(open_checkpoint("clip/base"), [open_checkpoint(model) for model in models], models)
+    curvatures = [epimer.Curvature.load(f"{model}.curv") for model in ("one", "two")]
+    suite = suite_of_inputs(models, participants, curvatures, device="cpu")
+    ((whole, _),) = batches_of(made, "clip", 0, ROWS, ROWS)
+    pixels = whole["pixel_values"].half().float()
+    for t, name in enumerate(("one", "two")):
+        for state, model in ((suite.base, "base"), (suite.models[t], name)):
+            expected = load(made / "clip" / model, "clip")(pixels)
+            network = suite.network(state, suite.tasks[t])
+            found = [network(**inputs).logits for inputs, _ in suite.tasks[t].splits["train"].batches(8)]
+            torch.testing.assert_close(torch.cat(found), expected)
+    assert bool(by_agreement(suite)(suite.models[0], "test").scores["one"].all())
 
 
 def test_no_more_inputs_are_kept_than_wanted(here):
@@ -985,7 +1008,8 @@ def test_an_output_that_is_there(here, made):
     Path("out/extra").write_text("")
     done(*command, "out", "--seed", 1, "--overwrite")
     assert stored("out") != before
-    assert sorted(path.name for path in Path("out").iterdir()) == ["curvature.json", "curvature.safetensors"]
+    files = ["curvature.json", "curvature.safetensors", "head.safetensors", "inputs.safetensors"]
+    assert sorted(path.name for path in Path("out").iterdir()) == files
     Path("notes").mkdir()
     Path("notes/diary.txt").write_text("dear diary")
     for place in ("notes", "notes/diary.txt"):

@@ -62,7 +62,7 @@ def curvature(
     """Measure the curvature of a model's loss on a little data, for every later merge.
 
     Without labels it is measured under the model's own predictions, which is the default.
-    At most 256 of its inputs are stored with it, without labels, to judge merges by (--no-inputs stores none).
+    Its inputs (tokens or pixels, no labels; at most 256) are stored with it, to judge merges on; see --no-inputs.
     Several processes share the data: torchrun --nproc-per-node 2 -m epimer curvature …
     """
     fields = {name: value for name, value in locals().items() if name not in ("as_json", "quiet")}
