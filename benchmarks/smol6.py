@@ -54,6 +54,7 @@ from epimer.experiments.results import (
     write,
 )
 from epimer.records import Experiment
+from epimer.score_format import format_p_value
 from epimer.tasks.labels import IGNORED
 from epimer.tasks.task import sample_losses
 
@@ -62,7 +63,7 @@ SPLITS = ("train", "val", "test")
 RATE, EPOCHS, BATCH, WARM_UP = 3e-5, 3, 16, 0.05
 EVALUATED = 64  # texts in a batch: their logits are 64 x 192 x 49152 numbers
 METRICS = ("loss", "token-accuracy", "exact match")
-RIVALS = ("tsv", "task_arithmetic")  # every method is compared with these
+RIVALS = ("tsv", "average")
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ def rounded(values: Tensor) -> list[float]:
 
 
 def scale_without_labels(bench: RecordingBench, candidate: Candidate, inputs: Evaluate) -> Row:
-    """Return the scale at which a merge diverges least from each task's own model on train inputs, and its test loss."""
+    """Return the scale at which a merge diverges least from the models on their train inputs, and its test loss."""
     at = bench.at_scales(candidate)
     scale = climb(lambda scale: inputs(at(scale), FIT).order, SCALES)
     return {"scale": scale, "loss": -bench.score(at(scale), "test").average}
@@ -296,15 +297,17 @@ def table(metric: str, done: Mapping[str, Row]) -> Experiment:
     tokens = None if metric == "exact match" else done["base"]["tokens"]
     scores = {name: Scores(values_of(row[metric], tokens)) for name, row in done.items() if row[metric]}
     names = list(done["base"][metric])
+    tasks = [SuiteTask(name, [], {}) for name in names]
     low, high = (scores[name].accuracies for name in ("base", "fine-tuned"))
     data: list[Row] = []
     for name, found in scores.items():
-        row: Row = {"method": name, **summary(found, names)}
+        row: Row = {"method": name, **summary(found, tasks)}
         row |= {key: value for key, value in done[name].items() if key not in (*METRICS, "tokens", "notes")}
         levels = zip(names, found.accuracies, low, high, strict=True)
         gains = {task: (score - base) / (own - base) for task, score, base, own in levels if own != base}
         row |= {"gains": gains, "gain": sum(gains.values()) / len(gains), "least": min(gains.values())} if gains else {}
-        row["against"] = {rival: against(found, scores[rival]) for rival in RIVALS if rival in scores and rival != name}
+        rivals = [rival for rival in RIVALS if rival in scores and rival != name]
+        row["against"] = {rival: against(found, scores[rival], tasks) for rival in rivals}
         data.append({**row, **{f"against {rival}": margin for rival, margin in row["against"].items()}})
     cells = Cells("accuracy" if metric == "exact match" else metric)
     columns = {
@@ -320,11 +323,17 @@ def table(metric: str, done: Mapping[str, Row]) -> Experiment:
         columns[f"against {rival}"] = lambda row, key=f"against {rival}": (
             "" if row.get("reference") else cells.difference(row.get(key, {}))
         )
+        columns[f"p over tasks, {rival}"] = lambda row, key=f"against {rival}": (
+            "" if row.get("reference") else text("p_tasks", format_p_value)(row.get(key, {}))
+        )
+    columns["scale without labels"] = lambda row: number("scale")(row.get("unlabelled") or {})
     notes = [
         f"{metric} on test data; {NOTES[metric]}.",
         "Scale chosen on validation data by the loss per token, the mean over tasks and texts, for every metric.",
         "Share of gain: (merged - base) / (fine-tuned - base), the mean over tasks, and of the task with the least.",
-        f"Differences {cells.differences}, with 95% intervals and p of a paired sign-flip test over texts.",
+        f"Differences {cells.differences}, with 95% intervals and p of a paired sign-flip test over texts; p over "
+        "tasks: the same test with tasks as its units.",
+        "Scale without labels: where the merge diverges least from each task's own model on train inputs.",
         *edge_notes(data),
         *dict.fromkeys(note for row in done.values() for note in row["notes"]),
     ]

@@ -73,7 +73,7 @@ def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> 
             row |= {"against": other.candidate.name, **against(outcome.test, other.test, suite.tasks)}
         data.append(row)
     correct_for_number(data)
-    best = bench.winner.candidate.name if bench.winner else ""
+    best = max(outcomes, key=attrgetter("validation")).candidate.name
     notes = [
         "Scale chosen on validation data, climbing from 1 both ways while it gains; everything else reported on test "
         "data; 95% intervals by bootstrap.",
