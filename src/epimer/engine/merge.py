@@ -123,6 +123,7 @@ class MergeWalk:
                 start = None if base is None else base.to(device, job.precision)
                 del base
                 deltas = task_vectors(self.plan.participants, job, start, tensors, device)
+                tensors.curvature = tensors.curvature.to(deltas[0])  # lets go of what was read
                 result, record = self._merge_deltas(job, start, deltas, job.template, tensors.curvature)
         seconds = time.perf_counter() - started
         return result.to(job.device), replace(record, shape=tuple(job.template.shape), seconds=seconds)
@@ -182,18 +183,14 @@ class MergeWalk:
 
 
 def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
-    """Return the merged task vector of one tensor under its rule."""
+    """Return the merged task vector of one tensor under its rule; its curvature is in the task vectors' precision."""
     assert job.method is not None
     if job.rule == "average":
         return average(layer, job.options)
     if job.method.needs_curvature and not curvature.metrics:
         return replace(average(layer, job.options), note="no curvature: averaged")
-    like, base_metric = layer.deltas[0], curvature.base_metric
     layer = replace(
-        layer,
-        metrics=[metric.to(like.device, like.dtype) for metric in curvature.metrics],
-        base_metric=None if base_metric is None else base_metric.to(like.device, like.dtype),
-        basis=None if curvature.basis is None else curvature.basis.to(like),
+        layer, metrics=list(curvature.metrics), base_metric=curvature.base_metric, basis=curvature.basis
     )
     return fisher(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import header
 from epimer.errors import CurvatureError, ParameterError
+from epimer.geometry.linalg import Delta
 from epimer.geometry.metric import Diagonal, Metric, Projected
 from epimer.geometry.subspace import Basis, TensorProduct, clamp_rank
 from epimer.methods.frechet import FrechetOptions
@@ -34,6 +35,12 @@ class LayerCurvature:
     metrics: tuple[Metric, ...] = ()
     base_metric: Metric | None = None
     basis: Basis | None = None
+
+    def to(self, like: Delta) -> LayerCurvature:
+        """Return the same on the device and in the precision of a task vector."""
+        metrics = tuple(metric.to(like.device, like.dtype) for metric in self.metrics)
+        base_metric = None if self.base_metric is None else self.base_metric.to(like.device, like.dtype)
+        return LayerCurvature(metrics, base_metric, None if self.basis is None else self.basis.to(like))
 
 
 NO_CURVATURE = LayerCurvature()
