@@ -105,7 +105,7 @@ def measure(recipe: dict[str, Any], place: Path) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's peak anew
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        write_merge(plan, place / "out", RunOptions("cpu", workers=1), overwrite=True)
+        write_merge(plan, place / "out", RunOptions("cpu", workers=1, max_memory="1TB"), overwrite=True)
     lines = Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     return plan.memory, peak - before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Basis, Tagged, atoms_of, clamp_rank
 from epimer.geometry.theory import total
 from epimer.methods.registry import default_forecasts, describe_method
-from epimer.plan.curvature_inputs import metric_bytes
 from epimer.plan.inputs import assign_rules, check_weights
-from epimer.plan.jobs import Job, memory_of
+from epimer.plan.jobs import Job
 from epimer.plan.layer_curvature import Curvatures, layer_basis, layer_metrics, missing_metric
+from epimer.plan.memory import bytes_to_read, curvature_size, memory_of, smaller_settings
 from epimer.plan.merge import OpenedModels
 from epimer.plan.participants import Participants, public_recipe
 from epimer.progress import Progress
@@ -124,7 +125,7 @@ def diagnose_models(
     if participants.base is None:
         raise TensorError("a diagnosis needs the base model that the others were fine-tuned from; pass base.")
     assigned = assign_rules(participants, rules).checked()
-    jobs = matrix_jobs(participants, assigned, describe_method("tsv"), rank)
+    jobs = matrix_jobs(participants, assigned, rank)
     if not jobs:
         raise TensorError("there is no matrix to diagnose: every tensor is averaged, copied or too small.")
     kind = kind or _kind(curvatures, jobs)
@@ -132,8 +133,10 @@ def diagnose_models(
     question = Question(rank, damping, chosen)
     depth = depths(list(assigned.rules))
     jobs = [
-        replace(job, weights=weights(job.name, depth[job.name]), memory=_memory(job, curvatures, chosen, participants))
+        replace(job, weights=weights(job.name, depth[job.name]), memory=estimate(question), smaller=smaller)
         for job in jobs
+        for estimate in [partial(_memory, job, curvatures, participants)]
+        for smaller in [partial(smaller_settings, question, estimate)]
     ]
     run = run or in_memory(jobs[0].device, len(jobs))
     engine = run.start(jobs)
@@ -156,13 +159,25 @@ def _kind(curvatures: Curvatures | None, jobs: Sequence[Job]) -> str:
     return "task-gram"
 
 
-def _memory(job: Job, curvatures: Curvatures | None, methods: Mapping[str, Any], participants: Participants) -> int:
-    """Estimate the memory that examining one matrix takes: that of the widest merge that is forecast, and some more."""
-    tasks = len(participants.models)
-    curvature = sum(metric_bytes(one, job.name) for one in curvatures or () if job.name in one)
-    rows = [describe_method(name) for name in methods] or [describe_method("tsv")]
-    reads = job.reads + curvature
-    needs = [memory_of(row, "matrix", reads, job.template, job.precision, curvature, tasks) for row in rows]
+def _memory(job: Job, curvatures: Curvatures | None, participants: Participants, question: Question) -> int:
+    """Return the bytes that examining one matrix takes: those of the widest merge that is forecast, and some more."""
+    rows = [(describe_method(name), parameters) for name, parameters in question.methods.items()]
+    rows = rows or [(describe_method("tsv"), {})]
+    needs = []
+    for row, parameters in rows:
+        options = row.resolve({"rank": question.rank, **parameters} if "rank" in row.defaults else parameters)
+        needs.append(
+            memory_of(
+                row,
+                "matrix",
+                job.template,
+                options,
+                len(participants.models),
+                job.precision,
+                to_read=bytes_to_read(participants, job.name),
+                curvature=curvature_size(curvatures, job.name),
+            )
+        )
     return max(needs) + 4 * job.template.numel() * job.precision.itemsize
 
 

@@ -102,6 +102,10 @@ class Merges:
         self.participants = participants.kept_in_memory(memory_budget(run.max_memory, ()) // 2)
         self._bases: dict[int | None, dict[str, Tagged]] = {}
 
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that needs more memory than there is."""
+        self.run.budget(plan.parts)
+
     def merge(self, plan: Plan) -> dict[str, Tensor]:
         """Carry out a plan of these models and return the merged tensors."""
         if plan.basis is None:
@@ -161,14 +165,17 @@ def sweep_plans(
         progress: called with a line after every setting.
     """
 
+    settings = [(row, rank) for row in rows for rank in ((ranks or (None,)) if "rank" in row.defaults else (None,))]
+    for row, rank in settings:  # before any work
+        merges.check(planner(row, rank, 1.0))
+
     def ways() -> Iterator[Way]:
-        for row in rows:
-            for rank in (ranks or (None,)) if "rank" in row.defaults else (None,):
+        for row, rank in settings:
 
-                def at(scale: float, row: Method = row, rank: int | None = rank) -> State:
-                    return merges.merge(planner(row, rank, scale))
+            def at(scale: float, row: Method = row, rank: int | None = rank) -> State:
+                return merges.merge(planner(row, rank, scale))
 
-                yield row.name, shown_rank(row, rank), at_scales(row, base, at)
+            yield row.name, shown_rank(row, rank), at_scales(row, base, at)
 
     return compare(ways(), evaluate, scales=scales, evaluation=evaluation, progress=progress)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from epimer.engine.merge import Tensors, read_tensors, task_vectors
 from epimer.engine.options import RunOptions, in_memory
 from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
 from epimer.methods.options import MethodOptions
-from epimer.methods.registry import Method, describe_method
+from epimer.methods.registry import describe_method
 from epimer.methods.rules import matrix_shape
 from epimer.plan.inputs import TensorRules, assign_rules
-from epimer.plan.jobs import Job, memory_of, precision
+from epimer.plan.jobs import Job, precision
+from epimer.plan.memory import bytes_to_read, memory_of, smaller_settings
 from epimer.plan.participants import Participants
 from epimer.progress import Progress
 
@@ -43,9 +45,11 @@ class BasisWalk:
         return atoms if self.kind == "tagged" else tensor_product(atoms)
 
 
-def matrix_jobs(participants: Participants, assigned: TensorRules, method: Method, rank: int | None) -> list[Job]:
-    """Return a job for every matrix that can give each task a direction, with the memory that `method` takes on it."""
+def matrix_jobs(participants: Participants, assigned: TensorRules, rank: int | None) -> list[Job]:
+    """Return a job for every matrix that can give each task a direction, with the memory that its basis takes."""
     tasks, jobs = len(participants.models), []
+    method = describe_method("tsv")
+    options = method.resolve({"rank": rank})
     for name in assigned.matrices:
         W = participants.template.headers[name]
         if not clamp_rank(matrix_shape(W), tasks, rank):
@@ -53,10 +57,12 @@ def matrix_jobs(participants: Participants, assigned: TensorRules, method: Metho
         tensors = [one.headers[name] for one in participants.all]
         reads, dtype = sum(map(nbytes, tensors)), precision(tensors)
         device = torch.device("cpu") if W.is_meta else W.device
-        memory = memory_of(method, "matrix", reads, W, dtype, 0, tasks)
-        jobs.append(
-            Job(name, "matrix", header(W.shape, dtype), None, MethodOptions(), [], reads, memory, dtype, device=device)
-        )
+        to_read = bytes_to_read(participants, name)
+        estimate = partial(memory_of, method, "matrix", W, tasks=tasks, dtype=dtype, to_read=to_read)
+        smaller = partial(smaller_settings, options, estimate)
+        template, memory = header(W.shape, dtype), estimate(options)
+        job = Job(name, "matrix", template, None, MethodOptions(), [], reads, memory, dtype, device=device)
+        jobs.append(replace(job, smaller=smaller))
     return jobs
 
 
@@ -86,7 +92,7 @@ def build_bases(
         progress: where to show how far it is.
     """
     assigned = assign_rules(participants, rules).checked()
-    jobs = matrix_jobs(participants, assigned, describe_method("tsv"), rank)
+    jobs = matrix_jobs(participants, assigned, rank)
     engine = (run or in_memory(jobs[0].device if jobs else torch.device("cpu"), len(jobs))).start(jobs)
     stage = (progress or Progress(False)).begin("building", sum(job.reads for job in jobs))
     for job, basis in engine.map(BasisWalk(participants, jobs, rank, kind)):

@@ -16,6 +16,7 @@ from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Basis, Full, Subspace, Tagged, atoms_of, clamp_rank, tagged, tensor_product
+from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
 from epimer.methods.spectral import clamped, rank_note
@@ -191,7 +192,7 @@ METHODS: tuple[Method, ...] = (
         needs_base=False,
         curvature="diagonal",
         elementwise=True,
-        workspace=(2.0, 14.0),
+        workspace=workspace.elementwise,
         sweep=True,
         laws=MEAN_LAWS,
     ),
@@ -204,8 +205,7 @@ METHODS: tuple[Method, ...] = (
         options=RegMeanOptions(basis="full", normalize="none", damping=0.0),
         needs_base=False,
         curvature="kronecker",
-        workspace=(5.5, 12.0),
-        squares=True,
+        workspace=workspace.one_sided,
         sweep=True,
         forecast=True,
         laws=MEAN_LAWS,
@@ -220,8 +220,7 @@ METHODS: tuple[Method, ...] = (
         needs_base=False,
         curvature="kronecker",
         accepts=KRONECKER,
-        workspace=(6.0, 20.0),
-        squares=True,
+        workspace=workspace.frechet,
         laws=MEAN_LAWS | {"curvature_scale"},
     ),
     Method(
@@ -232,8 +231,7 @@ METHODS: tuple[Method, ...] = (
         merge=wudi,
         options=FrechetOptions(basis="full"),
         curvature="task-gram",
-        workspace=(4.5, 12.0),
-        squares=True,
+        workspace=workspace.one_sided,
         laws=MEAN_LAWS,
     ),
     Method(
@@ -245,7 +243,7 @@ METHODS: tuple[Method, ...] = (
         options=FrechetOptions(basis="tagged", aggregator="sum"),
         curvature="diagonal",
         accepts=("diagonal", "projected"),
-        workspace=(0.2, 9.0),
+        workspace=workspace.frechet,
         factored=True,
         sweep=True,
         forecast=True,
@@ -260,8 +258,7 @@ METHODS: tuple[Method, ...] = (
         options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
         curvature="kronecker",
         accepts=KRONECKER,
-        workspace=(2.0, 3.0),
-        squares=True,
+        workspace=workspace.frechet,
         factored=True,
         sweep=True,
         forecast=True,
@@ -276,7 +273,7 @@ METHODS: tuple[Method, ...] = (
         options=FrechetOptions(basis="tagged", aggregator="sum"),
         curvature="samples",
         accepts=("samples", "projected"),
-        workspace=(0.5, 5.0),
+        workspace=workspace.frechet,
         factored=True,
         sweep=True,
         forecast=True,
@@ -290,7 +287,7 @@ METHODS: tuple[Method, ...] = (
         merge=epimer_free,
         options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
         curvature="task-gram",
-        workspace=(0.6, 5.0),
+        workspace=workspace.frechet,
         factored=True,
         sweep=True,
         forecast=True,

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,11 +20,11 @@ from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, TensorError
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions, Rules
-from epimer.methods.registry import Method, describe_method
-from epimer.methods.rules import matrix_shape
+from epimer.methods.registry import Method
 from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.layer_curvature import Curvatures
+from epimer.plan.memory import CurvatureSize, Smaller, bytes_to_read, curvature_size, memory_of, smaller_settings
 from epimer.plan.participants import Participants, public_recipe
 from epimer.recipe.model import Recipe, depths
 
@@ -56,6 +56,8 @@ class Job:
     """the part of the tensor that this job computes; None for all of it"""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """where the result goes"""
+    smaller: Callable[[], Iterable[Smaller]] = tuple
+    """returns the settings under which it takes less memory"""
 
     @property
     def key(self) -> str:
@@ -226,26 +228,24 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float) -> Job:
         return Job(name, rule, result, None, MethodOptions(), [], reads, 2 * nbytes(W), device=device)
     options, weights = settings(name, depth)
     tensors, tasks = [one.headers[name] for one in participants.all], len(participants.models)
-    extra = reads = 0
-    if not tied:
-        extra = curvature_bytes(name, rule, W, method, plan.curvatures)
-        extra += basis_bytes(name, rule, W, tasks, getattr(options, "basis", None))
-        reads = sum(map(nbytes, tensors)) + extra
     dtype = torch.float64 if recipe is not None and recipe.dtype == "float64" else precision(tensors)
-    memory = memory_of(method, rule, reads, W, dtype, extra, tasks)
-    return Job(name, rule, result, method, options, weights, reads, memory, dtype, device=device)
+    reads, memory, smaller = 0, 0, tuple
+    if not tied:
+        measured = curvature_bytes(name, rule, W, method, plan.curvatures)
+        basis = basis_bytes(name, rule, W, tasks, getattr(options, "basis", None))
+        reads = sum(map(nbytes, tensors)) + measured + basis
+        curvature = curvature_size(plan.curvatures, name) if measured else CurvatureSize()
+        to_read = bytes_to_read(participants, name)
+
+        def estimate(options: MethodOptions) -> int:
+            return memory_of(
+                method, rule, W, options, tasks, dtype, to_read=to_read, basis=basis, curvature=curvature
+            )
+
+        memory, smaller = estimate(options), partial(smaller_settings, options, estimate)
+    return Job(name, rule, result, method, options, weights, reads, memory, dtype, device=device, smaller=smaller)
 
 
 def precision(tensors: Iterable[Tensor]) -> torch.dtype:
     """Return the precision to compute in: float64 if any input is, float32 otherwise."""
     return torch.float64 if any(W.dtype == torch.float64 for W in tensors) else torch.float32
-
-
-def memory_of(method: Method, rule: str, reads: int, W: Tensor, dtype: torch.dtype, curvature: int, tasks: int) -> int:
-    """Estimate the memory one tensor's merge takes: what is read, the task vectors, and the method's own workspace."""
-    method = method if rule != "average" else describe_method("average")
-    per_task, fixed = method.workspace
-    m, n = matrix_shape(W) if W.numel() and W.dim() else (1, 1)
-    aspect = max(m, n) / min(m, n) if method.squares else 1.0
-    tensors = tasks + aspect * (tasks * per_task + fixed)
-    return int(reads + W.numel() * dtype.itemsize * tensors + 2 * curvature)
