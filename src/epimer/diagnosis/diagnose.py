@@ -163,22 +163,13 @@ def _memory(job: Job, curvatures: Curvatures | None, participants: Participants,
     """Return the bytes that examining one matrix takes: those of the widest merge that is forecast, and some more."""
     rows = [(describe_method(name), parameters) for name, parameters in question.methods.items()]
     rows = rows or [(describe_method("tsv"), {})]
-    needs = []
+    curvature = curvature_size(curvatures, job.name)
+    known = {"to_read": bytes_to_read(participants, job.name), "curvature": curvature}
+    tasks, needs = len(participants.models), []
     for row, parameters in rows:
         options = row.resolve({"rank": question.rank, **parameters} if "rank" in row.defaults else parameters)
-        needs.append(
-            memory_of(
-                row,
-                "matrix",
-                job.template,
-                options,
-                len(participants.models),
-                job.precision,
-                to_read=bytes_to_read(participants, job.name),
-                curvature=curvature_size(curvatures, job.name),
-            )
-        )
-    return max(needs) + 4 * job.template.numel() * job.precision.itemsize
+        needs.append(memory_of(row, "matrix", job.template, options, tasks, job.precision, **known))
+    return max(needs) + 4 * job.template.numel() * job.precision.itemsize + curvature.bytes
 
 
 def forecasts(methods: Methods | None, kind: str) -> dict[str, dict[str, Any]]:

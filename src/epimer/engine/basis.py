@@ -58,9 +58,9 @@ def matrix_jobs(participants: Participants, assigned: TensorRules, rank: int | N
         reads, dtype = sum(map(nbytes, tensors)), precision(tensors)
         device = torch.device("cpu") if W.is_meta else W.device
         to_read = bytes_to_read(participants, name)
-        estimate = partial(memory_of, method, "matrix", W, tasks=tasks, dtype=dtype, to_read=to_read)
-        smaller = partial(smaller_settings, options, estimate)
-        template, memory = header(W.shape, dtype), estimate(options)
+        template = header(W.shape, dtype)
+        estimate = partial(memory_of, method, "matrix", template, tasks=tasks, dtype=dtype, to_read=to_read)
+        smaller, memory = partial(smaller_settings, options, estimate), estimate(options)
         job = Job(name, "matrix", template, None, MethodOptions(), [], reads, memory, dtype, device=device)
         jobs.append(replace(job, smaller=smaller))
     return jobs

@@ -123,8 +123,8 @@ class MergeWalk:
                 start = None if base is None else base.to(device, job.precision)
                 del base
                 deltas = task_vectors(self.plan.participants, job, start, tensors, device)
-                tensors.curvature = tensors.curvature.to(deltas[0])  # lets go of what was read
-                result, record = self._merge_deltas(job, start, deltas, job.template, tensors.curvature)
+                curvature = tensors.curvature.converted(deltas[0])
+                result, record = self._merge_deltas(job, start, deltas, job.template, curvature)
         seconds = time.perf_counter() - started
         return result.to(job.device), replace(record, shape=tuple(job.template.shape), seconds=seconds)
 
@@ -189,9 +189,7 @@ def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
         return average(layer, job.options)
     if job.method.needs_curvature and not curvature.metrics:
         return replace(average(layer, job.options), note="no curvature: averaged")
-    layer = replace(
-        layer, metrics=list(curvature.metrics), base_metric=curvature.base_metric, basis=curvature.basis
-    )
+    layer = replace(layer, metrics=curvature.metrics, base_metric=curvature.base_metric, basis=curvature.basis)
     return fisher(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
 
 

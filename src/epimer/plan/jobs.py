@@ -229,19 +229,15 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float) -> Job:
     options, weights = settings(name, depth)
     tensors, tasks = [one.headers[name] for one in participants.all], len(participants.models)
     dtype = torch.float64 if recipe is not None and recipe.dtype == "float64" else precision(tensors)
-    reads, memory, smaller = 0, 0, tuple
+    reads, memory = 0, 0
+    smaller: Callable[[], Iterable[Smaller]] = tuple
     if not tied:
         measured = curvature_bytes(name, rule, W, method, plan.curvatures)
         basis = basis_bytes(name, rule, W, tasks, getattr(options, "basis", None))
         reads = sum(map(nbytes, tensors)) + measured + basis
         curvature = curvature_size(plan.curvatures, name) if measured else CurvatureSize()
-        to_read = bytes_to_read(participants, name)
-
-        def estimate(options: MethodOptions) -> int:
-            return memory_of(
-                method, rule, W, options, tasks, dtype, to_read=to_read, basis=basis, curvature=curvature
-            )
-
+        known = {"to_read": bytes_to_read(participants, name), "basis": basis, "curvature": curvature}
+        estimate = partial(memory_of, method, rule, header(W.shape, W.dtype), tasks=tasks, dtype=dtype, **known)
         memory, smaller = estimate(options), partial(smaller_settings, options, estimate)
     return Job(name, rule, result, method, options, weights, reads, memory, dtype, device=device, smaller=smaller)
 

@@ -103,7 +103,7 @@ def memory_of(
     reads = 0 if curvature.in_memory else min(measured, curvature.bytes)
     factor = max(shape) ** 2 if kind == "kronecker" and measured else 0
     reading = to_read + basis + reads + CHECKED * factor
-    converting = held + reads + measured + 2 * size * factor
+    converting = held + max(reads, measured) + measured // tasks + 2 * size * factor
     merging = held + measured + workspace_bytes(method, load)
     return int(MARGIN * max(reading, converting, merging))
 
