@@ -66,7 +66,10 @@ def metric_of(kind: str, shape: tuple[int, int]) -> Metric:
             return EKFAC(S=torch.rand(shape, generator=generator), P=P, Q=Q)
         case _:
             return Samples(
-                **{name: torch.randn(*SAMPLES, size, generator=generator) for name, size in zip("gx", shape)}
+                **{
+                    name: torch.randn(*SAMPLES, size, generator=generator)
+                    for name, size in zip("gx", shape, strict=True)
+                }
             )
 
 

@@ -25,7 +25,7 @@ from epimer.methods.registry import default_forecasts, describe_method
 from epimer.plan.inputs import assign_rules, check_weights
 from epimer.plan.jobs import Job
 from epimer.plan.layer_curvature import Curvatures, layer_basis, layer_metrics, missing_metric
-from epimer.plan.memory import bytes_to_read, curvature_size, memory_of, smaller_settings
+from epimer.plan.memory import TensorInputs, bytes_to_read, curvature_size, memory_of, smaller_settings
 from epimer.plan.merge import OpenedModels
 from epimer.plan.participants import Participants, public_recipe
 from epimer.progress import Progress
@@ -164,11 +164,11 @@ def _memory(job: Job, curvatures: Curvatures | None, participants: Participants,
     rows = [(describe_method(name), parameters) for name, parameters in question.methods.items()]
     rows = rows or [(describe_method("tsv"), {})]
     curvature = curvature_size(curvatures, job.name)
-    known = {"to_read": bytes_to_read(participants, job.name), "curvature": curvature}
-    tasks, needs = len(participants.models), []
+    to_read, tasks = bytes_to_read(participants, job.name), len(participants.models)
+    inputs, needs = TensorInputs(tasks, job.precision, to_read, curvature=curvature), []
     for row, parameters in rows:
         options = row.resolve({"rank": question.rank, **parameters} if "rank" in row.defaults else parameters)
-        needs.append(memory_of(row, "matrix", job.template, options, tasks, job.precision, **known))
+        needs.append(memory_of(row, "matrix", job.template, inputs, options))
     return max(needs) + 4 * job.template.numel() * job.precision.itemsize + curvature.bytes
 
 

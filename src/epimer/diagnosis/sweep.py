@@ -164,7 +164,6 @@ def sweep_plans(
         evaluation: what to call the evaluation.
         progress: called with a line after every setting.
     """
-
     settings = [(row, rank) for row in rows for rank in ((ranks or (None,)) if "rank" in row.defaults else (None,))]
     for row, rank in settings:  # before any work
         merges.check(planner(row, rank, 1.0))

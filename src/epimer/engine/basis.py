@@ -18,7 +18,7 @@ from epimer.methods.registry import describe_method
 from epimer.methods.rules import matrix_shape
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.jobs import Job, precision
-from epimer.plan.memory import bytes_to_read, memory_of, smaller_settings
+from epimer.plan.memory import TensorInputs, bytes_to_read, memory_of, smaller_settings
 from epimer.plan.participants import Participants
 from epimer.progress import Progress
 
@@ -57,9 +57,8 @@ def matrix_jobs(participants: Participants, assigned: TensorRules, rank: int | N
         tensors = [one.headers[name] for one in participants.all]
         reads, dtype = sum(map(nbytes, tensors)), precision(tensors)
         device = torch.device("cpu") if W.is_meta else W.device
-        to_read = bytes_to_read(participants, name)
-        template = header(W.shape, dtype)
-        estimate = partial(memory_of, method, "matrix", template, tasks=tasks, dtype=dtype, to_read=to_read)
+        template, inputs = header(W.shape, dtype), TensorInputs(tasks, dtype, bytes_to_read(participants, name))
+        estimate = partial(memory_of, method, "matrix", template, inputs)
         smaller, memory = partial(smaller_settings, options, estimate), estimate(options)
         job = Job(name, "matrix", template, None, MethodOptions(), [], reads, memory, dtype, device=device)
         jobs.append(replace(job, smaller=smaller))

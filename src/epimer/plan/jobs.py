@@ -24,7 +24,15 @@ from epimer.methods.registry import Method
 from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.layer_curvature import Curvatures
-from epimer.plan.memory import CurvatureSize, Smaller, bytes_to_read, curvature_size, memory_of, smaller_settings
+from epimer.plan.memory import (
+    CurvatureSize,
+    Smaller,
+    TensorInputs,
+    bytes_to_read,
+    curvature_size,
+    memory_of,
+    smaller_settings,
+)
 from epimer.plan.participants import Participants, public_recipe
 from epimer.recipe.model import Recipe, depths
 
@@ -236,8 +244,8 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float) -> Job:
         basis = basis_bytes(name, rule, W, tasks, getattr(options, "basis", None))
         reads = sum(map(nbytes, tensors)) + measured + basis
         curvature = curvature_size(plan.curvatures, name) if measured else CurvatureSize()
-        known = {"to_read": bytes_to_read(participants, name), "basis": basis, "curvature": curvature}
-        estimate = partial(memory_of, method, rule, header(W.shape, W.dtype), tasks=tasks, dtype=dtype, **known)
+        inputs = TensorInputs(tasks, dtype, bytes_to_read(participants, name), basis, curvature)
+        estimate = partial(memory_of, method, rule, header(W.shape, W.dtype), inputs)
         memory, smaller = estimate(options), partial(smaller_settings, options, estimate)
     return Job(name, rule, result, method, options, weights, reads, memory, dtype, device=device, smaller=smaller)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import header
 from epimer.errors import CurvatureError, ParameterError
-from epimer.geometry.linalg import Delta
 from epimer.geometry.metric import Diagonal, Metric, Projected
 from epimer.geometry.subspace import Basis, TensorProduct, clamp_rank
 from epimer.methods.frechet import FrechetOptions
@@ -36,7 +35,7 @@ class LayerCurvature:
     base_metric: Metric | None = None
     basis: Basis | None = None
 
-    def converted(self, like: Delta) -> LayerCurvature:
+    def converted(self, like: Any) -> LayerCurvature:
         """Return the same on the device and in the precision of a task vector, letting go of each metric on the way."""
         metrics = [self.metrics.pop(0).to(like.device, like.dtype) for _ in range(len(self.metrics))]
         base_metric = None if self.base_metric is None else self.base_metric.to(like.device, like.dtype)

@@ -64,45 +64,39 @@ def bytes_to_read(participants: Participants, name: str) -> int:
     return sum(one.headers[name].nbytes for one in participants.all if not one.checkpoint.in_memory)
 
 
-def memory_of(
-    method: Method,
-    rule: str,
-    W: Tensor,
-    options: Any,
-    tasks: int,
-    dtype: torch.dtype,
-    *,
-    to_read: int,
-    basis: int = 0,
-    curvature: CurvatureSize = CurvatureSize(),
-) -> int:
+@dataclass(frozen=True)
+class TensorInputs:
+    """What one tensor's merge is made from, as far as memory depends on it."""
+
+    tasks: int
+    dtype: torch.dtype
+    """precision of the task vectors"""
+    to_read: int
+    """bytes of the models' tensors that are not in memory yet"""
+    basis: int = 0
+    """bytes of a basis that is read for it"""
+    curvature: CurvatureSize = CurvatureSize()
+
+
+def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options: Any) -> int:
     """Return the bytes that one tensor's merge takes at most: while it is read, converted or merged.
 
-    Args:
-        method: what merges it, unless its rule is average or fisher.
-        rule: matrix, average, fisher or elementwise.
-        W: its shape and dtype.
-        options: the method's, for this tensor.
-        tasks: the number of models.
-        dtype: precision of the task vectors.
-        to_read: bytes of the models' tensors that are not in memory yet.
-        basis: bytes of a basis that is read for it.
-        curvature: what is known of its curvature.
+    `rule` is matrix, average, fisher or elementwise, `W` has the tensor's shape and dtype.
     """
+    tasks, size, basis, curvature = inputs.tasks, inputs.dtype.itemsize, inputs.basis, inputs.curvature
     if rule in ("average", "fisher"):
         method, options = describe_method(rule), FISHER if rule == "fisher" else options
     chunked = rule == "average" or (rule == "elementwise" and method.separable)
     shape = matrix_shape(W) if rule == "matrix" and W.numel() else (1, min(W.numel(), CHUNK) if chunked else W.numel())
-    size = dtype.itemsize
     measured = 0 if rule == "average" else curvature.bytes * size // STORED
     kind = curvature.kind if measured else method.curvature
     load = Workload(shape, tasks, size, options, kind, measured, curvature.inputs)
     held = (tasks + 1) * load.entries * size + basis
     if chunked:
-        return int(MARGIN * (to_read + W.nbytes + held + workspace_bytes(method, load)))
+        return int(MARGIN * (inputs.to_read + W.nbytes + held + workspace_bytes(method, load)))
     reads = 0 if curvature.in_memory else min(measured, curvature.bytes)
     factor = max(shape) ** 2 if kind == "kronecker" and measured else 0
-    reading = to_read + basis + reads + CHECKED * factor
+    reading = inputs.to_read + basis + reads + CHECKED * factor
     converting = held + max(reads, measured) + measured // tasks + 2 * size * factor
     merging = held + measured + workspace_bytes(method, load)
     return int(MARGIN * max(reading, converting, merging))

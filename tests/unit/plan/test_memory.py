@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import run
 from safetensors.torch import save_file
 
 import epimer
+from commands import run
 from epimer.api import plan_merge
 from epimer.checkpoints.checkpoint import header
 from epimer.errors import ParameterError
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method
-from epimer.plan.memory import CurvatureSize, memory_of
+from epimer.plan.memory import CurvatureSize, TensorInputs, memory_of
 
 ROOT = Path(__file__).parents[3]
 NAME, SHAPE, TASKS = "layer.weight", (256, 320), 2
@@ -59,12 +59,13 @@ def planned(recipe):
     return plan_merge(recipe).memory
 
 
-def plan(method, options, shape=(768, 2688), tasks=8, dtype=torch.float32, kind="kronecker", **more):
+def plan(method, options, shape=(768, 2688), tasks=8, dtype=torch.float32, kind="kronecker"):
     row, W = epimer.describe_method(method), header(shape, dtype)
     curvature = CurvatureSize()
     if row.needs_curvature:
         curvature = CurvatureSize(4 * tasks * sum(side**2 for side in shape), kind)
-    return memory_of(row, "matrix", W, row.resolve(options), tasks, dtype, to_read=9 * W.nbytes, curvature=curvature)
+    inputs = TensorInputs(tasks, dtype, (tasks + 1) * W.nbytes, curvature=curvature)
+    return memory_of(row, "matrix", W, inputs, row.resolve(options))
 
 
 def test_a_plan_counts_the_factors_of_the_full_space():
@@ -91,7 +92,7 @@ def test_a_method_of_another_package_is_planned_by_its_two_numbers():
         name="own", summary="", equation="", citation="", merge=None, options=MethodOptions(), workspace=(2.0, 3.0)
     )
     W = header((64, 128), torch.float32)
-    found = memory_of(row, "matrix", W, row.options, 4, torch.float32, to_read=5 * W.nbytes)
+    found = memory_of(row, "matrix", W, TensorInputs(4, torch.float32, 5 * W.nbytes), row.options)
     assert found == pytest.approx(1.2 * W.nbytes * (5 + 4 * 2 + 3), rel=1e-3)
 
 
@@ -104,7 +105,7 @@ def test_a_method_may_count_its_bytes_itself():
         options=FrechetOptions(basis="full", rank=7),
     )  # fmt: skip
     W = header((64, 128), torch.float32)
-    found = memory_of(row, "matrix", W, row.options, 4, torch.float32, to_read=0)
+    found = memory_of(row, "matrix", W, TensorInputs(4, torch.float32, 0), row.options)
     assert found == pytest.approx(1.2 * (5 * W.nbytes + 28000), rel=1e-3)
 
 
