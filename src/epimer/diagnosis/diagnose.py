@@ -169,7 +169,7 @@ def _memory(job: Job, curvatures: Curvatures | None, participants: Participants,
     for row, parameters in rows:
         options = row.resolve({"rank": question.rank, **parameters} if "rank" in row.defaults else parameters)
         needs.append(memory_of(row, "matrix", job.template, inputs, options))
-    return max(needs) + 4 * job.template.numel() * job.precision.itemsize + curvature.bytes
+    return max(needs) + 6 * job.template.numel() * job.precision.itemsize + curvature.bytes
 
 
 def forecasts(methods: Methods | None, kind: str) -> dict[str, dict[str, Any]]:

@@ -179,6 +179,18 @@ def test_a_sweep_is_refused_before_the_first_merge_is_scored(models, free):
     assert scored == []
 
 
+def test_a_sweep_of_a_recipe_is_refused_alike(recipe, free, tmp_path, monkeypatch):
+    (tmp_path / "judge_of_nothing.py").write_text("def score(state):\n    raise AssertionError('scored')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    free(24 << 20)
+    file = recipe(basis="full")
+    done = run("sweep", file, "--eval", "judge_of_nothing:score", "--methods", "average,epimer_free", "--scales", "1")
+    assert done.code == 2
+    (line,) = done.err.strip().splitlines()
+    assert f"'{NAME}' needs" in line
+    assert "take basis: tensor" in line
+
+
 def test_a_merge_in_python_is_refused_and_a_limit_of_ones_own_is_kept_to(models, free, recipe, tmp_path):
     free(10_000)
     with pytest.raises(ParameterError, match=rf"'{NAME}' needs .* GB are free; free some"):
