@@ -184,7 +184,7 @@ def test_a_sweep_of_a_recipe_is_refused_alike(recipe, free, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     free(24 << 20)
     file = recipe(basis="full")
-    done = run("sweep", file, "--eval", "judge_of_nothing:score", "--methods", "average,epimer_free", "--scales", "1")
+    done = run("sweep", file, "--eval", "judge_of_nothing:score", "--methods", "average,epimer_free")
     assert done.code == 2
     (line,) = done.err.strip().splitlines()
     assert f"'{NAME}' needs" in line
