@@ -242,7 +242,8 @@ class EKFAC(Metric):
             if tuple(E.shape) != (size, size) or _not_finite(name, E):
                 return f"{name} must be a finite {size} x {size} matrix, got shape {tuple(E.shape)}"
             z = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(E.device)
-            if float((E.double() @ (E.double().T @ z) - z).abs().max()) > 1e-3:
+            E64 = E.double()
+            if float((E64 @ (E64.T @ z) - z).abs().max()) > 1e-3:
                 return f"{name} must be orthogonal"
         return None
 

@@ -21,7 +21,7 @@ from epimer.plan.layer_curvature import Curvatures
 from epimer.plan.participants import Participants
 
 MARGIN = 1.2  # for what libraries take, and what the heap keeps in pieces too small to use
-CHECKED = 3 * 8  # bytes per entry of a factor while it is found to be positive semi-definite
+CHECKED = {"kronecker": 3 * 8, "ekfac": 8}  # bytes per entry of a factor while it is checked
 RANK = 256  # from where on lower ranks are proposed where none is set
 STORED = 4  # bytes per entry of curvature in a folder
 
@@ -95,8 +95,8 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
     if chunked:
         return int(MARGIN * (inputs.to_read + W.nbytes + held + workspace_bytes(method, load)))
     reads = 0 if curvature.in_memory else min(measured, curvature.bytes)
-    factor = max(shape) ** 2 if kind == "kronecker" and measured else 0
-    reading = inputs.to_read + basis + reads + CHECKED * factor
+    factor = max(shape) ** 2 if kind in CHECKED and measured else 0
+    reading = inputs.to_read + basis + reads + CHECKED.get(str(kind), 0) * factor
     converting = held + max(reads, measured) + measured // tasks + 2 * size * factor
     merging = held + measured + workspace_bytes(method, load)
     return int(MARGIN * max(reading, converting, merging))
