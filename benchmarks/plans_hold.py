@@ -48,9 +48,9 @@ def write_models(place: Path, shape: tuple[int, int], tasks: int, dtype: torch.d
         save_file({NAME: W.to(dtype)}, place / f"m{t}.safetensors")
 
 
-def metric_of(kind: str, shape: tuple[int, int]) -> Metric:
+def metric_of(kind: str, shape: tuple[int, int], seed: int) -> Metric:
     """Return curvature of full rank whose values do not matter."""
-    (m, n), generator = shape, torch.Generator().manual_seed(1)
+    (m, n), generator = shape, torch.Generator().manual_seed(seed)
 
     def factor(size: int) -> torch.Tensor:
         X = torch.randn(size, 64, generator=generator)
@@ -77,7 +77,7 @@ def recipe_of(place: Path, row: Method, kind: str | None, tasks: int, parameters
     """Return the recipe of one case."""
     models = [{"model": str(place / f"m{t}.safetensors")} for t in range(1, tasks + 1)]
     if kind is not None:
-        models = [model | {"curvature": str(place / kind)} for model in models]
+        models = [model | {"curvature": str(place / f"{kind}{t % 2}")} for t, model in enumerate(models)]
     base = {"base_model": str(place / "m0.safetensors")}
     return {"merge_method": row.name, "parameters": dict(parameters), "models": models} | base
 
@@ -149,8 +149,9 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for row, kind, parameters in cases(rows):
                     if options.bases and (parameters.get("basis") not in options.bases or kind == "ekfac"):
                         continue
-                    if kind is not None and not (place / kind).exists():
-                        Curvature({NAME: metric_of(kind, shape)}, Provenance(kind)).save(place / kind)
+                    for seed in (0, 1) if kind is not None and not (place / f"{kind}0").exists() else ():
+                        metric = metric_of(kind, shape, seed)
+                        Curvature({NAME: metric}, Provenance(kind)).save(place / f"{kind}{seed}")
                     recipe = recipe_of(place, row, kind, tasks, parameters)
                     if planned(recipe) > MOST:
                         print(f"{row.name} {parameters} {text} T = {tasks}: left out, too wide to measure here")

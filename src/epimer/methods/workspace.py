@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 DOUBLE = 8  # bytes of what is solved and decomposed
 PAIRS = 1 << 24  # entries of the largest temporary of an exact projection of a diagonal
 JOINT = 1024  # factors up to this size are decomposed for every task
+SMALL_PIECES = 1.25  # what the heap keeps of matrices under a megabyte
 ITERATE = 10  # vectors of conjugate gradients, with the solution and the reference of the solve
 
 
@@ -162,8 +163,10 @@ def solve(load: Workload) -> int:
             return 3 * load.curvature + DOUBLE * (load.tasks + ITERATE) * (p if tagged else p * q)
         case _ if tagged:
             return DOUBLE * (load.tasks + 6) * p**2 + load.itemsize * 2 * p * max(load.shape)
-        case _:
+        case _ if full:
             return kronecker(load, p, q)
+        case _:
+            return int(SMALL_PIECES * kronecker(load, p, q))
 
 
 def pairs(load: Workload) -> int:

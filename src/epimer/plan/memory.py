@@ -94,7 +94,7 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
     held = (tasks + 1) * load.entries * size + basis
     if chunked:
         return int(MARGIN * (inputs.to_read + W.nbytes + held + workspace_bytes(method, load)))
-    reads = 0 if curvature.in_memory else min(measured, curvature.bytes)
+    reads = 0 if curvature.in_memory else curvature.bytes
     factor = max(shape) ** 2 if kind in CHECKED and measured else 0
     reading = inputs.to_read + basis + reads + CHECKED.get(str(kind), 0) * factor
     converting = held + max(reads, measured) + measured // tasks + 2 * size * factor
@@ -104,10 +104,11 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
 
 def smaller_settings(options: Any, estimate: Callable[[Any], int]) -> Iterator[Smaller]:
     """Yield values of a method's options under which a merge may take less memory, the nearest first."""
-    if getattr(options, "basis", None) == "full":
-        for basis in ("tensor", "tagged"):
-            yield "basis", basis, estimate(replace(options, basis=basis))
-    elif hasattr(options, "rank"):
+    basis = getattr(options, "basis", "tagged")
+    if basis == "full":
+        for narrower in ("tensor", "tagged"):
+            yield "basis", narrower, estimate(replace(options, basis=narrower))
+    elif hasattr(options, "rank") and isinstance(basis, str):
         rank = options.rank or RANK
         while rank > 1:
             rank //= 2
