@@ -34,6 +34,7 @@ from epimer.experiments.paper import EXPERIMENTS
 from epimer.experiments.results import write
 
 TASKS = ("agnews", "banking77", "clinc150", "emotion", "hate", "sst2", "subj", "trec6")
+DOUBTFUL = {"hate": "its test set is shifted; its own model has 52.5% there"}
 
 
 class Network(nn.Module):
@@ -159,7 +160,7 @@ def build(data: Path, folder: Path, device: str, epochs: int, length: int, cache
         return network.requires_grad_(True).eval()
 
     tasks = [
-        SuiteTask(name, [str(c) for c in range(classes[name])], splits[name], head)
+        SuiteTask(name, [str(c) for c in range(classes[name])], splits[name], head, doubtful=DOUBTFUL.get(name, ""))
         for name, head in zip(TASKS, heads, strict=True)
     ]
     return Suite("minilm8", base, models, tasks, network_of, untrained="probe")

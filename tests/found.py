@@ -15,6 +15,7 @@ from epimer.records import (
     LayerDiagnosis,
     LayerFindings,
     MergeRecord,
+    MergeTheory,
     TensorRecord,
 )
 
@@ -158,6 +159,7 @@ def diagnosis(models=TASKS, layers: int = 12, advice=None) -> dict:
             base_norm=20.0,
             energy={"2": (0.4,) * count, "16": (0.8,) * count},
             forecast={m: tuple(chance.random() for _ in models) for m in METHODS},
+            merges={m: MergeTheory(1.0, 0.5, 0.3, 0.1, 0.373) for m in METHODS},
         )
         for name in named
     }
@@ -172,6 +174,10 @@ def diagnosis(models=TASKS, layers: int = 12, advice=None) -> dict:
         lost = tuple(0.2 + 0.6 * chance.random() - 0.04 * i for _ in models)
         mean = sum(lost) / count
         forecast[method] = Forecast(lost, mean, max(lost), 1.5, 0.9 * mean)
+    merges = {
+        method: tuple(MergeTheory(scale, 3.5 * scale + i, 4.25 + i, 0.25, 3.125 + i) for scale in (1.0, 1.5))
+        for i, method in enumerate(METHODS)
+    }
     ranks = (2, 4, 8, 16, 32)
     energy = {str(k): tuple(min(0.99, 0.3 + 0.1 * math.log2(k) + 0.04 * t) for t in range(count)) for k in ranks}
     by_rank = ({"k": k, "eta": 0.1 * k, "eta_unit_trace": 0.01 * k, "eta_fraction": 0.5 / (1 + k / 8)} for k in ranks)
@@ -185,7 +191,7 @@ def diagnosis(models=TASKS, layers: int = 12, advice=None) -> dict:
         base_norm=60.0, conflict=conflict, forecast=forecast, curvature="kronecker", rank=16, damping=0.01,
         energy=energy, eta_by_rank=tuple(by_rank),
         base="ancestor", recipe="merge_method: epimer_kron\nmodels:\n  - model: digits\n", version="0.1.0",
-        advice=default if advice is None else tuple(advice),
+        advice=default if advice is None else tuple(advice), merges=merges,
     )  # fmt: skip
     return json.loads(json.dumps(found.to_dict()))
 

@@ -33,9 +33,9 @@ def data(t, count, generator):
     return Split(x, (x @ teacher).argmax(1))
 
 
-def make_suite(folder):
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
+def make_suite(folder, seed=0):
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(1 + seed)
     base, models, tasks = Network(), [], []
     for t in range(3):
         splits = {name: data(t, count, generator) for name, count in (("train", 400), ("val", 150), ("test", 200))}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from epimer.curvature.curvature import Curvature as Curvature
     from epimer.curvature.estimate import estimate_curvature as estimate_curvature
     from epimer.diagnosis.landscape import landscape as landscape
+    from epimer.diagnosis.suite_merge import merge_suite as merge_suite
     from epimer.errors import CheckpointError as CheckpointError
     from epimer.errors import CurvatureError as CurvatureError
     from epimer.errors import DataError as DataError
@@ -81,6 +82,7 @@ _HOMES = {
     ),
     "epimer.geometry.metric": ("Corrected", "Diagonal", "EKFAC", "Kronecker", "Projected", "Samples"),
     "epimer.diagnosis.landscape": ("landscape",),
+    "epimer.diagnosis.suite_merge": ("merge_suite",),
     "epimer.evaluation.suite": ("Split", "Suite", "SuiteTask"),
     "epimer.geometry.solution": ("Solution",),
     "epimer.methods.options": ("MethodOptions", "Option"),

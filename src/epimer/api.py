@@ -18,12 +18,12 @@ from epimer.diagnosis import choice
 from epimer.diagnosis.diagnose import Methods, diagnose_models, diagnose_recipe
 from epimer.diagnosis.sweep import Merges, Sweep, check_methods, sweep_plans, sweep_recipe
 from epimer.engine.basis import KINDS, build_bases
-from epimer.engine.merge import merge_in_memory
+from epimer.engine.merge import MergedState, merge_in_memory
 from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.output import check_output, merge_record, warn_of, write_merge
 from epimer.engine.threads import check_device
 from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, short
-from epimer.evaluation.judges import Evaluate
+from epimer.evaluation.judges import Evaluate, by_agreement
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, Tagged
 from epimer.methods.options import RULES_PARAMETER
@@ -42,14 +42,6 @@ StateDict = Mapping[str, Tensor]
 RecipeLike = str | os.PathLike[str] | Mapping[str, Any] | Recipe
 """a YAML file, its content as a mapping, or a loaded recipe"""
 STEPS = 20  # of conjugate gradients while settings of models in memory are compared
-
-
-class MergedState(dict[str, Tensor]):
-    """A merged state dict that remembers how it was made."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], record: MergeRecord) -> None:
-        super().__init__(tensors)
-        self.record = record
 
 
 # --- merge ---
@@ -100,11 +92,24 @@ def plan_merge(
     """Open what a recipe names, choose what it leaves to `auto`, and plan its merge; problems are collected."""
     loaded, folder = open_recipe(recipe, folder)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
-    judge = _recipe_judge(loaded, folder, progress=progress)
-    chosen, why = choice.resolve(loaded, opened, judge, RunOptions(progress=progress))
-    plan = plan_recipe(chosen, opened)
+    again, run = loaded.rounds or loaded.refine, RunOptions(progress=progress)
+    inputs = choice.inputs_of(loaded, opened, folder) if again or (loaded.auto and loaded.eval is None) else None
+    if again and inputs is None:
+        raise RecipeError(
+            "'rounds' and 'refine' need the inputs that curvature was measured on; measure it for every model with "
+            "`epimer curvature`, which keeps them, and name the folders under 'curvature'."
+        )
+    judge = _recipe_judge(loaded, folder, progress=progress) or (by_agreement(inputs) if inputs else None)
+    chosen, why = choice.resolve(loaded, opened, judge, run)
+    if again and inputs is not None:
+        plan = choice.improved_plan(loaded, chosen, opened, inputs, run)
+    else:
+        plan = plan_recipe(chosen, opened)
+        if why and inputs is not None:
+            plan = replace(plan, unlabelled=choice.samples_of(inputs), choices=(why,))
     if why:
         plan.notes.append(f"auto took {why}.")
+    plan.notes.extend(line for line in plan.choices if line != why)
     return plan
 
 
@@ -256,7 +261,7 @@ def _checked(user: str, **options: Any) -> dict[str, Any]:
 
 def sweep(
     recipe: RecipeLike,
-    evaluation: str,
+    evaluation: str | None = None,
     *,
     methods: list[str] | None = None,
     scales: list[float] | None = None,
@@ -272,7 +277,8 @@ def sweep(
 
     Args:
         recipe: a YAML file, or its content as a mapping.
-        evaluation: see `epimer.evaluation.judges.evaluator`.
+        evaluation: see `epimer.evaluation.judges.evaluator`; None compares with each task's own model on the inputs
+            that were kept with the curvature.
         methods: by name; None takes average, tsv, iso_c, epimer_free and those that use the recipe's curvature.
         scales: all are tried; None climbs from 1.
         ranks: directions per task.
@@ -290,7 +296,12 @@ def sweep(
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if keep_best is not None:  # before any work
         check_output(Path(keep_best).expanduser().absolute(), opened.participants, overwrite=overwrite)
-    judge = evaluator(evaluation, folder, count=len(loaded.models), progress=progress)
+    inputs = choice.inputs_of(loaded, opened, folder) if evaluation is None else None
+    if evaluation is None and inputs is None:
+        raise RecipeError(
+            "a sweep needs something to compare merges by: --eval, or curvature of every model that kept its inputs."
+        )
+    judge = by_agreement(inputs) if inputs else evaluator(evaluation or "", folder, count=len(loaded.models))
     run = RunOptions(workers=workers, max_memory=max_memory, progress=progress)
     result = sweep_recipe(
         loaded,
@@ -299,7 +310,7 @@ def sweep(
         methods=methods,
         scales=scales,
         ranks=ranks,
-        evaluation=evaluation,
+        evaluation=evaluation or choice.INPUTS,
         run=run,
     )
     if keep_best is not None:
@@ -434,7 +445,9 @@ def make_basis(
     participants = open_models(loaded, folder=folder, progress=progress, measured=False).participants
     with Progress(progress) as bar, torch.no_grad():
         run = RunOptions(workers=workers, max_memory=max_memory)
-        bases = build_bases(participants, loaded.rules, rank=size, kind=chosen, run=run, progress=bar)
+        bases = build_bases(
+            participants, loaded.rules, rank=size, kind=chosen, weights=loaded.weights, run=run, progress=bar
+        )
         about = {"rank": size, "models": [one.checkpoint.fingerprint for one in participants.all]}
         save_basis(bases, out, about=about, overwrite=overwrite)
     return StoredBasis(out)

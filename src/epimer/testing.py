@@ -1,6 +1,7 @@
 """A test kit for people who write a method: `check_laws` tests on small random models what the method's row claims.
 
-The laws are those that any merge may obey (`LAWS`); a method states in `Method.laws` which ones it does.
+The laws are those that any merge may obey (`LAWS`); a method states in `Method.laws` which ones it does. Those of
+`EVERY_METHOD` hold for all.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ OTHERS = {
 def check_laws(method: Method | str) -> None:
     """Raise AssertionError unless a method obeys exactly the laws that its row states, at its defaults.
 
-    `method` is a row, registered or not, or the name of a registered one.
+    Those of `EVERY_METHOD` it must obey without stating them. `method` is a row, registered or not, or the name of a
+    registered one.
     """
     with _registered(method) as row:
         problems = [f"{row.name} states the law {law!r}, which does not exist." for law in row.laws - LAWS.keys()]
@@ -42,6 +44,11 @@ def check_laws(method: Method | str) -> None:
                 problems.append(f"{row.name} breaks the law {law!r} ({meaning}), which it states: {broken}.")
             elif law not in row.laws and broken is None:
                 problems.append(f"{row.name} obeys the law {law!r} ({meaning}); add it to its laws.")
+        for law, (meaning, _) in EVERY_METHOD.items():
+            if (broken := find_violation(row, law)) is not None:
+                problems.append(
+                    f"{row.name} breaks the law {law!r} ({meaning}), which holds for every method: {broken}."
+                )
     if problems:
         raise AssertionError("\n".join(problems))
 
@@ -49,7 +56,7 @@ def check_laws(method: Method | str) -> None:
 def find_violation(method: Method | str, law: str) -> str | None:
     """Return how a method breaks a law on random models, in words; None where it obeys it."""
     with _registered(method) as row:
-        return LAWS[law][1](row)
+        return (LAWS | EVERY_METHOD)[law][1](row)
 
 
 @contextmanager
@@ -194,7 +201,29 @@ def _times(metric: Metric, c: float) -> Metric:
     raise AssertionError(f"no law for curvature of kind {metric.kind}")
 
 
-LAWS: dict[str, tuple[str, Callable[[Method], str | None]]] = {
+def _zero_weight(method: Method) -> str | None:
+    base = make_base(torch.float64)
+    models, needs = make_models(base), required_arguments(method, base)
+    for left_out, weights in ((2, [0.3, 0.7, 0.0]), (0, [0.0, 0.7, 0.3])):
+        merged = _merge(method, base, models, weights=weights)
+        others = [t for t in range(3) if t != left_out]
+        given = needs | {"weights": [weights[t] for t in others]}
+        if "curvature" in needs:
+            given["curvature"] = [needs["curvature"][t] for t in others]
+        alone = epimer.merge_state_dicts(base, [models[t] for t in others], method.name, **given)
+        if broken := _differs(merged, alone, 1e-12):
+            return f"with weights {weights}, {broken} from the merge of the other two"
+    return None
+
+
+Law = tuple[str, Callable[[Method], str | None]]
+
+EVERY_METHOD: dict[str, Law] = {
+    "zero_weight": ("a model of weight 0 might as well not be there", _zero_weight),
+}
+"""laws that every method must obey, whatever its row states"""
+
+LAWS: dict[str, Law] = {
     "permutation": ("the order of the models does not matter", _permutation),
     "copies": ("merging copies of one model returns it", _copies),
     "scale_zero": ("scale 0 returns the base", _scale_zero),

@@ -25,7 +25,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import epimer
+from epimer.checkpoints import open_checkpoint
 from epimer.curvature.format import model_fingerprint
+from epimer.evaluation.judges import by_agreement
+from epimer.evaluation.unlabelled import suite_of_inputs
+from epimer.plan.participants import align
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -409,6 +413,106 @@ def test_the_same_command_measures_the_same_bytes_in_another_process(here):
     assert done(*command, "--out", "five", "--quiet") == ""
 
 
+# inputs that are kept, and measuring at a merged model
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "clip"])
+def test_the_inputs_are_kept_with_the_curvature(here, made, family):
+    done("curvature", *on(family), "--samples", 13, "--batch-size", 5, "--seed", 3, "--out", "out")
+    inputs = epimer.Curvature.load("out").inputs
+    assert (inputs.task, inputs.pooling, len(inputs)) == (ON[family][0], "auto", 13)
+    ((whole, targets),) = batches_of(made, family, 3, 13, 13)
+    assert set(inputs.tensors) - {"token_type_ids"} == set(whole)
+    for name, value in whole.items():
+        kept = inputs.tensors[name]
+        assert torch.equal(kept, value.to(kept.dtype))
+    assert (inputs.counted is None) is (family != "llama")
+    assert inputs.counted is None or torch.equal(inputs.counted, targets != -100)
+    head = load_file(made / "head.safetensors") if family == "clip" else {}
+    assert {name: W.tolist() for name, W in inputs.head.items()} == {name: W.tolist() for name, W in head.items()}
+
+
+@torch.no_grad()
+def test_a_suite_of_kept_images_and_a_head(here, made):
+    models = ["clip/one", "clip/two"]
+    for model in ("one", "two"):
+        done("curvature", *on("clip", model), "--out", f"{model}.curv")
+    participants = align(open_checkpoint("clip/base"), [open_checkpoint(model) for model in models], models)
+    curvatures = [epimer.Curvature.load(f"{model}.curv") for model in ("one", "two")]
+    suite = suite_of_inputs(models, participants, curvatures, device="cpu")
+    ((whole, _),) = batches_of(made, "clip", 0, ROWS, ROWS)
+    pixels = whole["pixel_values"].half().float()
+    for t, name in enumerate(("one", "two")):
+        for state, model in ((suite.base, "base"), (suite.models[t], name)):
+            expected = load(made / "clip" / model, "clip")(pixels)
+            network = suite.network(state, suite.tasks[t])
+            found = [network(**inputs).logits for inputs, _ in suite.tasks[t].splits["train"].batches(8)]
+            torch.testing.assert_close(torch.cat(found), expected)
+    assert bool(by_agreement(suite)(suite.models[0], "test").scores["one"].all())
+
+
+def test_no_more_inputs_are_kept_than_wanted(here):
+    done("curvature", *on("bert"), "--no-inputs", "--out", "without")
+    assert {path.name for path in Path("without").iterdir()} == {"curvature.json", "curvature.safetensors"}
+    assert epimer.Curvature.load("without").inputs is None
+    done("curvature", *on("bert"), "--out", "with")
+    assert stored("with") == stored("without")
+    Path("many.txt").write_text("the cat sat\n" * 300)
+    done("curvature", "bert/one", "--task", ON["bert"][0], "--data", "many.txt", "--samples", 300, "--out", "many")
+    assert header("many")["samples"] == 300
+    assert header("many")["inputs"]["samples"] == len(epimer.Curvature.load("many").inputs) == 256
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "clip"])
+def test_measuring_at_a_model_is_measuring_that_model(here, family):
+    done("curvature", *on(family), "--out", "plain")
+    printed = done("curvature", *on(family), "--at", f"{family}/one", "--out", "same")
+    assert stored("same") == stored("plain")
+    before, after = header("plain"), header("same")
+    assert before.pop("at") is None
+    assert after.pop("at") == before["model"]
+    assert after == before
+    assert f"measured at {family}/one" in printed
+    done("curvature", *on(family, "base"), "--out", "base")
+    done("curvature", *on(family), "--at", f"{family}/base", "--out", "there")
+    assert stored("there") == stored("base") != stored("plain")
+    there = header("there")
+    assert there["model"] == before["model"]  # so recipes take it as this model's
+    assert there["at"] == header("base")["model"]
+
+
+def test_measuring_at_a_merge_keeps_the_tasks_own_head(here, made):
+    """What the merged model lacks, or has in another shape, is the model's own."""
+    own, base = (load_file(made / "bert" / name / "model.safetensors") for name in ("one", "base"))
+    merged = {name: W for name, W in base.items() if not name.startswith("classifier")}
+    shutil.copytree(made / "bert" / "base", "merged", symlinks=False)
+    save_file(merged | {"classifier.weight": torch.zeros(5, 16)}, "merged/model.safetensors", {"format": "pt"})
+    shutil.copytree(made / "bert" / "one", "expected")
+    save_file(own | merged, "expected/model.safetensors", {"format": "pt"})
+    done("curvature", *on("bert"), "--at", "merged", "--out", "there")
+    task, data = ON["bert"]
+    done("curvature", "expected", "--task", task, "--data", data, "--out", "by_hand")
+    assert stored("there") == stored("by_hand")
+    measured = set(epimer.Curvature.load("there"))
+    assert "classifier.weight" in measured
+    shared = {name: base[name] for name in measured - {"classifier.weight"}}
+    assert header("there")["at"] == model_fingerprint(shared)
+    recipe = write_recipe("recipe.yaml", "epimer_kron", "bert", ["there", "there"], names=("one", "one"))
+    done("merge", recipe, "out")
+
+
+def test_what_cannot_be_measured_at(here, made):
+    assert_refused(run("curvature", *on("bert"), "--at", "llama/one", "--out", "out"), "no matrix of the same name")
+    bad = load_file(made / "bert" / "base" / "model.safetensors")
+    bad["bert.pooler.dense.weight"][0, 0] = torch.nan
+    save_file(bad, "bad.safetensors")
+    ran = run("curvature", *on("bert"), "--at", "bad.safetensors", "--out", "out")
+    assert_refused(ran, "bad.safetensors['bert.pooler.dense.weight'] holds NaN or Inf in 1 entries")
+    assert_refused(run("curvature", *on("bert"), "--at", "nowhere/at/all", "--out", "out"), "nowhere/at/all")
+    options = ["--optimizer", "x.pt", "--task", "causal-lm", "--at", "llama/base", "--out", "out"]
+    assert_refused(run("curvature", "llama/one", *options), "--at is for measuring on --data")
+
+
 @pytest.mark.parametrize("kind", ["samples", "ekfac", "diagonal"])
 def test_drawn_labels_depend_on_the_seed_alone(here, kind):
     for out, seed in (("one", 0), ("two", 0), ("three", 1)):
@@ -502,6 +606,26 @@ def test_a_recipe_with_measured_curvature(here, made, measured, family, method, 
     average = epimer.merge_state_dicts(base, models, "average")
     with pytest.raises(AssertionError):  # it made a difference
         assert_merged(Path("out"), average, made / family / "base")
+
+
+def test_wide_layers_are_named_first_and_merged_in_a_basis(here, made, monkeypatch):
+    monkeypatch.setattr("epimer.curvature.collectors.WIDEST", 20)
+    measuring = ("--data", made / "reviews.jsonl", "--task", "text-classification", "--samples", 8)
+    first, second, *_ = done("curvature", made / "bert" / "one", *measuring, "-o", "wide").splitlines()
+    assert first.startswith("note: 'bert.encoder.layer.0.intermediate.dense.weight', ")
+    assert "will have no Kronecker factors, which would take 0.00 GB; they are kept at most 20 wide" in first
+    assert second.startswith("wide: kronecker of ")
+    recipe = write_recipe(
+        "r.yaml", "epimer_kron", "bert", ["one.curv", "two.curv"], basis="basis", parameters={"rank": 4}
+    )
+    done("basis", recipe, "basis")
+    for model in ("one", "two"):
+        printed = done("curvature", made / "bert" / model, *measuring, "--basis", "basis", "-o", f"{model}.curv")
+        assert "Kronecker factors" not in printed
+    done("merge", recipe, "out")
+    name = "bert.encoder.layer.0.intermediate.dense.weight"
+    base, one = (load_file(folder / "model.safetensors")[name] for folder in (made / "bert" / "base", Path("out")))
+    assert float((one - base).norm()) > 0
 
 
 def test_curvature_of_another_model_is_used_only_if_asked(here, made, measured):
@@ -706,6 +830,7 @@ def test_an_optimisers_state(here, made):
             torch.testing.assert_close(found[key].F, F / (1 - 0.99**3), rtol=1e-4, atol=1e-12)
     assert header("c-one")["source"] == "optimizer, second moment"
     assert header("c-one")["samples"] is None
+    assert epimer.Curvature.load("c-one").inputs is None
     done("merge", write_recipe("r.yaml", "fisher", "bert", ["c-one", "c-two"]), "merged")
     base, *models = states(made, "bert", "base", "one", "two")
     curvature = [epimer.Curvature.load(f"c-{name}") for name in ("one", "two")]
@@ -749,7 +874,11 @@ def test_the_sum_over_processes(here, measured):
     assert ran.out.count("out: kronecker of 8 tensors") == 1
     whole = measured / "bert-kronecker-one"
     assert_same(epimer.Curvature.load("out"), epimer.Curvature.load(whole))
-    assert header("out") == header(whole)
+    together, alone = header("out"), header(whole)
+    assert (together["inputs"].pop("samples"), alone["inputs"].pop("samples")) == (ROWS // 2, ROWS)  # the first's share
+    assert together == alone
+    kept, every = (epimer.Curvature.load(one).inputs.tensors["input_ids"] for one in ("out", whole))
+    assert torch.equal(kept, every[::2, : kept.shape[1]])
 
 
 # what is refused
@@ -879,7 +1008,8 @@ def test_an_output_that_is_there(here, made):
     Path("out/extra").write_text("")
     done(*command, "out", "--seed", 1, "--overwrite")
     assert stored("out") != before
-    assert sorted(path.name for path in Path("out").iterdir()) == ["curvature.json", "curvature.safetensors"]
+    files = ["curvature.json", "curvature.safetensors", "head.safetensors", "inputs.safetensors"]
+    assert sorted(path.name for path in Path("out").iterdir()) == files
     Path("notes").mkdir()
     Path("notes/diary.txt").write_text("dear diary")
     for place in ("notes", "notes/diary.txt"):

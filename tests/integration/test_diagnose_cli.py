@@ -169,6 +169,13 @@ def test_a_diagnosis_from_another_folder_has_the_numbers_of_its_tensors(here, cu
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["pace"])
     norm = np.sqrt(sum(float((models[1][n] - base[n]).double().square().sum()) for n in found["layers"]))
     assert row[1] == f"{norm:.3g}"
+    printed = [line.split() for line in out.partition("loss increase to second order")[2].splitlines()]
+    assert set(found["merges"]) == set(found["forecast"])
+    for method, theories in found["merges"].items():
+        for one in theories:
+            values = (0.5 * one["quadratic"], one["v_s"], one["r_s"], one["bound"])
+            assert [method, f"{one['scale']:g}", *(f"{value:.3g}" for value in values)] in printed
+    assert ("not a loss" in out) == (not curved)
     assert written(here) == ["found.json", "page.html"]
 
 

@@ -6,7 +6,7 @@ import torch
 import epimer
 from dense import close
 from epimer.geometry.metric import Diagonal, Kronecker
-from epimer.testing import LAWS, find_violation
+from epimer.testing import EVERY_METHOD, LAWS, find_violation
 from models import MATRICES, make_base, make_curvature, make_models, needs
 
 METHODS = epimer.list_methods()
@@ -30,6 +30,12 @@ def same(a, b, tolerance=1e-5):
 def test_a_method_obeys_exactly_the_laws_it_declares(name, law):
     broken = find_violation(name, law)
     assert (broken is None) == obeys(name, law), broken
+
+
+@pytest.mark.parametrize("law", EVERY_METHOD)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_obeys_the_laws_of_every_method(name, law):
+    assert find_violation(name, law) is None
 
 
 @pytest.mark.parametrize("name", METHODS)

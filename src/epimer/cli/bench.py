@@ -10,23 +10,32 @@ import typer
 
 from epimer.cli import options, render
 from epimer.cli.app import app, stoppable
-from epimer.cli.options import option
+from epimer.cli.options import option, split_commas
+from epimer.errors import ParameterError
 
 if TYPE_CHECKING:
     from epimer.records import Experiment
 
-EXPERIMENTS = "performance, worst-task, alpha, eta, fisher-fraction, landscape, cost, metrics, samples, tasks"
+EXPERIMENTS = (
+    "performance, worst-task, alpha, eta, fisher-fraction, landscape, cost, metrics, samples, tasks, unlabelled"
+)
 """the names in `experiments.paper.EXPERIMENTS`, repeated so that --help needs no torch; a test compares them"""
+WITHOUT_SUITE = "basins, basins-logistic"
+"""the names in `experiments.basins.WITHOUT_SUITE`, likewise"""
 
 
 @app.command()
 def bench(
     suite: Annotated[str, typer.Argument(help="glyphs8, clip8, a YAML file, or module:function.")] = "glyphs8",
     experiment: Annotated[
-        list[str] | None, option(f"{EXPERIMENTS} or all; may be repeated.", default="performance")
+        list[str] | None,
+        option(f"{EXPERIMENTS}, all, or without a suite {WITHOUT_SUITE}; may be repeated.", default="performance"),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to put tables and figures.")] = Path("epimer-bench"),
     seed: Annotated[int, typer.Option(help="Of the suite and of the choice of samples.", min=0)] = 0,
+    seeds: Annotated[
+        str | None, option("Training seeds, as 0,1,2: performance for each, and over all.", default="one, --seed")
+    ] = None,
     variant: Annotated[str | None, option("Of clip8: B/32, B/16 or L/14.", default="B/32")] = None,
     limit: Annotated[int | None, option("Of clip8: samples of each split.", default="all")] = None,
     family: Annotated[str | None, option("Of clip8's models: tanganke or task_vectors.", default="tanganke")] = None,
@@ -36,11 +45,20 @@ def bench(
 ) -> None:
     """Run the paper's experiments and ours on a suite: JSON, Markdown and figures."""
     from epimer.experiments.run import run_experiments
+    from epimer.experiments.seeds import run_seeds
 
     of_clip8 = {"variant": variant, "limit": limit, "family": family, "checkpoints": checkpoints, "data": data}
     names = experiment or ["performance"]
+    several = split_commas(seeds, int, "--seeds")
+    if several and names != ["performance"]:
+        raise ParameterError(f"--seeds is for the experiment performance; leave it out for {', '.join(names)}.")
+    results = (
+        run_seeds(suite, several, out, progress=not quiet, **of_clip8)
+        if several
+        else run_experiments(suite, names, out, seed=seed, progress=not quiet, **of_clip8)
+    )
     with stoppable("what was finished is kept"):
-        for result, files in run_experiments(suite, names, out, seed=seed, progress=not quiet, **of_clip8):
+        for result, files in results:
             if not quiet:
                 print_experiment(result, files)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,6 +32,7 @@ def curvature(
     out: Annotated[Path, option("The curvature folder to make.", "--out", "-o")],
     task: Annotated[str, option("causal-lm, text-classification or image-classification.")],
     data: Annotated[str | None, option(DATA)] = None,
+    at: Annotated[str | None, option("Measure the model's task at the tensors of this merged model.")] = None,
     kind: Annotated[str | None, option(KINDS, default="kronecker")] = None,
     samples: Annotated[int | None, option("How many samples to measure on.", default="256")] = None,
     fraction: Annotated[float | None, option("Share of the data instead, as 0.005; one batch at least.")] = None,
@@ -48,6 +50,7 @@ def curvature(
     pooling: Annotated[str, typer.Option(help="Features for --head: auto, pooler, cls or mean.")] = "auto",
     optimizer: Annotated[Path | None, option("Read Adam's moments from this optimizer.pt instead of --data.")] = None,
     moment: Annotated[str, typer.Option(help="Which of Adam's moments: second, or first (squared).")] = "second",
+    no_inputs: Annotated[bool, option("Do not store inputs (tokens, pixels) in the folder.", "--no-inputs")] = False,
     batch_size: Annotated[int, typer.Option(help="Samples at a time.")] = 16,
     max_length: Annotated[int, typer.Option(help="Most tokens of a text.")] = 512,
     dtype: Annotated[str, typer.Option(help="What the model computes in; sums are in float32 or wider.")] = "float32",
@@ -59,6 +62,7 @@ def curvature(
     """Measure the curvature of a model's loss on a little data, for every later merge.
 
     Without labels it is measured under the model's own predictions, which is the default.
+    Its inputs (tokens or pixels, no labels; at most 256) are stored with it, to judge merges on; see --no-inputs.
     Several processes share the data: torchrun --nproc-per-node 2 -m epimer curvature …
     """
     fields = {name: value for name, value in locals().items() if name not in ("as_json", "quiet")}
@@ -67,16 +71,33 @@ def curvature(
     from epimer.curvature.measure import Request, measure
 
     request = Request(**{**fields, "layers": tuple(layers or ()), "progress": not (quiet or as_json)})
-    with stoppable("nothing was written"), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", EpimerWarning)
+    with stoppable("nothing was written"), _printed_warnings(shown=not (quiet or as_json)):
         result = measure(request)
     if result is not None and not quiet:
-        notes = [str(warning.message) for warning in caught if issubclass(warning.category, EpimerWarning)]
-        _print_result(result, out, notes, as_json=as_json)
+        _print_result(result, out, at, as_json=as_json)
     leave()
 
 
-def _print_result(result: Curvature, out: Path, notes: Sequence[str], *, as_json: bool) -> None:
+@contextmanager
+def _printed_warnings(*, shown: bool) -> Iterator[None]:
+    """Print epimer's warnings as notes when they are raised, each once: some are worth stopping for."""
+    from epimer.curvature.distributed import ranks
+
+    printed = set[str]()
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        text = str(message)
+        if shown and issubclass(category, EpimerWarning) and text not in printed and ranks()[0] == 0:
+            printed.add(text)
+            render.print_notes([text])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", EpimerWarning)
+        warnings.showwarning = show
+        yield
+
+
+def _print_result(result: Curvature, out: Path, at: str | None, *, as_json: bool) -> None:
     about, clipped = result.provenance, result.clipped
     if as_json:
         totals = {"tensors": len(result), "bytes": result.nbytes, "clipped": clipped}
@@ -86,7 +107,7 @@ def _print_result(result: Curvature, out: Path, notes: Sequence[str], *, as_json
         source = f"{about.samples} samples, {about.tokens} tokens, {about.labels} labels"
     kind = f"projected {result.kind}" if about.basis else result.kind
     render.print_text(f"{out}: {kind} of {len(result)} tensors, {render.size(result.nbytes)} ({source})")
-    lines = []
+    lines = [] if at is None else [f"measured at {at} (fingerprint {about.at})."]
     for reason in dict.fromkeys(about.left_out.values()):
         names = [name for name, why in about.left_out.items() if why == reason]
         lines.append(f"left out {listed(names)}: {reason}.")
@@ -94,4 +115,4 @@ def _print_result(result: Curvature, out: Path, notes: Sequence[str], *, as_json
         worst = max(clipped, key=lambda name: clipped[name])
         most = f"most in {worst}: {clipped[worst]:.1%} of its spectrum"
         lines.append(f"negative curvature taken as 0 in {len(clipped)} tensors, {most}.")
-    render.print_notes([*lines, *dict.fromkeys(notes)])
+    render.print_notes(lines)

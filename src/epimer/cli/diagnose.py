@@ -63,11 +63,12 @@ def _print_diagnosis(result: Diagnosis) -> None:
     _print_tasks(result)
     _print_conflict(result)
     _print_layers(result)
+    _print_merges(result)
     total = result.total
     rest = "" if total.r_s is None or total.bound is None else f", R_S {total.r_s:.3g}, bound {total.bound:.3g}"
     render.print_text(
         f"\nη {total.eta:.3g} ({total.eta_fraction:.1%} of F at the flat mean; {total.eta_unit_trace:.3g} at "
-        f"unit trace), V_S {total.v_s:.3g}{rest}, worst condition {total.condition:.2g}"
+        f"unit trace); at the mean x*: V_S {total.v_s:.3g}{rest}; worst condition {total.condition:.2g}"
     )
 
 
@@ -81,6 +82,19 @@ def _print_tasks(result: Diagnosis) -> None:
         losses = [f"{forecast.tasks[t]:.2f}" for forecast in result.forecast.values()]
         rows.append([name, f"{norm:.3g}", share, *kept, *losses])
     render.print_table(headings, rows, title=title, text_columns=1)
+
+
+def _print_merges(result: Diagnosis) -> None:
+    if not result.merges:
+        return
+    units = " (task-gram's units, not a loss)" if result.curvature == "task-gram" else ""
+    title = f"\nloss increase to second order at each merge{units}, at most the bound of V_S and R_S"
+    rows = [
+        [method, f"{one.scale:g}", *(f"{value:.3g}" for value in (one.increase, one.v_s, one.r_s, one.bound))]
+        for method, theories in result.merges.items()
+        for one in theories
+    ]
+    render.print_table(["merge", "scale", "increase", "V_S", "R_S", "bound"], rows, title=title, text_columns=1)
 
 
 def _print_conflict(result: Diagnosis) -> None:

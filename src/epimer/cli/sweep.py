@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 def sweep(
     recipe: options.Recipe,
     evaluation: Annotated[
-        str, option("A suite, agreement:SUITE (needs no labels), or module:function of a state dict.", "--eval")
-    ],
+        str | None,
+        option(
+            "A suite, agreement:SUITE (needs no labels), or module:function of a state dict.",
+            "--eval",
+            default="the inputs kept with the curvature",
+        ),
+    ] = None,
     methods: Annotated[
         str | None, option("Which, with commas.", default="average, tsv, iso_c, epimer_free and more")
     ] = None,

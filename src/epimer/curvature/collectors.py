@@ -7,6 +7,7 @@ in float32 or float64, whatever the model computes in.
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 from epimer.curvature.per_sample_gradients import OuterProducts, SampleGradients, TableRows, TokenSums
+from epimer.errors import EpimerWarning, listed
 from epimer.geometry.diagonal import TaggedDiagonal
 from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
 from epimer.geometry.subspace import Basis
+from epimer.methods.rules import is_matrix
 
 CHUNK = 1 << 20  # entries of a block of per-sample gradients: what a CPU's cache holds
 GPU_CHUNK = 1 << 26
@@ -169,7 +172,18 @@ class KroneckerCollector(Collector):
         self.inputs: dict[str, int] = {}
         for name, shape in self.shapes.items():
             if self.basis is None and (widest := max(shape[0], shape[1:].numel())) > WIDEST:
-                self.refused[name] = f"a factor of side {widest} is too large to keep"
+                self.refused[name] = f"a factor of side {widest} is too large to keep without --basis (basis=)"
+        self._warn_of_refused()
+
+    def _warn_of_refused(self) -> None:
+        """Name the matrices that are too wide, of those that a merge needs, before any data is read."""
+        if not (wide := [name for name in self.refused if is_matrix(name, self.shapes[name])]):
+            return
+        numbers = sum(side * side for name in wide for side in self.shapes[name])
+        size = f"{numbers * self.dtype.itemsize / 1e9:.2f} GB; they are kept at most {WIDEST} wide"
+        problem = f"{listed(wide)} will have no Kronecker factors, which would take {size}"
+        remedy = "measure in a basis instead: `epimer basis`, then --basis (basis=)"
+        warnings.warn(f"{problem}. Methods that need them refuse such a matrix; {remedy}.", EpimerWarning, stacklevel=4)
 
     def add(self, name: str, gradients: Sequence[SampleGradients]) -> None:
         outer = self.concatenated(name, gradients)

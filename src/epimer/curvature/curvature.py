@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import distributed as dist
 from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.curvature.distributed import ranks
 from epimer.curvature.format import Provenance, StoredMetrics, model_fingerprint, save_curvature
+from epimer.curvature.kept_inputs import KeptInputs, read_inputs
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.optimizer_state import moments
 from epimer.errors import CurvatureError, listed
@@ -25,17 +27,29 @@ SEQUENCES = ("expand", "reduce")
 class Curvature(Mapping[str, Metric]):
     """Curvature of one model: a mapping from tensor names to metrics, one for each measured tensor.
 
-    `a + b` is the measurement of both data sets, where they are disjoint.
+    `a + b` is the measurement of both data sets, where they are disjoint; it keeps no inputs.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], provenance: Provenance, *, where: str = "curvature") -> None:
-        self.metrics, self.provenance, self.where = metrics, provenance, where
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        provenance: Provenance,
+        *,
+        where: str = "curvature",
+        inputs: KeptInputs | Callable[[], KeptInputs | None] | None = None,
+    ) -> None:
+        self.metrics, self.provenance, self.where, self._inputs = metrics, provenance, where, inputs
         self.file: SafetensorsFile | None = None  # the file it was loaded from
 
     @property
     def kind(self) -> str:
         """The kind of curvature: diagonal, kronecker, ekfac, samples, hessian or ggn."""
         return self.provenance.kind
+
+    @cached_property
+    def inputs(self) -> KeptInputs | None:
+        """The unlabelled inputs it was measured on, read and checked at the first access; None if not kept."""
+        return self._inputs() if callable(self._inputs) else self._inputs
 
     @property
     def about(self) -> Provenance:
@@ -83,13 +97,14 @@ class Curvature(Mapping[str, Metric]):
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write a folder that recipes and `Curvature.load` read; an interrupted write leaves no folder."""
-        save_curvature(self.metrics, self.provenance, Path(folder), overwrite=overwrite)
+        save_curvature(self.metrics, self.provenance, Path(folder), inputs=self.inputs, overwrite=overwrite)
 
     @classmethod
     def load(cls, folder: str | Path, where: str = "") -> Curvature:
         """Open a curvature folder, called `where` in messages; each tensor is read from disk when it is accessed."""
         stored = StoredMetrics(Path(folder).expanduser(), where)
-        curvature = cls(stored, stored.provenance, where=stored.where)
+        inputs = partial(read_inputs, stored.folder, stored.inputs_header, stored.where)
+        curvature = cls(stored, stored.provenance, where=stored.where, inputs=inputs)
         curvature.file = stored.file
         return curvature
 
@@ -118,7 +133,7 @@ class Curvature(Mapping[str, Metric]):
         old = self.provenance
         ties = {name: names[twin] for name, twin in old.ties.items() if twin in names}
         provenance = replace(old, counts=renamed(old.counts), left_out=renamed(old.left_out), ties=ties)
-        return Curvature(renamed(self.metrics), provenance)
+        return Curvature(renamed(self.metrics), provenance, inputs=self._inputs)
 
     def __add__(self, other: Curvature) -> Curvature:
         if not isinstance(other, Curvature):
@@ -167,7 +182,7 @@ def combined_provenance(provenances: Sequence[Provenance]) -> Provenance:
     if fixed := [provenance.kind for provenance in provenances if KINDS[provenance.kind].add is None]:
         problem = f"{fixed[0]} curvature cannot be added: each measurement has coordinates of its own"
         raise CurvatureError(f"{problem}; measure kind={fixed[0]!r} on all data at once, or add kind='kronecker'.")
-    for key in ("kind", "model", "basis", "labels", "sequence"):
+    for key in ("kind", "model", "at", "basis", "labels", "sequence"):
         values = list(dict.fromkeys(getattr(provenance, key) for provenance in provenances))
         if len(values) > 1:
             problem = f"curvature of different {key} cannot be added: {values[0]} and {values[1]}"

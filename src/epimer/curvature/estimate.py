@@ -97,9 +97,9 @@ def estimate_curvature(
             metrics, count = projected_hessians(model, read, label_policy, kind, basis, chosen, dtype, bar)
             tokens, left_out = dict[str, int](), dict[str, str]()
         else:
-            read = read if row.refine is None else list(read)
             shapes = {name: p.shape for name, p in chosen.items()}
             collector = row.collector(shapes, dtype, measurement.device, basis=basis, reduce=sequence == "reduce")
+            read = read if row.refine is None else list(read)
             metrics = measurement.run(read, collector, bar.begin("measuring", samples or total))
             count, tokens = collector.samples, collector.tokens
             left_out = {**measurement.left_out, **collector.refused}
@@ -198,37 +198,45 @@ class _Measurement:
             raise SampleError(f"the loss of {where} is {value}; {remedy}.", sample)
 
     def _learn(self, recorder: Recorder, batch: Batch) -> None:
-        """Learn on the first few samples where layers keep their samples, and check that gradients add up."""
+        """Learn on the first two samples where layers keep their samples, and check that gradients add up."""
         for variant in (batch, replace(batch, squares=True)):
-            if attempt(partial(self._probe, recorder, variant.part(0, 2 if batch.N > 2 else 1))) is None:
+            two = variant.part(0, 2)
+            outputs = attempt(partial(self._probe, recorder, two))
+            if not isinstance(outputs, Exception) and (batch.N == 1 or self._double(recorder, variant)):
                 break
         else:  # a model that takes batches of one size only, or inputs whose first dimension is not the samples
-            recorder.probed.clear()
             failure = attempt(partial(self._probe, recorder, batch))
-            recorder.probed.clear()
             if isinstance(failure, EpimerError):
                 raise failure
             self._check_layouts(recorder, batch)
             return
         if batch.N > 1:
-            two = variant.part(0, 2)
-            outputs = self._with_expanded(recorder, "", two)
-            logits, shared = find_logits(outputs), dict.fromkeys(recorder.shared_outputs)
+            logits = find_logits(outputs)
             self.labels.check_independent(self.model, two, outputs)
-            for label in shared:
+            for label in dict.fromkeys(recorder.shared_outputs):
                 expanded = find_logits(self._with_expanded(recorder, label, two))
                 if logits is not None and expanded is not None and agree(logits, expanded):
                     recorder.expanded.add(label)
             self._check_layouts(recorder, variant.part(0, FEW))
 
-    def _probe(self, recorder: Recorder, batch: Batch) -> None:
-        """Keep every layer's output on a few samples, and check that its gradients add up."""
+    def _probe(self, recorder: Recorder, batch: Batch) -> Any:
+        """Keep every layer's output on a few samples, and check that its gradients add up; return the outputs."""
         with recorder.probing(batch.N):
             outputs = batch.run(self.model)
             logits = find_logits(outputs)
             if logits is not None and len(logits) != batch.N:
                 raise RuntimeError("the samples do not lie along the inputs' first dimension")
             recorder.check_gradients(plain_loss(self.labels.loss_fn, outputs, batch.targets, batch.N).sum())
+        return outputs
+
+    def _double(self, recorder: Recorder, batch: Batch) -> bool:
+        """Learn where layers keep their samples, by running the first two samples twice; return whether that ran."""
+
+        def run() -> Any:
+            with recorder.doubling(2):
+                return batch.part(0, 2, repeats=2).run(self.model)
+
+        return not isinstance(attempt(run), Exception)
 
     def _with_expanded(self, recorder: Recorder, label: str, batch: Batch) -> Any:
         """Return the model's outputs with one layer's output expanded to every sample, or the exception it raised."""
@@ -240,16 +248,15 @@ class _Measurement:
         return attempt(run)
 
     def _check_layouts(self, recorder: Recorder, batch: Batch) -> None:
-        """Check that the gradients of every second sample's loss are zero at the other samples."""
+        """Check that the gradients of every second sample's loss are zero at the other samples, and the reverse."""
         with recorder.recording(batch.N), torch.enable_grad():
             outputs = batch.run(self.model)
             try:
-                half = every_second(self.labels.loss_fn, outputs, batch.targets, batch.N)
+                halves = every_second(self.labels.loss_fn, outputs, batch.targets, batch.N)
             except (IndexError, RuntimeError):
                 self.labels.check_range(find_logits(outputs), batch.targets)
                 raise
-            if half is not None:
-                recorder.check_layouts(half)
+            recorder.check_layouts(halves)
 
 
 def _check_finite(metrics: Mapping[str, Metric]) -> None:

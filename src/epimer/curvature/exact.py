@@ -68,8 +68,7 @@ def _loss_of(model: nn.Module, batch: Batch, labels: Labels, *, first: bool) -> 
         outputs = batch.run(model)
         if first:
             check_sum(labels.loss_fn, outputs, batch.targets, batch.N)
-        for _ in labels.passes(outputs, batch.targets, batch.mask, batch.N):
-            targets = labels.targets
+        targets = labels.sample(outputs, batch.targets, batch.mask, batch.N)
 
     def loss(outputs: Any) -> Tensor:
         return per_sample(labels.loss_fn(outputs, targets), batch.N).sum()

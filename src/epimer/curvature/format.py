@@ -1,7 +1,8 @@
 """Curvature on disk: a folder with `curvature.json` (the provenance) and `curvature.safetensors` (the tensors).
 
 The tensors of a metric are stored as `<tensor>.<field>`: `.F` (diagonal), `.A` and `.G` (kronecker), `.S`, `.P` and
-`.Q` (ekfac), `.g` and `.x` (samples), `.H` or `.A` and `.G` (in a basis). docs/curvature.md specifies the format.
+`.Q` (ekfac), `.g` and `.x` (samples), `.H` or `.A` and `.G` (in a basis). The inputs that it was measured on may be
+kept in files of their own (`kept_inputs.py`). docs/curvature.md specifies the format.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside
 from epimer.checkpoints.tensor_parts import TensorParts, read_header
 from epimer.checkpoints.writer import as_json, atomic_folder, save_tensors
+from epimer.curvature.kept_inputs import KeptInputs
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.errors import CurvatureError, short
 from epimer.geometry.metric import Metric, Projected
@@ -27,7 +29,7 @@ from epimer.geometry.metric import Metric, Projected
 FORMAT = 1
 NUMBERS, HEADER = "curvature.safetensors", "curvature.json"
 EDGE = 256  # entries of a tensor's first and last row that enter a fingerprint
-TYPES: dict[str, type] = {"samples": int, "tokens": int, "counts": int, "left_out": str, "ties": str}
+TYPES: dict[str, type] = {"samples": int, "tokens": int, "counts": int, "left_out": str, "ties": str, "at": str}
 """key of the header -> type of its value, or of its values where it is a mapping"""
 MAPPINGS = ("counts", "left_out", "ties")
 
@@ -46,6 +48,7 @@ class Provenance:
     sequence: str = "expand"  # how a sample's tokens enter Kronecker factors: expand or reduce
     source: str = "data"  # data, or the moment of an optimiser's state that was read
     model: str | None = None  # fingerprint of the measured tensors, see `model_fingerprint`
+    at: str | None = None  # fingerprint of the tensors it was measured at, where they are not the model's own
     basis: str | None = None  # fingerprint of the basis it was measured in
     version: str = epimer.__version__
     counts: Mapping[str, int] = field(default_factory=dict)  # tensor -> its tokens without padding
@@ -65,6 +68,7 @@ class StoredMetrics(TensorParts[Metric]):
                 f"{self.where} holds {kind!r} curvature in format {header.get('format')!r}; expected format {FORMAT} "
                 f"and one of {', '.join(KINDS)}: measure it again, or update epimer."
             )
+        self.folder, self.inputs_header = folder, header.get("inputs")
         self.provenance = _read_provenance(header, f"{self.where}/{HEADER}")
         self.metric: Any = KINDS[kind].metric if self.provenance.basis is None else Projected
         if self.provenance.basis is None and self.metric is Projected:
@@ -97,8 +101,10 @@ def _read_provenance(header: Mapping[str, Any], where: str) -> Provenance:
     return Provenance(**values)
 
 
-def save_curvature(metrics: Mapping[str, Metric], provenance: Provenance, folder: Path, *, overwrite: bool) -> None:
-    """Write curvature into a new folder; an interrupted write leaves no folder."""
+def save_curvature(
+    metrics: Mapping[str, Metric], provenance: Provenance, folder: Path, *, inputs: KeptInputs | None, overwrite: bool
+) -> None:
+    """Write curvature, and the inputs it was measured on, into a new folder; an interrupted write leaves no folder."""
     tensors: dict[str, Tensor] = {}
     inputs_first: list[str] = []
     for name, metric in metrics.items():  # one access each, as it may read from disk
@@ -108,7 +114,10 @@ def save_curvature(metrics: Mapping[str, Metric], provenance: Provenance, folder
         raise CurvatureError("there is no curvature to save: no tensor was measured.")
     with atomic_folder(folder, HEADER, overwrite=overwrite) as draft:
         save_tensors(draft / NUMBERS, tensors)
-        (draft / HEADER).write_bytes(as_json({"format": FORMAT, **asdict(provenance), "inputs_first": inputs_first}))
+        header = {"format": FORMAT, **asdict(provenance), "inputs_first": inputs_first}
+        if inputs is not None:
+            header["inputs"] = inputs.save(draft)
+        (draft / HEADER).write_bytes(as_json(header))
 
 
 def model_fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -10,21 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from epimer.checkpoints import open_checkpoint
+from epimer.checkpoints.checkpoint import Checkpoint
+from epimer.checkpoints.lazy_tensors import LazyTensors
 from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.distributed import process_group, ranks
 from epimer.curvature.estimate import estimate_curvature, matching
 from epimer.curvature.format import HEADER, stored_fingerprint
+from epimer.curvature.kept_inputs import InputKeeper
 from epimer.curvature.kinds import KINDS
 from epimer.curvature.optimizer_state import MOMENTS
-from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, nearest
+from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, listed, nearest
 from epimer.geometry.linalg import nonfinite
 from epimer.tasks.data import choose, open_data
 from epimer.tasks.labels import POLICIES, SampleError
-from epimer.tasks.loading import AUTO, DTYPES, POOLINGS, check_device_option
+from epimer.tasks.loading import AUTO, DTYPES, IMAGE, POOLINGS, check_device_option, read_head
 from epimer.tasks.task import Task, load_task
+from epimer.tasks.task_network import task_network
 
 CHOICES: dict[str, Collection[str]] = {
     "task": AUTO,
@@ -46,6 +52,8 @@ class Request:
     task: str
     out: Path
     data: str | None = None
+    at: str | None = None  # a merged model, at whose tensors the model's task is measured
+    no_inputs: bool = False  # whether the inputs are left out of the folder
     split: str | None = None
     subset: str | None = None
     text: str | None = None
@@ -86,7 +94,7 @@ def measure(request: Request) -> Curvature | None:
         raise ParameterError("give either --samples or --fraction, not both.")
     if (request.data is None) == (request.optimizer is None):
         raise ParameterError("give either --data, to measure on, or --optimizer, an optimiser's state to read.")
-    for name in ("basis", "layers"):
+    for name in ("basis", "layers", "at"):
         if request.optimizer is not None and getattr(request, name):
             raise ParameterError(f"--{name} is for measuring on --data; leave it out with --optimizer.")
     if request.optimizer is not None and request.kind not in (None, "diagonal"):
@@ -139,6 +147,7 @@ def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
         raise ParameterError(f"--kind {kind} cannot be measured by several processes; start one, or take kronecker.")
     table = open_data(request.data, split=request.split, subset=request.subset, progress=request.progress)
     task = _load(request)
+    merged = None if request.at is None else _copy_merged(request.at, task, progress=request.progress)
     task.require_labels = request.labels == "true"
     samples = request.samples or SAMPLES if request.fraction is None else None
     rows = choose(len(table), samples=samples, fraction=request.fraction, seed=request.seed, least=request.batch_size)
@@ -154,10 +163,11 @@ def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
         label=request.label,
         image=request.image,
     )
+    keeper = None if request.no_inputs or rank else _keeper(request, task)
     try:
         curvature = estimate_curvature(
             task.model,
-            batches,
+            batches if keeper is None else keeper.watch(batches),
             task.loss,
             kind=kind,
             labels=request.labels,
@@ -174,7 +184,39 @@ def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
     if basis is not None:
         curvature = Curvature(curvature.metrics, replace(curvature.provenance, basis=basis.fingerprint))
     total = _under_stored_names(curvature, task).summed_over_ranks()
-    return Curvature(total.metrics, replace(total.provenance, seed=request.seed))
+    provenance = replace(total.provenance, seed=request.seed)
+    if merged is not None:
+        checkpoint, copied = merged
+        at = stored_fingerprint(checkpoint, {name: copied[name] for name in total.metrics if name in copied})
+        provenance = replace(provenance, at=at)
+    return Curvature(total.metrics, provenance, inputs=None if keeper is None else keeper.kept)
+
+
+def _keeper(request: Request, task: Task) -> InputKeeper:
+    """Return what keeps the inputs, with the head that they are classified by where it is not part of the model."""
+    head = {} if request.head is None else read_head(request.head, torch.float32).state_dict()
+    return InputKeeper(task.kind, request.pooling, 0 if task.kind == IMAGE else task.padding, head)
+
+
+def _copy_merged(text: str, task: Task, *, progress: bool) -> tuple[Checkpoint, dict[str, str]]:
+    """Copy a merged model's tensors into a task's network; return it, and name in the task's model -> name in it."""
+    merged = open_checkpoint(text, progress=progress and sys.stderr.isatty())
+
+    def read(name: str) -> Tensor:
+        W = merged.read(name)
+        if W.is_floating_point() and (bad := nonfinite(W)):
+            raise CheckpointError(f"{merged.where}[{name!r}] holds NaN or Inf in {bad} entries; merge it again.")
+        return W
+
+    network = task_network(task, merged.headers.keys())
+    fitting = {name: W for name, W in network.targets.items() if merged.headers[name].shape == W.shape}
+    if not any(W.dim() > 1 for W in fitting.values()):
+        raise CheckpointError(
+            f"--at {merged.where} has no matrix of the same name and shape as {task.checkpoint.where}: it has "
+            f"{listed(merged.headers)}; give a merge of this model."
+        )
+    network.copy(LazyTensors({name: merged.headers[name] for name in fitting}, read))
+    return merged, {network.stored[name]: name for name in fitting}
 
 
 def _patterns(layers: tuple[str, ...], task: Task) -> list[str]:

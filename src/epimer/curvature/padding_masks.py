@@ -55,6 +55,16 @@ def takes_mask(module: nn.Module) -> bool:
         return False
 
 
+def trimmed(mask: Tensor, tokens: int) -> Tensor | None:
+    """Return a mask [N, …] cut to a number of tokens, or None where that would cut off more than padding."""
+    extra = mask.shape[1] - tokens
+    if extra <= 0:
+        return None if extra else mask
+    if not mask[:, tokens:].any():
+        return mask[:, :tokens]
+    return None if mask[:, :extra].any() else mask[:, extra:]
+
+
 def _as_mask(value: Any, real: bool, N: int) -> Tensor | None:
     """Return an argument as a mask that is True at real tokens, or None where it is no mask of N samples."""
     if not isinstance(value, Tensor) or value.dim() != 2 or len(value) != N:

@@ -117,19 +117,22 @@ class Layout:
         return x.reshape(N, -1, x.shape[-1])
 
 
-def find_layout(full: Tensor, probe: Tensor, N: int, k: int) -> Layout | None:
-    """Infer a layer's layout from its output on N samples and on the first k of them; None where it is unclear."""
-    dims = [i for i, (s, r) in enumerate(zip(full.shape, probe.shape, strict=False)) if s != r]
-    if full.dim() != probe.dim() or len(dims) != 1:
+def find_layout(once: Tensor, twice: Tensor, N: int) -> Layout | None:
+    """Infer a layer's layout from its output on N samples and on the same samples twice; None where it is unclear.
+
+    Both batches hold the same samples, so a shape that depends on them (the longest text's) is the same in both.
+    """
+    dims = [i for i, (s, r) in enumerate(zip(once.shape, twice.shape, strict=False)) if s != r]
+    if once.dim() != twice.dim() or len(dims) != 1:
         return None
     dim = dims[0]
-    tokens, rest = divmod(full.shape[dim], N)
-    if rest or probe.shape[dim] != tokens * k:
+    tokens, rest = divmod(once.shape[dim], N)
+    if rest or twice.shape[dim] != 2 * once.shape[dim]:
         return None
     if tokens == 1:
         return Layout(dim)
     for layout in (Layout(dim, flat=True), Layout(dim, flat=True, inner=True)):
-        if agree(layout.samples_first(full, N)[:k], layout.samples_first(probe, k)):
+        if agree(layout.samples_first(once, N), layout.samples_first(twice, 2 * N)[:N]):
             return layout
     return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from epimer.curvature.attention import is_supported, projection_rules, visible_forward
-from epimer.curvature.padding_masks import PaddingMasks, takes_mask
+from epimer.curvature.padding_masks import PaddingMasks, takes_mask, trimmed
 from epimer.curvature.per_sample_gradients import (
     GradientRule,
     Layout,
@@ -67,12 +67,11 @@ class Recorder:
             self._add_layers(label, module, by_id)
         supported = {name for layer in self.layers.values() for name in layer.names.values()}
         self.unsupported |= {name: UNKNOWN for name in self.parameters if name not in supported}
-        self.mode = "off"  # off, probe, expand (a trial, see `expanding_output`), forward or backward
+        self.mode = "off"  # off, probe, double, expand (a trial, see `expanding_output`), forward or backward
         # (layer, how many times it was called before) -> where its output keeps its samples
         self.layouts: dict[tuple[str, int], Layout | None] = {}
-        self.probed: dict[tuple[str, int], Tensor] = {}  # the same -> its output on the first `probe_size` samples
-        self.probe_size = 0
-        self.shared_outputs: list[str] = []  # layers whose output was one for all samples in the last trial
+        self.probed: dict[tuple[str, int], Tensor] = {}  # the same -> its output on the samples that are probed
+        self.shared_outputs: list[str] = []  # layers whose output was one for all probed samples
         self.expanded: set[str] = set()  # those whose output is expanded to N copies (position embeddings)
         self._trial = ""
         self._totals: dict[str, tuple[Any, Any]] = {}  # parameter -> its gradient so far, and the rounding in it
@@ -81,7 +80,8 @@ class Recorder:
         self._forward_calls: Counter[str] = Counter()
         self._expected: Counter[str] = Counter()  # parameter -> how many times the forward pass used it
         self._incomplete: defaultdict[str, list[SampleGradients]] = defaultdict(list)
-        self._loss_scale, self._checking_layouts = 1.0, False
+        self._loss_scale = 1.0
+        self._half: int | None = None  # the half of the samples whose loss `check_layouts` takes gradients of
         self._without_grad: set[str] = set()
         self._with_grad: set[str] = set()
 
@@ -131,7 +131,7 @@ class Recorder:
     def probing(self, k: int) -> Iterator[None]:
         """Keep the outputs on k samples; `check_gradients` follows within the block."""
         self.probed.clear()
-        self.probe_size = k
+        self.shared_outputs.clear()
         grads = {name: p.grad for name, p in self.parameters.items()}
         with self._running("probe", k), torch.enable_grad(), ExitStack() as hooks:
             try:
@@ -148,22 +148,36 @@ class Recorder:
                     p.requires_grad_(False)
                     p.grad = grads[name]
 
+    @contextmanager
+    def doubling(self, k: int) -> Iterator[None]:
+        """Learn where layers keep their samples, from their outputs on the k probed samples twice."""
+        try:
+            with self._running("double", k), torch.no_grad():
+                yield
+        except Exception:
+            self.layouts.clear()
+            raise
+
     def check_gradients(self, loss: Tensor) -> None:
         """Leave out every parameter whose per-sample gradients do not add up to its gradient from autograd."""
         if loss.requires_grad:
             torch.autograd.backward(loss)
             self._leave_out_failed(ELSEWHERE)
 
-    def check_layouts(self, loss: Tensor) -> None:
-        """Leave out every layer that mixes samples: `loss` is of every second one, the others must have no gradient."""
-        if loss.requires_grad:
-            self._forward_calls = Counter(self._calls)
-            self.mode, self._checking_layouts = "backward", True
-            try:
-                torch.autograd.backward(loss)
-            finally:
-                self._checking_layouts = False
-            self._leave_out_failed(MIXED)
+    def check_layouts(self, halves: Sequence[Tensor]) -> None:
+        """Leave out every layer that mixes samples.
+
+        `halves` are the losses of the samples 0, 2, 4 … and 1, 3, 5 …: the other samples must have no gradient.
+        """
+        self._forward_calls = Counter(self._calls)
+        self.mode = "backward"
+        try:
+            for self._half, loss in enumerate(halves):
+                if loss.requires_grad:
+                    torch.autograd.backward(loss, retain_graph=loss is not halves[-1])
+        finally:
+            self._half = None
+        self._leave_out_failed(MIXED)
 
     def _leave_out_failed(self, reason: str) -> None:
         """Leave out the parameters that failed a check; all results are read at once, to synchronise a GPU once."""
@@ -181,7 +195,7 @@ class Recorder:
     @contextmanager
     def expanding_output(self, label: str, N: int) -> Iterator[None]:
         """Expand the output of one layer to N copies, to see whether the model's result stays the same."""
-        self._trial, self.shared_outputs = label, []
+        self._trial = label
         with self._running("expand", N), torch.no_grad():
             yield
 
@@ -259,12 +273,16 @@ class Recorder:
             case "off":
                 return y
             case "expand":
-                if y.dim() > 2 and len(y) == 1:  # position embeddings: [1, tokens, width]
-                    self.shared_outputs.append(layer.label)
                 return y.expand(self.N, *y.shape[1:]) if layer.label == self._trial else y
             case "probe":
                 self.probed[layer.label, ordinal] = y.detach()
+                if y.dim() > 2 and len(y) == 1:  # position embeddings: [1, tokens, width]
+                    self.shared_outputs.append(layer.label)
                 return self._add_up(layer, x, y)
+            case "double":
+                if (once := self.probed.get((layer.label, ordinal))) is not None:
+                    self.layouts[layer.label, ordinal] = find_layout(once, y, self.N)
+                return y
             case "forward":
                 self._expected.update(layer.names.values())
             case _ if self._forward_calls[layer.label]:
@@ -289,9 +307,9 @@ class Recorder:
                 problem = f"the input of layer {layer.label!r} was changed in place after its use"
                 remedy = "use an operation that is not in place there"
                 raise CurvatureError(f"{problem}, so its curvature cannot be measured; {remedy}.")
-            if self._checking_layouts:
+            if self._half is not None:
                 if not layout.single:
-                    zero = ~layout.samples_first(g, N)[1::2].any()
+                    zero = ~layout.samples_first(g, N)[1 - self._half :: 2].any()
                     self._checks += [(name, zero) for name in layer.names.values()]
                 return
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
@@ -341,9 +359,7 @@ class Recorder:
         key = layer.label, ordinal
         if layer.label in self.expanded:
             return Layout()
-        if (probe := self.probed.get(key)) is not None:
-            self.layouts[key] = find_layout(y, probe, self.N, self.probe_size)
-        elif key not in self.layouts:
+        if key not in self.layouts:
             unambiguous = y.dim() > 1 and len(y) == self.N and self.N not in y.shape[1:-1]
             return Layout() if unambiguous else None
         layout = self.layouts[key]
@@ -366,8 +382,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _masked(gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
-    """Return per-sample gradients with the first mask of their shape [N, tokens]."""
-    fitting = (mask for mask in masks if mask.shape == gradients.per_token.shape[:2])
+    """Return per-sample gradients with the first mask that fits their shape [N, tokens]."""
+    N, tokens = gradients.per_token.shape[:2]
+    fitting = (cut for mask in masks if len(mask) == N and (cut := trimmed(mask, tokens)) is not None)
     return replace(gradients, mask=next(fitting, None))  # type: ignore[type-var]
 
 

@@ -15,7 +15,7 @@ from epimer.records import Advice, Diagnosis
 FAR, TWIN, LOCAL = 3.0, 0.95, 0.5
 """times the others' median norm; cosine of near-copies; share of the base's norm past which a step is not small"""
 ENOUGH = 0.9  # of every task's energy, for a rank to be called enough
-LITTLE = 0.05  # of F(x̄), below which η is called small
+LITTLE = 0.05  # of F(x̄), below which η is called small; of a forecast, within which another is as good
 MEASURED = ("kronecker", "ekfac")  # curvature that a forecast is taken in beside the task vectors' own
 
 
@@ -59,13 +59,29 @@ def _take(found: Diagnosis) -> Iterator[Advice]:
             "take",
             "measure curvature if you have data, even unlabelled (`epimer curvature`): a few hundred samples a task.",
         )
-    elif found.total.eta_fraction < LITTLE:
-        share = f"{found.total.eta_fraction:.1%}"
-        yield Advice("take", f"η is {share} of F: curvature will not help much here; tsv is as good and needs no data.")
     else:
-        yield Advice(
-            "note", f"η is {found.total.eta_fraction:.0%} of F: this curvature removes that share of the conflict."
-        )
+        yield _about_eta(found)
+
+
+def _about_eta(found: Diagnosis) -> Advice:
+    """Return what η says, and whether tsv needs no curvature to be as good, which is for the forecasts to say.
+
+    η compares the mean with the flat one on the same coordinates; tsv has coefficients of its own, so a small η does
+    not make it as good. Nor does a diagonal, which ranks merges backwards: only two-sided curvature forecasts.
+    """
+    fraction = found.total.eta_fraction
+    if fraction >= LITTLE:
+        return Advice("note", f"η is {fraction:.0%} of F: this curvature removes that share of the conflict.")
+    small = f"η is {fraction:.1%} of F: curvature moves the mean by little on these coordinates"
+    losses = {name: one.mean_at_scale for name, one in found.forecast.items()}
+    aware = [name for name in losses if describe_method(name).needs_curvature]
+    if found.curvature not in MEASURED or "tsv" not in losses or not aware:
+        return Advice("note", f"{small}; it does not compare with tsv's own coefficients.")
+    best = min(aware, key=lambda name: losses[name])
+    numbers = f"forecast {losses['tsv']:.2f}, {best} {losses[best]:.2f}"
+    if losses["tsv"] <= (1 + LITTLE) * losses[best]:
+        return Advice("take", f"{small}; tsv is as good ({numbers}) and needs no data.")
+    return Advice("note", f"{small}, yet tsv's own coefficients are worse ({numbers}).")
 
 
 def _warnings(found: Diagnosis) -> Iterator[Advice]:

@@ -1,15 +1,28 @@
-"""Choose what a recipe leaves open (`merge_method: auto`, `scale: auto`): by forecast or on validation data."""
+"""Choose what a recipe leaves open: by validation data, by inputs without labels, or by forecast."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 from epimer.diagnosis.advice import choice
 from epimer.diagnosis.diagnose import diagnose_recipe
-from epimer.diagnosis.sweep import sweep_recipe
+from epimer.diagnosis.rounds import improve
+from epimer.diagnosis.suite_merge import applied
+from epimer.diagnosis.sweep import Merges, at_scales, sweep_recipe
 from epimer.engine.options import RunOptions
 from epimer.errors import RecipeError
 from epimer.evaluation.judges import Evaluate
+from epimer.evaluation.suite import State, Suite
+from epimer.evaluation.unlabelled import suite_of_inputs
+from epimer.geometry.linalg import as_compute_dtype
 from epimer.methods.registry import describe_method
-from epimer.plan.merge import OpenedModels
+from epimer.plan.inputs import check_weights
+from epimer.plan.jobs import Plan
+from epimer.plan.merge import OpenedModels, plan_recipe
+from epimer.plan.participants import locate
 from epimer.recipe.model import Recipe
 from epimer.score_format import format_score
 
@@ -17,8 +30,64 @@ Choice = tuple[Recipe, str]
 """a recipe with nothing left open, and why it is so"""
 
 
+INPUTS = "inputs without labels"
+"""what an evaluation by the inputs that were kept with curvature is called"""
+
+
+def inputs_of(recipe: Recipe, opened: OpenedModels, folder: Path | None) -> Suite | None:
+    """Return the recipe's tasks on the inputs that were kept with their curvature; None where there are not any."""
+    if not opened.curvatures or len(opened.curvatures) != len(recipe.models):
+        return None
+    models = [locate(entry.model, folder) for entry in recipe.models]
+    return suite_of_inputs(models, opened.participants, opened.curvatures)
+
+
+def samples_of(suite: Suite) -> int:
+    """Return the inputs that each task has, the most where tasks differ."""
+    return max(len(task.splits["train"]) for task in suite.tasks)
+
+
+def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: Suite, run: RunOptions) -> Plan:
+    """Plan a recipe's merge after its rounds of measuring at the merge and its refinement.
+
+    Args:
+        recipe: as it was written; where it leaves the scale open, every round chooses it.
+        chosen: the same with nothing left open.
+        opened: what it names.
+        suite: its tasks on inputs without labels.
+        run: where and within which limits.
+    """
+    row, free = describe_method(chosen.merge_method), "scale" in recipe.auto
+    merges = Merges(opened.participants, chosen.rules, run, plan_recipe(chosen, opened).memory)
+    opened = replace(opened, participants=merges.participants)
+    template, given = merges.participants.template, opened.curvatures
+    base = {name: as_compute_dtype(template.read(name)) for name in template.headers}
+
+    def plan(curvatures: Any, scale: float, **more: Any) -> Plan:
+        settled = chosen.settled(row.name, scale) if free else chosen
+        planned = plan_recipe(settled.model_copy(update=more), replace(opened, curvatures=curvatures))
+        planned.check()
+        return planned
+
+    def merge_with(curvatures: Any) -> Callable[[float], State]:
+        def at(scale: float) -> State:
+            return merges.merge(plan(curvatures, scale, dtype=None, out_dtype="float32"))
+
+        return at_scales(row, base, at) if free else at
+
+    weights = check_weights(chosen.weights("", 0.0), len(chosen.models), "a refinement")
+    found = improve(
+        suite, merge_with, given, weights, scale=None if free else 1.0, rounds=recipe.rounds, steps=recipe.refine
+    )
+    if found.curvatures is not given:
+        for measured, first in zip(found.curvatures, given or (), strict=True):
+            measured.file = first.file  # what the merge depends on, so that another measurement is another merge
+    fields = applied(found, samples_of(suite), None if free else 1.0)
+    return replace(plan(found.curvatures, found.scale), **fields)
+
+
 def resolve(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate | None, run: RunOptions) -> Choice:
-    """Choose what a recipe leaves open: on validation data where there is an evaluation, else by forecast."""
+    """Choose what a recipe leaves open: by an evaluation where there is one, else by forecast."""
     if not recipe.auto:
         return recipe, ""
     if recipe.base_model is None:
@@ -62,10 +131,12 @@ def by_sweep(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate, run: RunO
         scales=None if free else [1.0],
         keep_scale=not free,
         run=run,
-        evaluation=recipe.eval or "",
+        evaluation=recipe.eval or INPUTS,
     )
     best = found.best
-    why = f"{format_score(best.validation.unit, best.validation.all.average)} on validation data of {recipe.eval}"
+    why = f"{format_score(best.validation.unit, best.validation.trusted.average)} on validation data of {recipe.eval}"
+    if recipe.eval is None:
+        why = f"divergence {1 - best.validation.order:.3f} from the models on their {INPUTS}"
     if not free:
         return recipe.settled(best.method), f"{best.method}: {why}"
     return recipe.settled(best.method, best.scale), f"{best.method} at scale {best.scale:g}: {why}"

@@ -69,7 +69,7 @@ class DiagnosisWalk:
                 self.curvatures, job.name, job.template, matrix=True, kinds=KINDS, user="a diagnosis"
             )
             if not metrics:
-                raise missing_metric(job.name, "a diagnosis")
+                raise missing_metric(job.name, "a diagnosis", self.curvatures)
         basis = layer_basis(self.bases, metrics, job.name, job.template, len(self.participants.models))
         if basis is not None and not isinstance(basis, Tagged):
             kind = type(basis).__name__
@@ -85,7 +85,7 @@ class DiagnosisWalk:
         metrics = [metric.to(like.device, like.dtype) for metric in loaded.metrics] or [TaskGram(D) for D in deltas]
         rank = clamp_rank(like.shape, len(deltas), self.question.rank) if basis is None else basis.rank
         fixed = None if basis is None else basis.to(like)
-        return examine(job.name, W0.to(like), deltas, metrics, job.weights, rank, self.question, fixed)
+        return examine(job.name, W0.to(like), deltas, metrics, job.weights, rank, self.question, fixed, job.inputs)
 
 
 @torch.no_grad()
@@ -100,6 +100,7 @@ def diagnose_models(
     rank: int | None = 32,
     damping: float = 1e-2,
     methods: Methods | Callable[[str], Methods] | None = None,
+    scales: Mapping[str, float] | None = None,
     names: Sequence[str],
     base: str = "base",
     recipe: str = "",
@@ -109,7 +110,7 @@ def diagnose_models(
 
     Args:
         participants: the base and the models.
-        weights: of the models, for every tensor.
+        weights: of the models, for every tensor; a model of weight 0 in every matrix is left out.
         curvatures: one mapping per model; None takes each task vector's own Gram matrices.
         kind: of the curvature; by default that of the first matrix.
         bases: the bases that projected curvature was measured on.
@@ -117,6 +118,7 @@ def diagnose_models(
         rank: directions per task of the tagged basis; None is floor(min(m, n) / T).
         damping: added to each projected curvature of mean diagonal 1.
         methods: merges to forecast, or a function of the curvature's kind that returns them.
+        scales: method -> a scale at which to give the theory of its merge, beside 1 and the forecast's.
         names: what to call the models.
         base: what to call the base.
         recipe: the recipe in YAML, if there is one.
@@ -125,15 +127,19 @@ def diagnose_models(
     if participants.base is None:
         raise TensorError("a diagnosis needs the base model that the others were fine-tuned from; pass base.")
     assigned = assign_rules(participants, rules).checked()
-    jobs = matrix_jobs(participants, assigned, rank)
+    depth = depths(list(assigned.rules))
+    shares = {name: weights(name, depth[name]) for name in assigned.matrices}
+    models = [t for t in range(len(participants.models)) if any(weight[t] for weight in shares.values())]
+    participants = replace(participants, models=[participants.models[t] for t in models])
+    curvatures = None if curvatures is None else [curvatures[t] for t in models]
+    jobs = matrix_jobs(participants, assigned, rank) if models else []
     if not jobs:
         raise TensorError("there is no matrix to diagnose: every tensor is averaged, copied or too small.")
     kind = kind or _kind(curvatures, jobs)
     chosen = forecasts(methods(kind) if callable(methods) else methods, kind)
     question = Question(rank, damping, chosen)
-    depth = depths(list(assigned.rules))
     jobs = [
-        replace(job, weights=weights(job.name, depth[job.name]), memory=estimate(question), smaller=smaller)
+        replace(job, weights=[shares[job.name][t] for t in models], memory=estimate(question), smaller=smaller)
         for job in jobs
         for estimate in [partial(_memory, job, curvatures, participants)]
         for smaller in [partial(smaller_settings, question, estimate)]
@@ -146,7 +152,7 @@ def diagnose_models(
         for job, result in engine.map(DiagnosisWalk(participants, jobs, curvatures, bases, question)):
             findings[job.name] = result
             stage.advance(job.reads, job.name)
-    found = assemble(findings, jobs[0].weights, names, kind, question)
+    found = assemble(findings, jobs[0].weights, [names[t] for t in models], kind, question, scales or {})
     return advise(replace(found, base=base, recipe=recipe))
 
 
@@ -194,6 +200,7 @@ def assemble(
     names: Sequence[str],
     kind: str,
     question: Question,
+    scales: Mapping[str, float],
 ) -> Diagnosis:
     """Add up what was found of every matrix."""
     layers = {name: layer for name, (layer, _) in findings.items()}
@@ -205,6 +212,12 @@ def assemble(
         {"k": float(k), "eta": eta, "eta_unit_trace": trace, "eta_fraction": eta / flat if flat > 0 else 0.0}
         for k, (eta, trace, flat) in ((k, floats(values)) for k, values in sorted(sums.eta.items()))
     ]
+    forecast = {method: _forecast(sums, method, weights) for method in sums.steps}
+
+    def at_scales(method: str) -> list[float]:
+        asked = scales.get(method, 1.0) if describe_method(method).linear_in_scale else 1.0
+        return list(dict.fromkeys([1.0, asked, forecast[method].scale]))
+
     return Diagnosis(
         models=tuple(names),
         layers=layers,
@@ -213,22 +226,25 @@ def assemble(
         base_norm=math.sqrt(sums.base),
         energy={str(k): floats(share(kept, energy).clamp(max=1)) for k, kept in sorted(sums.kept.items())},
         conflict=conflict_of(sums),
-        forecast={method: _forecast(sums, method, weights) for method in sums.steps},
+        forecast=forecast,
         eta_by_rank=tuple(ranks),
         curvature=kind,
         rank=question.rank,
         damping=question.damping,
         version=epimer.__version__,
+        merges={method: tuple(sums.theory(method, scale) for scale in at_scales(method)) for method in sums.steps},
     )
 
 
 def _forecast(sums: Sums, method: str, weights: Sequence[float]) -> Forecast:
     lam = torch.tensor(list(weights), dtype=torch.float64) / sum(weights)
     shares = sums.lost(method)
-    best = min(SCALES, key=lambda scale: float(sums.lost(method, scale) @ lam))
-    return Forecast(
-        floats(shares), float(shares @ lam), float(shares.max()), best, float(sums.lost(method, best) @ lam)
-    )
+    own = [scale for name, scale in sums.rescaled if name == method]
+    losses = {scale: float(sums.lost(method, scale) @ lam) for scale in ([1.0, *own] if own else SCALES)}
+    best = min(losses, key=lambda scale: losses[scale])
+    if losses[1.0] - losses[best] < 1e-9:  # rounding alone
+        best = 1.0
+    return Forecast(floats(shares), float(shares @ lam), float(shares.max()), best, losses[best])
 
 
 # --- the models of a recipe ---
@@ -260,6 +276,7 @@ def diagnose_recipe(
             chosen[recipe.merge_method] = {k: v for k, v in plain.items() if k not in ("weight", "scale", "rank")}
         return chosen
 
+    scale = recipe.parameters.get("scale")
     bases = None if opened.basis is None else _Atoms(opened.basis)
     return diagnose_models(
         participants,
@@ -271,6 +288,7 @@ def diagnose_recipe(
         rank=_rank(recipe, rank),
         damping=damping,
         methods=wanted,
+        scales={recipe.merge_method: float(scale)} if isinstance(scale, int | float) else {},
         names=_names(recipe),
         base=Path(recipe.base_model or "base").name,
         recipe=public_recipe(recipe, participants, opened.tokenizer),

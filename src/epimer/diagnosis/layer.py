@@ -6,7 +6,7 @@ All of it comes from sums that add up over layers (`Sums`), so that a model is d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,14 +14,16 @@ from torch import Tensor
 
 from epimer.geometry.frechet import build_problem
 from epimer.geometry.linalg import Svd, chunks, dense
-from epimer.geometry.metric import Kronecker, Metric, TaskGram
+from epimer.geometry.metric import EKFAC, Kronecker, Metric, TaskGram
 from epimer.geometry.subspace import Tagged, tagged_with_triples, tensor_product, whiten
-from epimer.geometry.theory import diagnose_layer
+from epimer.geometry.theory import SubspaceTheory, merge_polynomials, merge_theory
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Layer, describe_method
-from epimer.records import Conflict, LayerFindings
+from epimer.records import Conflict, LayerFindings, MergeTheory
 
 RANKS = (2, 4, 8, 16, 32, 64, 128)
+OTHER_SCALES = (0.25, 0.5, 0.75, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""scales beside 1 at which a merge that is not proportional to its scale is made and forecast"""
 
 
 @dataclass
@@ -49,6 +51,10 @@ class Sums:
     """rank -> energy of each task in the span of all pairs u_i v_jᵀ"""
     steps: dict[str, Tensor] = field(default_factory=dict)
     """method -> xᵀH_tx and xᵀH_tD_t of its merge x: 2 x forms x T"""
+    rescaled: dict[tuple[str, float], Tensor] = field(default_factory=dict)
+    """method and scale -> the same of its merge at that scale, where it is not proportional to scale"""
+    merges: dict[tuple[str, float], Tensor] = field(default_factory=dict)
+    """method and scale, 1 and those of `rescaled` -> the `merge_polynomials` of its merge at that scale: 3 x 3"""
     eta: dict[int, Tensor] = field(default_factory=dict)
     """rank -> η, η at unit trace, F(x̄); of the last rank alone where no curvature was measured"""
 
@@ -58,21 +64,30 @@ class Sums:
         for name in ("interference", "own"):
             one, two = getattr(self, name), getattr(other, name)
             found[name] = None if one is None or two is None else one + two
-        found["steps"] = {name: step + other.steps[name] for name, step in self.steps.items() if name in other.steps}
-        for name in ("kept", "eta"):
+        for name in ("steps", "rescaled", "merges", "kept", "eta"):
             one, two = getattr(self, name), getattr(other, name)
             found[name] = {k: value + two[k] for k, value in one.items() if k in two}
         return Sums(**found)
 
     def lost(self, method: str, scale: float = 1.0) -> Tensor:
-        """Return the share of each task's gain that a merge is forecast to lose, at a multiple of its delta.
+        """Return the share of each task's gain that a merge is forecast to lose, at a multiple of its scale.
 
         For a form H it is ‖s x - D_t‖² / ‖D_t‖² in the norm of H; for two of them the square of the mean distance.
         """
         assert self.own is not None
-        xx, xd = self.steps[method]
+        if (method, scale) in self.rescaled:
+            xx, xd = self.rescaled[method, scale]
+            scale = 1.0
+        else:
+            xx, xd = self.steps[method]
         squares = (scale**2 * xx - 2 * scale * xd + self.own).clamp_min(0)
         return share(squares, self.own, empty=0.0).sqrt().mean(0).square()
+
+    def theory(self, method: str, scale: float = 1.0) -> MergeTheory:
+        """Return the theory at a merge, at a multiple of its scale."""
+        if (method, scale) in self.merges:
+            return replace(merge_theory(self.merges[method, scale], 1.0), scale=scale)
+        return merge_theory(self.merges[method, 1.0], scale)
 
 
 @dataclass(frozen=True)
@@ -99,13 +114,15 @@ def examine(
     rank: int,
     ask: Question,
     fixed: Tagged | None = None,
+    inputs: int = 1,
 ) -> tuple[LayerFindings, Sums]:
     """Find out all about one matrix: m x n base, T task vectors, each task's curvature.
 
-    `fixed` is the basis that projected curvature is known in.
+    `fixed` is the basis that projected curvature is known in, `inputs` the dimension that the layer's inputs belong to.
     """
     atoms, triples = tagged_with_triples(deltas, rank) if fixed is None else (fixed, None)
-    theory = diagnose_layer(atoms, metrics, deltas, weights, damping=ask.damping, rank=rank)
+    on_atoms = SubspaceTheory(atoms, metrics, deltas, weights)
+    theory = on_atoms.at_mean(ask.damping, rank)
     sums = _compared(base, deltas, triples)
     energy, free = sums.inner.diagonal(), all(isinstance(H, TaskGram) for H in metrics)
     for k in ask.ranks:
@@ -122,10 +139,23 @@ def examine(
         forms = _forecasters(metrics, triples)
         own = [[H(D, D)[0] for H, D in zip(form, deltas, strict=True)] for form in forms]
         sums.own = torch.tensor(own, dtype=torch.float64)
-        for method, parameters in ask.methods.items():
-            x = _merged(method, parameters, name, deltas, metrics, weights, atoms)
+        # curvature that is no form of the forecast is applied for the theory alone; without any, task-gram of the
+        # leading directions stands for it, which all pairs of singular vectors contain
+        extra = [] if free or len(forms) > 1 else metrics
+        energies = own[-1] if not extra else [H.energy(D) for H, D in zip(extra, deltas, strict=True)]
+        pairs = [] if free else [SubspaceTheory(tensor_product(atoms), metrics, deltas, weights)]
+
+        def step(method: str, scale: float = 1.0) -> Tensor:
+            x = _merged(method, ask.methods[method], scale, name, deltas, metrics, weights, atoms, inputs)
             found = [[H(x, D) for H, D in zip(form, deltas, strict=True)] for form in forms]
-            sums.steps[method] = torch.tensor(found, dtype=torch.float64).permute(2, 0, 1)
+            products = [H.products(x, D) for H, D in zip(extra, deltas, strict=False)] or found[-1]
+            sums.merges[method, scale] = merge_polynomials(x, products, energies, weights, [on_atoms, *pairs])
+            return torch.tensor(found, dtype=torch.float64).permute(2, 0, 1)
+
+        for method in ask.methods:
+            sums.steps[method] = step(method)
+            if not describe_method(method).linear_in_scale:
+                sums.rescaled |= {(method, scale): step(method, scale) for scale in OTHER_SCALES}
     return LayerFindings(
         shape=tuple(base.shape),
         theory=theory,
@@ -134,6 +164,7 @@ def examine(
         energy={str(k): floats(share(kept, energy)) for k, kept in sums.kept.items()},
         forecast={method: floats(sums.lost(method)) for method in sums.steps},
         conflict=conflict_of(sums),
+        merges={method: sums.theory(method) for method in sums.steps},
     ), sums
 
 
@@ -160,7 +191,7 @@ def _forecasters(metrics: Sequence[Metric], triples: Sequence[Svd]) -> list[list
         return products
 
     forms = [[gram(triple) for triple in triples]]
-    if all(isinstance(H, Kronecker) for H in metrics):
+    if all(isinstance(H, Kronecker | EKFAC) for H in metrics):
         forms.append([H.products for H in metrics])
     return forms
 
@@ -255,18 +286,21 @@ def _interference(deltas: Sequence[Tensor], metrics: Sequence[Metric], triples: 
 def _merged(
     method: str,
     parameters: Mapping[str, object],
+    scale: float,
     name: str,
     deltas: Sequence[Tensor],
     metrics: Sequence[Metric],
     weights: Sequence[float],
     atoms: Tagged,
+    inputs: int,
 ) -> Tensor:
-    """Return what a method would merge this matrix into, on the basis that is there already."""
+    """Return what a method would merge this matrix into at a multiple of its scale, on the basis already built."""
     row = describe_method(method)
     options = row.resolve(dict(parameters))
+    options = replace(options, scale=scale * options.scale)
     shape = options.basis if isinstance(options, FrechetOptions) else "tagged"
     basis = None if shape == "full" else atoms if shape == "tagged" else tensor_product(atoms)
-    layer = Layer(name, list(deltas), list(weights), metrics=list(metrics), basis=basis)
+    layer = Layer(name, list(deltas), list(weights), metrics=list(metrics), basis=basis, inputs=inputs)
     return options.scale * dense(row.merge(layer, options).value)
 
 

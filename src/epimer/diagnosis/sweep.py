@@ -37,6 +37,8 @@ SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
 
 Way = tuple[str, int | None, Callable[[float], State]]
 """a method, its rank, and its merge at any scale"""
+Partial = frozenset[tuple[str, tuple[int, ...]]]
+"""the tensors in which some models have weight 0, each with the models that take part"""
 Planner = Callable[[Method, int | None, float], Plan]
 """a method, its rank and a scale -> the plan of that merge"""
 
@@ -56,7 +58,7 @@ class Tried:
         """Return the record of it."""
         kl = sum(self.validation.kl.values()) / len(self.validation.kl) if self.validation.kl else None
         trial = Trial(
-            self.method, self.scale, self.validation.all.average, rank=self.rank, unit=self.validation.unit, kl=kl
+            self.method, self.scale, self.validation.trusted.average, rank=self.rank, unit=self.validation.unit, kl=kl
         )
         if self.test is None:
             return trial
@@ -103,12 +105,15 @@ class Merges:
         self.rules, self.run = rules, run
         budget = memory_budget(run.max_memory, ())
         self.participants = participants.kept_in_memory(min(budget // 2, budget - widest))  # beside the widest merge
-        self._bases: dict[int | None, dict[str, Tagged]] = {}
+        self._bases: dict[tuple[int | None, Partial], dict[str, Tagged]] = {}
 
     def merge(self, plan: Plan) -> dict[str, Tensor]:
         """Carry out a plan of these models and return the merged tensors."""
         if plan.basis is None:
-            plan = replace(plan, jobs=[self._sharing(job) for job in plan.jobs])
+            partial = frozenset(
+                (job.name, tuple(job.models)) for job in plan.jobs if len(job.models) < len(job.weights)
+            )
+            plan = replace(plan, jobs=[self._sharing(job, partial) for job in plan.jobs])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", EpimerWarning)
             return merge_in_memory(plan, self.run.start(plan.parts, self._to_come()))[0]
@@ -117,23 +122,28 @@ class Merges:
         """Return the bytes of the models that will be kept in memory and are not there yet."""
         return sum(one.to_come for one in self.participants.checkpoints if isinstance(one, Cached))
 
-    def _sharing(self, job: Job) -> Job:
+    def _sharing(self, job: Job, partial: Partial) -> Job:
         """Return a job that is merged in a basis which other methods use too."""
         options = job.options
         if job.rule != "matrix" or not isinstance(options, FrechetOptions) or options.basis not in ("tagged", "tensor"):
             return job
-        atoms = self._atoms(options.rank)
+        atoms = self._atoms(options.rank, partial)
         bases: Mapping[str, Basis] = atoms
         if options.basis == "tensor":
             bases = {job.name: tensor_product(atoms[job.name])} if job.name in atoms else {}
         return replace(job, options=replace(options, basis=bases))
 
-    def _atoms(self, rank: int | None) -> dict[str, Tagged]:
+    def _atoms(self, rank: int | None, partial: Partial) -> dict[str, Tagged]:
         """Return the tagged basis of every matrix, built once per rank."""
-        if rank not in self._bases:
-            built = build_bases(self.participants, self.rules, rank=rank, kind="tagged", run=self.run)
-            self._bases[rank] = {name: basis for name, basis in built if isinstance(basis, Tagged)}
-        return self._bases[rank]
+        key, models, tasks = (rank, partial), dict(partial), range(len(self.participants.models))
+
+        def weights(name: str, depth: float) -> list[float]:
+            return [float(t in models.get(name, tasks)) for t in tasks]
+
+        if key not in self._bases:
+            built = build_bases(self.participants, self.rules, rank=rank, kind="tagged", weights=weights, run=self.run)
+            self._bases[key] = {name: basis for name, basis in built if isinstance(basis, Tagged)}
+        return self._bases[key]
 
 
 def sweep_plans(
@@ -164,16 +174,20 @@ def sweep_plans(
         progress: called with a line after every setting.
     """
     check_memory(merges.run, rows, ranks, planner)
+    cautions: dict[str, None] = {}
 
     def ways() -> Iterator[Way]:
         for row, rank in _settings(rows, ranks):
 
             def at(scale: float, row: Method = row, rank: int | None = rank) -> State:
-                return merges.merge(planner(row, rank, scale))
+                plan = planner(row, rank, scale)
+                cautions.update(dict.fromkeys(plan.cautions))
+                return merges.merge(plan)
 
             yield row.name, shown_rank(row, rank), at_scales(row, base, at)
 
-    return compare(ways(), evaluate, scales=scales, evaluation=evaluation, progress=progress)
+    found = compare(ways(), evaluate, scales=scales, evaluation=evaluation, progress=progress)
+    return replace(found, notes=[*found.notes, *cautions])
 
 
 def _settings(rows: Sequence[Method], ranks: Sequence[int] | None) -> list[tuple[Method, int | None]]:
@@ -207,11 +221,11 @@ def compare(
     for method, rank, at in ways:
         known: dict[float, SplitScores] = {}
 
-        def score(scale: float, method: str = method, at: Any = at, known: Any = known) -> tuple[float, float]:
+        def score(scale: float, method: str = method, at: Any = at, known: Any = known) -> float:
             if scale not in known:
                 known[scale] = evaluate(at(scale), "val")
                 progress(f"{method}, scale {scale:g}")
-            order: tuple[float, float] = known[scale].order
+            order: float = known[scale].order
             return order
 
         best = max(scales, key=score) if scales else climb(score, SCALES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,14 +15,18 @@ from epimer.engine.options import RunOptions, in_memory
 from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
 from epimer.methods.options import MethodOptions
 from epimer.methods.registry import describe_method
-from epimer.methods.rules import matrix_shape
+from epimer.methods.rules import matrix_shape, stored_inputs_first
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.jobs import Job, precision
 from epimer.plan.memory import TensorInputs, bytes_to_read, memory_of, smaller_settings
 from epimer.plan.participants import Participants
 from epimer.progress import Progress
+from epimer.recipe.model import depths
 
 KINDS = ("tagged", "tensor")
+
+WeightsOf = Callable[[str, float], Sequence[float]]
+"""a tensor's name and depth -> the models' weights"""
 
 
 @dataclass(frozen=True)
@@ -41,27 +45,44 @@ class BasisWalk:
     def work(self, job: Job, tensors: Tensors, device: torch.device) -> Basis:
         """Return the basis of one matrix."""
         deltas = read_deltas(self.participants, job, tensors, device)
+        deltas = [deltas[t] for t in job.models]
         atoms = tagged(deltas, clamp_rank(deltas[0].shape, len(deltas), self.rank))
+        atoms = replace(atoms, owner=torch.tensor(job.models, device=atoms.owner.device)[atoms.owner])
         return atoms if self.kind == "tagged" else tensor_product(atoms)
 
 
-def matrix_jobs(participants: Participants, assigned: TensorRules, rank: int | None) -> list[Job]:
+def matrix_jobs(
+    participants: Participants, assigned: TensorRules, rank: int | None, weights: WeightsOf | None = None
+) -> list[Job]:
     """Return a job for every matrix that can give each task a direction, with the memory that its basis takes."""
     tasks, jobs = len(participants.models), []
     method = describe_method("tsv")
     options = method.resolve({"rank": rank})
+    depth, inputs_first = depths(list(assigned.rules)), stored_inputs_first(participants.template.headers)
     for name in assigned.matrices:
         W = participants.template.headers[name]
-        if not clamp_rank(matrix_shape(W), tasks, rank):
-            continue
         tensors = [one.headers[name] for one in participants.all]
         reads, dtype = sum(map(nbytes, tensors)), precision(tensors)
-        device = torch.device("cpu") if W.is_meta else W.device
-        template, inputs = header(W.shape, dtype), TensorInputs(tasks, dtype, bytes_to_read(participants, name))
-        estimate = partial(memory_of, method, "matrix", template, inputs)
-        smaller, memory = partial(smaller_settings, options, estimate), estimate(options)
-        job = Job(name, "matrix", template, None, MethodOptions(), [], reads, memory, dtype, device=device)
-        jobs.append(replace(job, smaller=smaller))
+        job = Job(
+            name,
+            "matrix",
+            header(W.shape, dtype),
+            None,
+            MethodOptions(),
+            [1 / tasks] * tasks if weights is None else list(weights(name, depth[name])),
+            reads,
+            0,
+            dtype,
+            device=torch.device("cpu") if W.is_meta else W.device,
+            inputs=0 if name in inputs_first else 1,
+        )
+        count = len(job.models)
+        if not clamp_rank(matrix_shape(W), count, rank):
+            continue
+        sizes = TensorInputs(count, dtype, bytes_to_read(participants, name), left_out=tasks - count)
+        estimate = partial(memory_of, method, "matrix", job.template, sizes)
+        smaller = partial(smaller_settings, options, estimate)
+        jobs.append(replace(job, memory=estimate(options), smaller=smaller))
     return jobs
 
 
@@ -77,6 +98,7 @@ def build_bases(
     *,
     rank: int | None,
     kind: str,
+    weights: WeightsOf | None = None,
     run: RunOptions | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, Basis]]:
@@ -87,11 +109,12 @@ def build_bases(
         rules: which tensors are matrices, by name pattern.
         rank: directions per task; None is floor(min(m, n) / T).
         kind: tagged or tensor.
+        weights: of the models for every tensor; one of weight 0 gives no directions. By default all have the same.
         run: where and within which limits; by default in memory.
         progress: where to show how far it is.
     """
     assigned = assign_rules(participants, rules).checked()
-    jobs = matrix_jobs(participants, assigned, rank)
+    jobs = matrix_jobs(participants, assigned, rank, weights)
     engine = (run or in_memory(jobs[0].device if jobs else torch.device("cpu"), len(jobs))).start(jobs)
     stage = (progress or Progress(False)).begin("building", sum(job.reads for job in jobs))
     for job, basis in engine.map(BasisWalk(participants, jobs, rank, kind)):

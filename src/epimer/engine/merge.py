@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import allocate, header
 from epimer.engine.protocol import Engine
-from epimer.errors import TensorError
+from epimer.errors import CurvatureError, TensorError
 from epimer.geometry.linalg import LowRank, as_compute_dtype, chunks, dense, nonfinite
 from epimer.geometry.solution import Solution
+from epimer.geometry.subspace import owned_by
 from epimer.methods.averaging import average
 from epimer.methods.frechet import FISHER, fisher
 from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_method
@@ -25,7 +26,7 @@ from epimer.plan.jobs import Job, Plan, precision
 from epimer.plan.layer_curvature import NO_CURVATURE, LayerCurvature, layer_curvature
 from epimer.plan.participants import Participant, Participants
 from epimer.progress import Stage
-from epimer.records import Status, TensorRecord
+from epimer.records import MergeRecord, Status, TensorRecord
 
 SMALL = 1 << 20  # jobs below this many bytes are handed over together
 TOGETHER = 1 << 23
@@ -161,10 +162,13 @@ class MergeWalk:
     ) -> tuple[Tensor, TensorRecord]:
         """Merge task vectors onto the base; the result has the template's shape and dtype."""
         context = None if self.prepared is None else self.prepared.context
-        solution = merge_layer(job, Layer(job.name, deltas, job.weights, context=context), curvature)
+        layer = Layer(job.name, deltas, job.weights, context=context, inputs=job.inputs)
+        solution = merge_layer(job, layer, curvature)
         total = job.options.scale * dense(solution.value).reshape(template.shape)
         if W0 is not None:
             total += as_compute_dtype(W0)
+        if (correction := self.plan.corrections.get(job.name)) is not None:
+            total += correction.to(total)
         result = total.to(template.dtype)
         if nonfinite(result):
             raise TensorError(
@@ -184,6 +188,8 @@ class MergeWalk:
 
 def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
     """Return the merged task vector of one tensor under its rule; its curvature is in the task vectors' precision."""
+    if len(job.models) < len(job.weights):
+        job, layer, curvature = without_zero_weights(job, layer, curvature)
     assert job.method is not None
     if job.rule == "average":
         return average(layer, job.options)
@@ -191,6 +197,30 @@ def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
         return replace(average(layer, job.options), note="no curvature: averaged")
     layer = replace(layer, metrics=curvature.metrics, base_metric=curvature.base_metric, basis=curvature.basis)
     return fisher(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
+
+
+def without_zero_weights(job: Job, layer: Layer, curvature: LayerCurvature) -> tuple[Job, Layer, LayerCurvature]:
+    """Return the merge of one tensor without the models of weight 0, which thus shape neither basis nor count."""
+    assert job.method is not None
+    models, basis = job.models, curvature.basis
+    if basis is not None:
+        basis = owned_by(basis, models)
+        if basis is None:
+            zero = ", ".join(f"models[{t}]" for t, weight in enumerate(job.weights) if not weight)
+            raise CurvatureError(
+                f"the basis of {job.name!r} was built with {zero} of weight 0; leave that model out, or build "
+                "the basis from the recipe with these weights (`epimer basis`)."
+            )
+    weights = [job.weights[t] for t in models]
+    layer = replace(
+        layer,
+        deltas=[layer.deltas[t] for t in models],
+        weights=weights,
+        context=None if layer.context is None else [layer.context[t] for t in models],
+    )
+    metrics = [curvature.metrics[t] for t in models] if curvature.metrics else []
+    job = replace(job, weights=weights, options=job.method.options_of(job.options, models))
+    return job, layer, replace(curvature, metrics=metrics, basis=basis)
 
 
 def batches(jobs: Sequence[Job]) -> Iterator[Batch]:
@@ -317,6 +347,14 @@ def averaging_plan(plan: Plan, weights: list[float]) -> Plan:
 
 
 # --- into memory ---
+
+
+class MergedState(dict[str, Tensor]):
+    """A merged state dict that remembers how it was made."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], record: MergeRecord) -> None:
+        super().__init__(tensors)
+        self.record = record
 
 
 def merge_in_memory(

@@ -82,9 +82,9 @@ def merge_record(
     first = next((job for job in plan.jobs if job.method is not None), None)
     shown = {} if first is None else {name: _plain(value) for name, value in plan.method.values(first.options).items()}
     weights = (prepared and prepared.weights) or (first.weights if first is not None else ())
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {"unlabelled": plan.unlabelled, "choices": plan.choices}
     if plan.recipe is not None:
-        known = {
+        known |= {
             "models": tuple((one.checkpoint.name, one.checkpoint.fingerprint) for one in plan.participants.all),
             "recipe": plan.public_recipe(),
             "request": plan.request,

@@ -15,8 +15,8 @@ from torch import Tensor
 import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
+from epimer.checkpoints.lazy_tensors import LazyTensors
 from epimer.errors import CheckpointError, DataError, ParameterError, listed
-from epimer.evaluation.lazy_tensors import LazyTensors
 from epimer.evaluation.metrics import unit
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Subset, Suite

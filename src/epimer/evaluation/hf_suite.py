@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from epimer.checkpoints import open_checkpoint
+from epimer.checkpoints.lazy_tensors import LazyTensors
 from epimer.errors import CheckpointError, DataError, listed
-from epimer.evaluation.lazy_tensors import LazyTensors
 from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES
 from epimer.evaluation.suite import State, Suite, SuiteTask, classification_loss
 from epimer.evaluation.suite_file import SuiteFile, TaskEntry, errors_at, read_suite_file
 from epimer.plan.participants import Participant, align
 from epimer.tasks.loading import CAUSAL_LM, Output, WithHead
 from epimer.tasks.tables import Table
-from epimer.tasks.task import Task, load_task, sample_losses
+from epimer.tasks.task import load_task, sample_losses
+from epimer.tasks.task_network import TaskNetwork, task_network
 
 CACHE_BYTES = 1 << 28  # of a split's batches that are kept for the next evaluation
 
@@ -124,17 +125,6 @@ class HeadFromFile(WithHead):
             return super().forward(**inputs)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A task's network, and where each tensor of a state dict is in it."""
-
-    task: Task
-    names: dict[str, str]
-    """parameter -> its name in state dicts"""
-    targets: dict[str, Tensor]
-    """name in state dicts -> the parameter or buffer"""
-
-
 @dataclass
 class Networks:
     """One network per task, loaded when it is first needed."""
@@ -146,7 +136,7 @@ class Networks:
     keep: bool = True
     labels: bool = True
     """whether data without labels is an error"""
-    _loaded: dict[str, Loaded] = field(default_factory=dict)
+    _loaded: dict[str, TaskNetwork] = field(default_factory=dict)
 
     def task(self, entry: TaskEntry) -> SuiteTask:
         """Return a task whose data is read by its own model's tokenizer or image processor."""
@@ -158,20 +148,17 @@ class Networks:
             score=(TOKEN_SCORES if tokens else CLASSIFIER_SCORES)[entry.metric],
             loss=sample_losses if tokens else classification_loss,
             metric=entry.metric,
+            doubtful=entry.doubtful,
         )
 
     def network(self, state: State, task: SuiteTask) -> nn.Module:
         """Copy a state dict into the task's network; tensors that it lacks keep the values of the task's own model."""
-        loaded = self.loaded(task.name)
-        with torch.no_grad():
-            for name, target in loaded.targets.items():
-                target.copy_(state[name])
-        return loaded.task.model
+        return self.loaded(task.name).copy(state)
 
     def names(self, task: SuiteTask) -> dict[str, str]:
         return self.loaded(task.name).names
 
-    def loaded(self, name: str) -> Loaded:
+    def loaded(self, name: str) -> TaskNetwork:
         """Return a task's network, loaded at the first call."""
         if name not in self._loaded:
             if not self.keep:
@@ -182,7 +169,7 @@ class Networks:
                 self._loaded[name] = self._load(entry, model)
         return self._loaded[name]
 
-    def _load(self, entry: TaskEntry, model: Participant) -> Loaded:
+    def _load(self, entry: TaskEntry, model: Participant) -> TaskNetwork:
         task = load_task(
             entry.model, entry.kind, head=entry.head, pooling=entry.pooling, dtype=self.file.dtype, device=self.device
         )
@@ -194,39 +181,16 @@ class Networks:
             if len(entry.classes) != task.classes:
                 raise DataError(f"the model has {task.classes} classes, but 'classes' names {len(entry.classes)}.")
             task.label2id = {name: i for i, name in enumerate(entry.classes)}
-        converted = [name for name in task.unmatched if not (isinstance(task.model, WithHead) and "pooler" in name)]
-        if converted:
-            raise CheckpointError(
-                f"{entry.model} holds {listed(converted)} in another form than transformers does, so merged tensors "
-                "cannot be copied in; write the suite as a Python function."
-            )
-        merged, tied = set(self.merged), {stored: name for name, stored in model.stored.items()}
-        names = {name: disk if disk in merged else tied.get(disk, disk) for name, disk in task.names.items()}
+        loaded = task_network(task, set(self.merged), model.stored)
         classifier = [pattern for other in self.file.tasks for pattern in other.classifier]
-        foreign = [disk for name, disk in task.names.items() if names[name] not in merged]
+        foreign = [disk for name, disk in task.names.items() if name not in loaded.names]
         foreign = [disk for disk in foreign if not _matches(classifier, disk)]
         if foreign:
             raise CheckpointError(
                 f"{entry.model} is run with {listed(foreign)}, which the base lacks; name them in 'classifier' if they "
                 "belong to the task."
             )
-        names = {name: disk for name, disk in names.items() if disk in merged}
-        parameters: dict[str, Any] = dict(task.model.named_parameters())
-        targets = {disk: parameters[name].data for name, disk in names.items()}
-        return Loaded(task, names, {**_buffers(task.model, merged), **targets})
-
-
-def _buffers(model: nn.Module, merged: set[str]) -> dict[str, Tensor]:
-    """Return the buffers that are saved with a model, by the name of the tensor they belong to: equal, or its end."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {}
-    for name, value in model.state_dict().items():
-        inner = name.removeprefix("backbone.") if isinstance(model, WithHead) else name
-        ends = [disk for disk in merged if f".{inner}".endswith(f".{disk}") or f".{disk}".endswith(f".{inner}")]
-        disk = inner if inner in merged else ends[0] if len(ends) == 1 else None
-        if name not in parameters and disk is not None:
-            buffers[disk] = value
-    return buffers
+        return loaded
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax
 
 from epimer.errors import ParameterError, listed
+from epimer.evaluation.divergence import Predictions, counted_logits
 from epimer.evaluation.metrics import shared_unit
 from epimer.evaluation.open_suite import open_suite
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Suite, SuiteTask
 from epimer.evaluation.user_code import is_entry_point, load_entry_point, one_line_errors
 from epimer.tasks.batches import Batch
-from epimer.tasks.labels import IGNORED, logits_of
 
 AGREEMENT = "agreement"
 
@@ -37,6 +36,8 @@ class SplitScores:
     """task -> mean KL divergence from the predictions of the task's fine-tuned model, where it was computed"""
     unit: str = "accuracy"
     """what scores are: accuracy, loss or perplexity (minus the loss), or score"""
+    doubtful: frozenset[str] = frozenset()
+    """tasks by which nothing is chosen"""
 
     def __post_init__(self) -> None:
         for task, scores in self.scores.items():
@@ -50,9 +51,23 @@ class SplitScores:
         return Scores(list(self.scores.values()))
 
     @property
-    def order(self) -> tuple[float, float]:
-        """What settings are compared by: the average score, then the KL divergence, less of which is better."""
-        return self.all.average, -sum(self.kl.values())
+    def trusted(self) -> Scores:
+        """The scores of the tasks that choices are made by."""
+        return Scores([self.scores[task] for task in self._trusted_tasks])
+
+    @property
+    def _trusted_tasks(self) -> list[str]:
+        """The tasks that are not doubtful, or all where there are no others."""
+        return [task for task in self.scores if task not in self.doubtful] or list(self.scores)
+
+    @property
+    def order(self) -> float:
+        """What settings are compared by: the average score, less the mean KL divergence where it was computed.
+
+        Of agreement it is 1 - (disagreement + KL): each alone errs more often than their sum (docs/diagnosis.md).
+        """
+        tasks = self._trusted_tasks
+        return self.trusted.average - sum(self.kl.get(task, 0.0) for task in tasks) / len(tasks)
 
 
 Evaluate = Callable[[State, str], SplitScores]
@@ -98,51 +113,53 @@ def evaluator(text: str, folder: Path | None = None, *, count: int | None = None
 def by_suite(suite: Suite) -> Evaluate:
     """Return an evaluation by a suite's labels."""
     _check_splits(suite)
-    unit = shared_unit(suite)
+    unit, doubtful = shared_unit(suite), _doubtful(suite)
 
     def evaluate(state: State, split: str) -> SplitScores:
         scores = {task.name: suite.finite_scores(state, task, split, "a merge") for task in suite.tasks}
-        return SplitScores(scores, unit=unit)
+        return SplitScores(scores, unit=unit, doubtful=doubtful)
 
     return evaluate
+
+
+def _doubtful(suite: Suite) -> frozenset[str]:
+    return frozenset(task.name for task in suite.tasks if task.doubtful)
 
 
 def by_agreement(suite: Suite) -> Evaluate:
     """Return an evaluation by agreement with each task's fine-tuned model, which reads no label.
 
-    The score is the share of equal predictions; KL divergences from the fine-tuned model's predictions break ties.
+    The score is the share of equal predictions; settings are compared by it and by the KL divergence from the
+    fine-tuned model's predictions together.
     """
     _check_splits(suite)
-    references: dict[tuple[str, str], list[Tensor]] = {}
+    references: dict[tuple[str, str], list[Predictions]] = {}
+    doubtful = _doubtful(suite)
 
     @torch.no_grad()
     def evaluate(state: State, split: str) -> SplitScores:
         scores, kl = {}, {}
         for task, model in zip(suite.tasks, suite.models, strict=True):
             if (task.name, split) not in references:
-                references[task.name, split] = list(_predictions(suite, model, task, split))
+                references[task.name, split] = list(map(Predictions.of, _logits(suite, model, task, split)))
             hits, divergences = [], []
-            predictions = zip(references[task.name, split], _predictions(suite, state, task, split), strict=True)
-            for tuned, merged in predictions:
-                invalid = (tuned + merged).isnan().any(1)  # NaN agrees with nothing
-                hits.append((tuned.argmax(1) == merged.argmax(1)).double().masked_fill(invalid, math.nan))
-                divergences.append(kl_div(merged, tuned, reduction="none", log_target=True).sum(1).double())
+            for own, logits in zip(references[task.name, split], _logits(suite, state, task, split), strict=True):
+                invalid = own.log_probabilities.isnan().any(1) | logits.isnan().any(1)  # NaN agrees with nothing
+                hits.append((own.likeliest == logits.argmax(1)).double().masked_fill(invalid, math.nan))
+                divergences.append(own.divergence(logits).double())
             who = "a merge or the fine-tuned model"
-            scores[task.name] = suite.check_finite(torch.cat(hits), task, split, "agreement", who)
+            scores[task.name] = suite.check_finite(torch.cat(hits).cpu(), task, split, "agreement", who)
             kl[task.name] = float(torch.cat(divergences).mean())
-        return SplitScores(scores, kl)
+        return SplitScores(scores, kl, doubtful=doubtful)
 
     return evaluate
 
 
-def _predictions(suite: Suite, state: State, task: SuiteTask, split: str) -> Iterator[Tensor]:
-    """Yield log-probabilities, a row per sample or, of a language model, per token that counts."""
+def _logits(suite: Suite, state: State, task: SuiteTask, split: str) -> Iterator[Tensor]:
+    """Yield logits by batch, a row per sample or, of a language model, per token that counts."""
     network = suite.network(state, task)
     for inputs, targets in task.splits[split].batches(suite.batch):
-        logits = logits_of(Batch(inputs, targets, 0).run(network)).float()
-        if logits.dim() == 3:
-            logits = logits[targets != IGNORED] if isinstance(targets, Tensor) else logits.flatten(0, 1)
-        yield log_softmax(logits, 1).cpu()
+        yield counted_logits(Batch(inputs, targets, 0), network)
 
 
 def by_function(text: str, function: Callable[..., Any]) -> Evaluate:

@@ -100,6 +100,8 @@ class SuiteTask:
     """(outputs, targets) -> each sample's loss, whose curvature is measured"""
     metric: str = "accuracy"
     """what the mean score is: accuracy, token-accuracy, loss (minus the score), perplexity (exp of it), or any name"""
+    doubtful: str = ""
+    """why its scores say little, where they do: nothing is chosen by them, and averages are given without them too"""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,12 @@ class Suite:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise DataError(f"{self.name}: two tasks are named {twice!r}; give every task a different name.")
 
+    @property
+    def trusted(self) -> Suite:
+        """The suite that choices are made by: without its doubtful tasks, unless it has no others."""
+        kept = [t for t, task in enumerate(self.tasks) if not task.doubtful] or range(len(self.tasks))
+        return replace(self, tasks=[self.tasks[t] for t in kept], models=[self.models[t] for t in kept])
+
     def truncated(self, **counts: int) -> Suite:
         """Return the suite with only the first samples of the named splits: `suite.truncated(val=100, test=400)`."""
 
@@ -143,6 +151,18 @@ class Suite:
 
         def cut(task: SuiteTask) -> SuiteTask:
             return replace(task, splits={name: first(name, data) for name, data in task.splits.items()})
+
+        return replace(self, tasks=[cut(task) for task in self.tasks])
+
+    def inputs_only(self, samples: int, seed: int = 0) -> Suite:
+        """Return the suite on some training inputs: all of them as train, three of four as val, the others as test."""
+
+        def cut(task: SuiteTask) -> SuiteTask:
+            data = task.splits["train"]
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:samples]
+            held_out = torch.arange(len(order)) % 4 == 3
+            parts = {"train": order, "val": order[~held_out], "test": order[held_out]}
+            return replace(task, splits={name: Subset(data, indices) for name, indices in parts.items()})
 
         return replace(self, tasks=[cut(task) for task in self.tasks])
 

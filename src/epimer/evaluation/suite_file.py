@@ -22,7 +22,7 @@ from epimer.tasks.tables import READERS, Table
 from epimer.tasks.task import IMAGES, LABELS, TEXTS
 
 KEYS = ("name", "base", "task", "metric", "classifier", "batch_size", "max_length", "dtype", "tasks")
-TASK_KEYS = ("name", "model", "task", "metric", "head", "pooling", "classifier", "classes", "data")
+TASK_KEYS = ("name", "model", "task", "metric", "head", "pooling", "classifier", "classes", "data", "doubtful")
 DATA_KEYS = ("dataset", "subset", "train", "val", "test", "text", "label", "image")
 SPLITS = ("train", "val", "test")
 BATCH, MAX_LENGTH = 16, 512
@@ -47,6 +47,8 @@ class TaskEntry:
     classifier: tuple[str, ...] = ()
     """name patterns of the model's tensors that belong to the task, and are not merged"""
     classes: tuple[str, ...] = ()
+    doubtful: str = ""
+    """why its scores say little, where they do"""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class _Reader:
             self.choice((*path, "pooling"), keys, POOLINGS) or "auto",
             (*shared, *self.names((*path, "classifier"), keys.get("classifier"))),
             classes,
+            self.text((*path, "doubtful"), keys.get("doubtful")) or "",
         )
 
     def data(self, path: Location, raw: Any, kind: str) -> tuple[dict[str, Table], dict[str, str]]:

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from epimer.api import MergedState, build_basis, merge_state_dicts
+from epimer.api import build_basis, merge_state_dicts
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.sweep import climb, scaled
+from epimer.engine.merge import MergedState
 from epimer.errors import DataError, EpimerError, EpimerWarning
 from epimer.evaluation.evaluate import provenance
 from epimer.evaluation.metrics import shared_unit
@@ -31,7 +32,7 @@ COARSE_SCALES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.6, 2.0, 2.6, 3.4)
 STEPS = 40  # of conjugate gradients; solved to the end, the same merges score the same (docs/glyphs8.md)
 SAMPLES = 256  # per task, for curvature
 RANK = 32  # of bases, where a candidate does not set another
-CURVATURE_VERSION = 2  # raised when the estimate changes, so that cached curvature is measured again
+CURVATURE_VERSION = 3  # raised when the estimate changes, so that cached curvature is measured again
 CURVATURE_BATCH = 64  # samples in a batch when curvature is measured
 
 Item = TypeVar("Item")
@@ -46,6 +47,8 @@ class Candidate:
     label: str = ""
     kind: str | None = None
     """of curvature; None takes the kind that the method asks for"""
+    labels: str = "model"
+    """that curvature is measured with: the model's own, or true"""
 
     @property
     def name(self) -> str:
@@ -64,12 +67,23 @@ class Candidate:
     @property
     def in_subspace(self) -> bool:
         """Whether it merges in a basis of `rank` directions per task, by its parameters or by default."""
+        return self._option("basis", "full") != "full"
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it aggregates by mean, by its parameters or by default."""
+        return self._option("aggregator", "") == "mean"
+
+    def _option(self, name: str, missing: str) -> Any:
+        """Return a parameter, the method's default of it, or `missing` where the method has none."""
         defaults = {parameter.name: parameter.default for parameter in describe_method(self.method).parameters}
-        return self.parameters.get("basis", defaults.get("basis", "full")) != "full"
+        return self.parameters.get(name, defaults.get(name, missing))
 
 
 CANDIDATES = (
-    *map(Candidate, ("average", "task_arithmetic", "ties", "dare", "fisher", "gradient_matching", "regmean")),
+    *map(Candidate, ("average", "task_arithmetic", "ties", "dare", "fisher")),
+    Candidate("gradient_matching", {"prior": 1e-3}),  # without one its scale cancels, and it is fisher
+    Candidate("regmean"),
     Candidate("mats", {"iterations": 20}),  # its authors stop early too
     *map(Candidate, ("wudi", "tsv", "iso_c", "iso_cts", "epimer", "epimer_exact")),
     Candidate("epimer_free", {"iterations": STEPS}),
@@ -77,10 +91,20 @@ CANDIDATES = (
 )
 
 
-def all_candidates() -> tuple[Candidate, ...]:
-    """Return the methods to compare: epimer's own, and those that others added."""
+PAPER = {"normalize": "none", "damping": 0.0, "aggregator": "sum"}
+AS_PUBLISHED = (
+    Candidate("ties", {"elect": "frequency"}, "ties (frequency)"),
+    Candidate("epimer", {**PAPER, "jitter": 1e-8}, "epimer (as published)", labels="true"),
+    Candidate("epimer", {**PAPER, "jitter": 1e-3}, "epimer (as published, jitter 1e-3)", labels="true"),
+)
+"""methods as the paper has them: empirical Fisher with true labels, not normalised, and a jitter that it calls small
+and gives no number for, so two of them; ties elects signs by their frequency"""
+
+
+def all_candidates(*, published: bool = True) -> tuple[Candidate, ...]:
+    """Return the methods to compare: epimer's own, those of the paper as published, and those that others added."""
     added = [name for name in added_methods() if not describe_method(name).needs_function]
-    return (*CANDIDATES, *map(Candidate, added))
+    return (*CANDIDATES, *(AS_PUBLISHED if published else ()), *map(Candidate, added))
 
 
 @dataclass(frozen=True)
@@ -109,7 +133,7 @@ class Bench:
     keep: bool = True
     """whether curvature is cached in the suite's folder between runs"""
     scales: Sequence[float] = SCALES
-    """the grid to choose from, ascending"""
+    """the grid to choose from, ascending; of a mean, T times as far"""
     ahead: int = 2
     """worse scales in a row after which the search along the grid stops"""
 
@@ -140,11 +164,13 @@ class Bench:
     def metric(self) -> str:
         return shared_unit(self.suite)
 
-    def with_provenance(self, result: Experiment, *notes: str) -> Experiment:
+    def with_provenance(self, result: Experiment, *notes: str, seeds: Sequence[int] = ()) -> Experiment:
         """Return a result with the suite's name, and the versions, settings and date it was made with."""
-        origin = provenance(seed=self.seed, samples=self.samples, threads=torch.get_num_threads())
+        seed: Any = list(seeds) or self.seed
+        origin = provenance(seed=seed, samples=self.samples, threads=torch.get_num_threads())
+        by = f"seeds {', '.join(map(str, seeds))}" if seeds else f"seed {self.seed}"
         note = (
-            f"Made by epimer {origin['epimer']} with torch {origin['torch']} on {origin['date']}; seed {self.seed}, "
+            f"Made by epimer {origin['epimer']} with torch {origin['torch']} on {origin['date']}; {by}, "
             f"curvature of {self.samples} samples per task at most, unless the table says otherwise."
         )
         suite, notes = self.suite.name, (*result.notes, *notes, note)
@@ -159,7 +185,17 @@ class Bench:
     @cached_property
     def base_average(self) -> float:
         """The base's average on validation data."""
-        return self.score(self.suite.base, "val").average
+        suite = self.suite.trusted
+        return Scores([suite.finite_scores(suite.base, task, "val") for task in suite.tasks]).average
+
+    def validation(self, state: State) -> float:
+        """Return the average on validation data that scales are chosen by: without doubtful tasks."""
+        return Scores(self.suite.trusted.scores(state, "val")).average
+
+    def grid(self, candidate: Candidate) -> tuple[float, ...]:
+        """Return the scales to choose from; a mean's go on to T times the last, as on matrices sum is T · mean."""
+        further = [round(len(self.states) * scale, 6) for scale in self.scales] if candidate.is_mean else []
+        return (*self.scales, *(scale for scale in further if scale > self.scales[-1]))
 
     def basis(self, rank: int | None) -> dict[str, Any]:
         """Return the models' tagged basis, built once."""
@@ -176,20 +212,22 @@ class Bench:
         self.basis(candidate.rank)
         return self._bases[candidate.rank][1]
 
-    def curvature(self, kind: str, rank: int | None = RANK) -> list[Curvature]:
+    def curvature(self, kind: str, rank: int | None = RANK, labels: str = "model") -> list[Curvature]:
         """Return every model's curvature on its own task, measured or from an earlier run.
 
         Per-sample gradients (kind samples) are kept in the basis of `rank` only.
         """
         basis = self.basis(rank) if kind == "samples" else None
-        key = f"{kind}-{self.samples}-{self.seed}" + (f"-{rank}" if basis else "") + f"-v{CURVATURE_VERSION}"
+        by = "" if labels == "model" else f"-{labels}"
+        key = f"{kind}{by}-{self.samples}-{self.seed}" + (f"-{rank}" if basis else "") + f"-v{CURVATURE_VERSION}"
         if key not in self._curvature:
             started = time.perf_counter()
-            self._curvature[key] = [self._load_or_measure(t, key, kind, basis) for t in range(len(self.states))]
-            self.seconds[kind] = time.perf_counter() - started
+            measured = [self._load_or_measure(t, key, kind, labels, basis) for t in range(len(self.states))]
+            self._curvature[key] = measured
+            self.seconds[kind + by] = time.perf_counter() - started
         return self._curvature[key]
 
-    def _load_or_measure(self, t: int, key: str, kind: str, basis: dict[str, Any] | None) -> Curvature:
+    def _load_or_measure(self, t: int, key: str, kind: str, labels: str, basis: dict[str, Any] | None) -> Curvature:
         task = self.suite.tasks[t]
         folder = self.suite.folder / "curvature" / key / task.name if self.keep and self.suite.folder else None
         if folder is not None and (folder / "curvature.json").is_file():
@@ -206,6 +244,7 @@ class Bench:
             data.batches(CURVATURE_BATCH, order),
             task.loss,
             kind=kind,
+            labels=labels,
             samples=None,
             basis=None if basis is None else {name: basis[stored] for name, stored in names.items() if stored in basis},
             seed=self.seed,
@@ -224,7 +263,8 @@ class Bench:
         curvature: list[Mapping[str, Metric]] | None = None
         if candidate.curvature is not None:
             rank = parameters.get("rank", RANK)
-            curvature = [self.curvature(candidate.curvature, rank)[t] for t in chosen]
+            measured = self.curvature(candidate.curvature, rank, candidate.labels)
+            curvature = [measured[t] for t in chosen]
             if candidate.curvature == "samples":
                 parameters["basis"] = self.basis(rank)
         base, states = dict(self.suite.base), [self.states[t] for t in chosen]
@@ -241,9 +281,19 @@ class Bench:
         """Return base + scale · (merged - base)."""
         return scaled(self.suite.base, merged, scale)
 
+    def at_scales(self, candidate: Candidate) -> Callable[[float], State]:
+        """Return the merge at any scale: all from one, where the merged delta is proportional to it."""
+        merged = self.merge(candidate)
+        linear = describe_method(candidate.method).linear_in_scale
+        return lambda scale: self.scaled(merged, scale) if linear else self.merge(candidate, scale=scale)
+
     def score(self, state: State, split: str) -> Scores:
         """Return a model's scores on every task; refuse NaN and Inf."""
         return Scores([self.suite.finite_scores(state, task, split) for task in self.suite.tasks])
+
+    def at(self, candidate: Candidate, scale: float) -> Scores:
+        """Return the test scores of a merge at a scale that is not chosen."""
+        return self.score(self.merge(candidate, scale=scale), "test")
 
     def best(self, candidate: Candidate) -> Outcome:
         """Merge once, take the scale that is best on validation data, and report on test data; computed once.
@@ -257,27 +307,24 @@ class Bench:
 
     def _best(self, candidate: Candidate) -> Outcome:
         if candidate.curvature is not None:
-            self.curvature(candidate.curvature, candidate.rank)
+            self.curvature(candidate.curvature, candidate.rank, candidate.labels)
         started = time.perf_counter()
-        merged = self.merge(candidate)
+        merged_at = self.at_scales(candidate)
         seconds = time.perf_counter() - started + self.basis_seconds(candidate)
         validation: dict[float, float] = {}
-        linear = describe_method(candidate.method).linear_in_scale
-
-        def merged_at(scale: float) -> State:
-            return self.scaled(merged, scale) if linear else self.merge(candidate, scale=scale)
 
         def average_at(scale: float) -> float:
             if scale not in validation:
-                average = Scores(self.suite.scores(merged_at(scale), "val")).average
+                average = self.validation(merged_at(scale))
                 validation[scale] = average if math.isfinite(average) else -math.inf  # never chosen
             return validation[scale]
 
-        scale = climb(average_at, self.scales, self.ahead)
+        grid = self.grid(candidate)
+        scale = climb(average_at, grid, self.ahead)
         if validation[scale] < self.base_average:  # far too long at 1, where the slope is flat: try the whole grid
-            scale = max(self.scales, key=average_at)
+            scale = max(grid, key=average_at)
         state = merged_at(scale)
-        edge = scale in (self.scales[0], self.scales[-1])
+        edge = scale in (grid[0], grid[-1])
         outcome = Outcome(candidate, scale, validation[scale], self.score(state, "test"), seconds, edge)
         if self.winner is None or outcome.validation > self.winner.validation:
             self.winner, self.model = outcome, state

@@ -20,7 +20,7 @@ from epimer.checkpoints.writer import (
     save_tensors,
 )
 from epimer.evaluation.suite import Suite
-from epimer.experiments.bench import CANDIDATES, COARSE_SCALES, Bench, Outcome
+from epimer.experiments.bench import COARSE_SCALES, Bench, Outcome, all_candidates
 from epimer.experiments.glyphs8.build import load
 from epimer.experiments.glyphs8.train import Settings
 from epimer.experiments.paper import performance
@@ -54,8 +54,9 @@ def run(folder: Path, *, progress: bool = True, settings: Settings | None = None
     suite = load(progress=progress, settings=settings)
     bench = Bench(suite.truncated(val=VAL, test=TEST), scales=COARSE_SCALES, ahead=1)
     with Progress(progress, unit="steps") as bar:
-        bench.report_progress = bar.begin("merging", len(CANDIDATES)).reach
-        result = performance(bench)
+        candidates = all_candidates(published=False)
+        bench.report_progress = bar.begin("merging", len(candidates)).reach
+        result = performance(bench, candidates)
         names = [task.name for task in suite.tasks]
         stage = bar.begin("diagnosis", 1)
         curvature = bench.curvature("kronecker")

@@ -16,11 +16,13 @@ from epimer.api import diagnose_state_dicts
 from epimer.diagnosis.landscape import landscape as survey
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import Suite
-from epimer.experiments.bench import CANDIDATES, RANK, STEPS, Bench, Candidate, all_candidates, references
+from epimer.experiments.bench import AS_PUBLISHED, CANDIDATES, RANK, STEPS, Bench, Candidate, all_candidates, references
 from epimer.experiments.results import (
     Cells,
     Row,
     against,
+    comparison_notes,
+    correct_for_number,
     dots,
     edge_notes,
     number,
@@ -30,6 +32,7 @@ from epimer.experiments.results import (
     tabulate,
     text,
 )
+from epimer.experiments.unlabelled import unlabelled
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.rules import is_matrix, matrix_shape
 from epimer.records import Experiment, Lines
@@ -44,6 +47,7 @@ METRICS = {"diagonal": "epimer", "kronecker": "epimer_kron", "exact": "epimer_ex
 SHOWN = ("average", "tsv", "epimer", "epimer_kron")  # merges marked in a landscape
 GRID, SEEN = 21, 100  # points along a side of a landscape; samples per task that its losses are taken over
 
+TSV = Candidate("tsv")
 MATCHED = Candidate("tsv", {"rank": RANK}, f"tsv, k = {RANK}")
 
 
@@ -51,9 +55,9 @@ def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> 
     """Return every method's average and per-task scores, at the scale that validation data chose."""
     suite, cells = bench.suite, Cells(bench.metric)
     candidates = all_candidates() if candidates is None else candidates
-    names = [task.name for task in suite.tasks]
     data: list[Row] = [
-        {"method": name, "reference": True, **summary(scores, names)} for name, scores in references(bench).items()
+        {"method": name, "reference": True, **summary(scores, suite.tasks)}
+        for name, scores in references(bench).items()
     ]
     largest = _largest_rank(bench)
     if largest > RANK:  # else tsv's own rank is the same
@@ -62,19 +66,21 @@ def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> 
     first = next((outcome for outcome in outcomes if outcome.candidate.name == "tsv"), outcomes[0])
     matched = outcomes[-1] if candidates[-1] is MATCHED else first
     for outcome in outcomes:
-        row = {"method": outcome.candidate.name, **summary(outcome.test, names), "scale": outcome.scale}
+        row = {"method": outcome.candidate.name, **summary(outcome.test, suite.tasks), "scale": outcome.scale}
         row |= {"edge": outcome.edge, "seconds": outcome.seconds, "validation": outcome.validation}
         other = matched if outcome.candidate.in_subspace else first
         if outcome is not other:
-            row |= against(outcome.test, other.test)
+            row |= {"against": other.candidate.name, **against(outcome.test, other.test, suite.tasks)}
         data.append(row)
+    correct_for_number(data)
     best = bench.winner.candidate.name if bench.winner else ""
     notes = [
         "Scale chosen on validation data, climbing from 1 both ways while it gains; everything else reported on test "
         "data; 95% intervals by bootstrap.",
         *_early_stops(candidates),
-        f"Differences against {first.candidate.name} {cells.differences}, with 95% intervals and p of a paired "
-        f"sign-flip test over test samples; epimer's methods against it at their own rank, {min(RANK, largest)}.",
+        *comparison_notes(bench.metric, data, suite.tasks),
+        f"epimer's methods are compared with {first.candidate.name} at their own rank, {min(RANK, largest)}.",
+        *_published_notes(candidates),
         f"Best on validation data: {best}.",
     ]
     notes += edge_notes(data)
@@ -83,10 +89,10 @@ def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> 
         "method": text("method"),
         "average [95%]": cells.interval,
         "worst": cells.score("worst"),
-        **{name: cells.on_task(name) for name in names},
+        **{task.name: cells.on_task(task.name) for task in suite.tasks},
         "scale": starred_scale,
         "merge s": number("seconds", ".2f"),
-        f"against {first.candidate.name}": cells.difference,
+        **cells.comparison(f"against {first.candidate.name}", suite.tasks),
     }
     title, figure = f"{bench.metric} of merged models", dots(data, bench.metric, metric=bench.metric)
     return tabulate("performance", title, columns, data, notes + bench.notes, figure)
@@ -99,27 +105,49 @@ def _early_stops(candidates: Sequence[Candidate]) -> list[str]:
     return [f"Conjugate gradients stop after {listed}."] if listed else []
 
 
+def _published_notes(candidates: Sequence[Candidate]) -> list[str]:
+    """Return a note on what `as published` means, where a candidate is."""
+    if not any("as published" in candidate.name for candidate in candidates):
+        return []
+    return [
+        "As published: the empirical Fisher with true labels, no normalisation, no damping; the paper calls its jitter "
+        "small and gives no number, so 1e-8, and 1e-3 in a row of its own. The row epimer is ours: labels drawn from "
+        "the model, mean diagonal 1, damping 0.01."
+    ]
+
+
+def _rival(bench: Bench, candidate: Candidate) -> Candidate:
+    """Return what a candidate is compared with: tsv, at the same rank where it merges in a basis."""
+    return MATCHED if candidate.in_subspace and _largest_rank(bench) > RANK else TSV
+
+
 def worst_task(bench: Bench) -> Experiment:
     """Return which task each method serves worst, and by how much it falls short of fine-tuning."""
     own, cells = references(bench)["fine-tuned"].accuracies, Cells(bench.metric)
-    names = [task.name for task in bench.suite.tasks]
+    tasks = bench.suite.tasks
+    names = [task.name for task in tasks]
     data = []
-    for candidate in bench.each(CANDIDATES, attrgetter("name")):
+    for candidate in bench.each(all_candidates(), attrgetter("name")):
         scores = bench.best(candidate).test
         t = min(range(len(names)), key=lambda i: scores.accuracies[i])
         shares = [a / b for a, b in zip(scores.accuracies, own, strict=True) if b > 0]
         kept = min(shares) if len(shares) == len(own) else None  # a score that is not positive has no shares
-        data.append({"method": candidate.name, **summary(scores, names), "worst task": names[t], "kept": kept})
+        row = {"method": candidate.name, **summary(scores, tasks), "worst task": names[t], "kept": kept}
+        rival = bench.best(_rival(bench, candidate)).test
+        data.append(row if rival is scores else row | against(scores, rival, tasks))
+    correct_for_number(data)
     columns = {
         "method": text("method"),
         "average [95%]": cells.interval,
         "worst [95%]": cells.worst,
         "worst task": text("worst task"),
         "least share of fine-tuned kept": share("kept"),
+        **cells.comparison("average against tsv", tasks),
     }
     of_worst = [row | dict(zip(("low", "high"), row["intervals"][row["worst task"]], strict=True)) for row in data]
     figure = dots(of_worst, bench.metric, ("worst", "average"), metric=bench.metric)
-    return tabulate("worst-task", "Worst task", columns, data, [], figure)
+    notes = comparison_notes(bench.metric, data, tasks)
+    return tabulate("worst-task", "Worst task", columns, data, notes, figure)
 
 
 def ranks_of(bench: Bench, wanted: Sequence[int] = RANKS) -> list[int]:
@@ -135,17 +163,28 @@ def _largest_rank(bench: Bench) -> int:
 
 
 def alpha(bench: Bench) -> Experiment:
-    """Return scores over α, rank and aggregator: the paper's sensitivity."""
-    names = [task.name for task in bench.suite.tasks]
-    cells = Cells(bench.metric)
-    data, lines = [], Lines("α", f"average {bench.metric}", metric=bench.metric)
-    merges = itertools.product(("epimer", "epimer_kron"), ranks_of(bench, (4, 16, 32)), ("sum", "mean"))
-    for method, k, aggregator in bench.each(merges, "{0[0]}, k = {0[1]}, {0[2]}".format):
-        merged = bench.merge(Candidate(method), rank=k, aggregator=aggregator)
-        for scale in (*ALPHAS, len(bench.states) ** -0.5):
-            row = summary(bench.score(bench.scaled(merged, scale), "test"), names)
-            data.append({"method": method, "k": k, "aggregator": aggregator, "alpha": scale, **row})
-            lines.add(f"{method}, k = {k}, {aggregator}", scale, row["average"], row["low"], row["high"])
+    """Return scores over α, rank and aggregator, beside those of TSV-M: the paper's sensitivity."""
+    tasks, T, cells = bench.suite.tasks, len(bench.states), Cells(bench.metric)
+    data, lines = [], Lines("α", f"average {bench.metric}", metric=bench.metric, log=True)
+    alphas, ranks = sorted({*ALPHAS, T**-0.5}), ranks_of(bench, (4, 16, 32))
+    as_far = [(a, a) for a in alphas] + [
+        (T * a, a) for a in alphas if T * a > alphas[-1]
+    ]  # on matrices sum is T · mean
+    curved = itertools.product((Candidate("epimer"), Candidate("epimer_kron")), ranks, ("sum", "mean"))
+    published = next(candidate for candidate in AS_PUBLISHED if candidate.method == "epimer")
+    merges = [*itertools.product((TSV, published), ranks, ("",)), *curved]
+    flat: dict[tuple[int, float], Scores] = {}
+    for candidate, k, aggregator in bench.each(merges, lambda step: f"{step[0].name}, k = {step[1]}, {step[2]}"):
+        method, parameters = candidate.name, {"rank": k, **({"aggregator": aggregator} if aggregator else {})}
+        merged = bench.merge(replace(candidate, parameters={**candidate.parameters, **parameters}))
+        for scale, reach in as_far if aggregator == "mean" else [(a, a) for a in alphas]:
+            scores = bench.score(bench.scaled(merged, scale), "test")
+            row = {"method": method, "k": k, "aggregator": aggregator, "alpha": scale, **summary(scores, tasks)}
+            other = flat.setdefault((k, reach), scores)  # the first merges are tsv's
+            data.append(row if other is scores else row | against(scores, other, tasks))
+            name = f"{method}, k = {k}" + (f", {aggregator}" if aggregator else "")
+            lines.add(name, scale, row["average"], row["low"], row["high"])
+    correct_for_number(data)
     columns = {
         "method": text("method"),
         "k": text("k"),
@@ -153,14 +192,20 @@ def alpha(bench: Bench) -> Experiment:
         "α": number("alpha"),
         "average [95%]": cells.interval,
         "worst": cells.score("worst"),
+        **cells.comparison("against tsv", tasks),
     }
-    notes = ["α is fixed here, not chosen; 1/√T is the last of each group.", "k is cut at floor(d/T)."]
+    notes = [
+        f"α is fixed here, not chosen; {T**-0.5:.3g} is 1/√T. k is cut at floor(d/T).",
+        "Compared with tsv at the same k and α. mean goes on to T times the last α, as on matrices sum is T · mean, "
+        "and is compared there with tsv at α/T.",
+        *comparison_notes(bench.metric, data, tasks),
+    ]
     return tabulate("alpha", "Sensitivity to α", columns, data, notes, lines)
 
 
 def eta(bench: Bench) -> Experiment:
     """Return η under three normalisations, and the margin of curvature over the flat merge, by rank."""
-    cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
+    cells, tasks = Cells(bench.metric), bench.suite.tasks
     data, margins, etas = [], Lines("k", cells.margin), Lines("k", "η / F(x̄)")
     base, curvature = dict(bench.suite.base), bench.curvature("diagonal")
     for k in bench.each(ranks_of(bench), "k = {}".format):
@@ -168,7 +213,7 @@ def eta(bench: Bench) -> Experiment:
         curved = bench.best(Candidate("epimer", {"rank": k})).test
         flat = bench.best(Candidate("tsv", {"rank": k, "coefficients": "projected"})).test
         row: Row = {"k": k, "eta": total.eta, "eta_unit_trace": total.eta_unit_trace}
-        row |= {"eta_fraction": total.eta_fraction, **summary(curved, names), **against(curved, flat)}
+        row |= {"eta_fraction": total.eta_fraction, **summary(curved, tasks), **against(curved, flat, tasks)}
         data.append(row)
         margins.add("epimer - tsv (projected)", k, row["difference"], *row["between"])
         etas.add("η / F(x̄)", k, total.eta_fraction)
@@ -178,11 +223,12 @@ def eta(bench: Bench) -> Experiment:
         "η (trace 1)": number("eta_unit_trace"),
         "η / F(x̄)": number("eta_fraction"),
         "epimer [95%]": cells.interval,
-        "margin over the flat merge": cells.difference,
+        **cells.comparison("margin over the flat merge", tasks),
     }
+    correct_for_number(data)
     notes = [
-        "Margin: epimer minus tsv with coefficients projected, its limit for flat curvature, at the same rank; "
-        f"{cells.differences}, with 95% intervals and p of a paired test."
+        "Margin: epimer minus tsv with coefficients projected, its limit for flat curvature, at the same rank.",
+        *comparison_notes(bench.metric, data, tasks),
     ]
     return tabulate("eta", "η against rank", columns, data, notes, replace(margins, beside=etas))
 
@@ -191,8 +237,12 @@ def fisher_fraction(bench: Bench) -> Experiment:
     """Return scores against the share of the training data that the Fisher information is measured on."""
     fewest = _fewest(bench)
     counts = [(f"{100 * part:g}%", max(1, round(part * fewest))) for part in FRACTIONS]
-    note = f"100% is what the task with the fewest samples has, {fewest}, of every task."
-    return _by_samples(bench, "fisher-fraction", "Share of the data", counts, note)
+    notes = [
+        f"100% is what the task with the fewest samples has, {fewest}, of every task.",
+        "As published: at α = 1, as in the paper's own study; the others at the scale that validation data chose.",
+    ]
+    published = [candidate for candidate in AS_PUBLISHED if candidate.method == "epimer"]
+    return _by_samples(bench, "fisher-fraction", "Share of the data", counts, published, *notes)
 
 
 def samples(bench: Bench) -> Experiment:
@@ -206,24 +256,31 @@ def _fewest(bench: Bench) -> int:
     return min(len(task.splits["train"]) for task in bench.suite.tasks)
 
 
-def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]], *notes: str) -> Experiment:
-    cells, names = Cells(bench.metric), [task.name for task in bench.suite.tasks]
+def _by_samples(
+    bench: Bench, name: str, what: str, counts: list[tuple[str, int]], at_one: Sequence[Candidate] = (), *notes: str
+) -> Experiment:
+    """Return scores against samples: of three methods at their best scales, and of others at scale 1."""
+    cells, tasks = Cells(bench.metric), bench.suite.tasks
     data, lines = [], Lines("samples per task", f"average {bench.metric}", metric=bench.metric, log=True)
     flat = bench.best(MATCHED).test
-    methods = ("fisher", "epimer", "epimer_kron")
+    candidates = [*map(Candidate, ("fisher", "epimer", "epimer_kron")), *at_one]
     benches: list[Bench] = []
-    for (label, count), method in bench.each(itertools.product(counts, methods), "{0[1]}, {0[0][1]} samples".format):
-        if method == methods[0]:  # all methods share what is measured
+    steps = list(itertools.product(counts, candidates))
+    for (label, count), one in bench.each(steps, lambda step: f"{step[1].name}, {step[0][1]} samples"):
+        if one is candidates[0]:  # all methods share what is measured
             benches = [Bench(bench.suite, samples=count, seed=seed, keep=False) for seed in SEEDS]
-        by_seed = [seeded.best(Candidate(method)).test for seeded in benches]
+        by_seed = [seeded.at(one, 1.0) if one in at_one else seeded.best(one).test for seeded in benches]
         by_task = zip(*(scores.values for scores in by_seed), strict=True)
         mean = Scores([torch.stack(list(values)).mean(0) for values in by_task])
-        row: Row = {"method": method, "part": label, "samples": count, **summary(mean, names), **against(mean, flat)}
-        row["error over tasks"] = statistics.stdev(mean.accuracies) / len(names) ** 0.5
+        row: Row = {"method": one.name, "part": label, "samples": count, **summary(mean, tasks)}
+        row |= against(mean, flat, tasks)
+        row["error over tasks"] = statistics.stdev(mean.accuracies) / len(tasks) ** 0.5
         row["error over seeds"] = statistics.stdev(scores.average for scores in by_seed) / len(by_seed) ** 0.5
         data.append(row)
-        lines.add(method, count, row["average"], row["low"], row["high"])
-    data.sort(key=lambda row: methods.index(row["method"]))
+        lines.add(one.name, count, row["average"], row["low"], row["high"])
+    order = [candidate.name for candidate in candidates]
+    data.sort(key=lambda row: order.index(row["method"]))
+    correct_for_number(data)
     columns = {
         "method": text("method"),
         what: text("part"),
@@ -231,11 +288,11 @@ def _by_samples(bench: Bench, name: str, what: str, counts: list[tuple[str, int]
         "average [95%]": cells.interval,
         "s.e. over tasks": cells.spread("error over tasks"),
         "s.e. over seeds": cells.spread("error over seeds"),
-        f"against tsv, k = {RANK}": cells.difference,
+        **cells.comparison(f"against tsv, k = {RANK}", tasks),
     }
     remarks = [
         f"Means over {len(SEEDS)} seeds, which choose the samples; 95% intervals by bootstrap over test samples.",
-        f"Differences {cells.differences}, with p of a paired test.",
+        *comparison_notes(bench.metric, data, tasks),
         *notes,
         *(["Standard errors are of the loss."] if bench.metric == "perplexity" else []),
     ]
@@ -267,7 +324,7 @@ def cost(bench: Bench, runs: int = 4) -> Experiment:
 
 def metrics(bench: Bench) -> Experiment:
     """Return scores over metric, subspace, aggregator and damping."""
-    names, cells = [task.name for task in bench.suite.tasks], Cells(bench.metric)
+    tasks, cells = bench.suite.tasks, Cells(bench.metric)
     data = []
     grid = itertools.product(METRICS, ("tagged", "tensor", "full"), ("mean", "sum", "anchored"), (0.01, 0.3, 1.0))
     steps = [step for step in grid if step[:2] not in (("exact", "tensor"), ("exact", "full"))]
@@ -276,8 +333,9 @@ def metrics(bench: Bench) -> Experiment:
         parameters = {"basis": basis, "aggregator": aggregator, "damping": damping, "iterations": STEPS}
         outcome = bench.best(Candidate(METRICS[metric], parameters))
         row = {"metric": metric, **parameters, "scale": outcome.scale, "validation": outcome.validation}
-        row |= {"edge": outcome.edge, **against(outcome.test, flat)}
-        data.append({**row, **summary(outcome.test, names)})
+        row |= {"edge": outcome.edge, **against(outcome.test, flat, tasks)}
+        data.append({**row, **summary(outcome.test, tasks)})
+    correct_for_number(data)
     columns = {
         "metric": text("metric"),
         "subspace": text("basis"),
@@ -286,7 +344,7 @@ def metrics(bench: Bench) -> Experiment:
         "average [95%]": cells.interval,
         "worst": cells.score("worst"),
         "scale": starred_scale,
-        f"against tsv, k = {RANK}": cells.difference,
+        **cells.comparison(f"against tsv, k = {RANK}", tasks),
     }
     best: dict[str, Row] = {}
     for row in data:
@@ -296,7 +354,8 @@ def metrics(bench: Bench) -> Experiment:
     notes = [
         f"Conjugate gradients stop after {STEPS} steps.",
         "Exact curvature is kept in the tagged subspace only.",
-        f"Differences {cells.differences}, with 95% intervals and p of a paired test.",
+        "Scales of mean go on to T times the last, as on matrices sum is T · mean.",
+        *comparison_notes(bench.metric, data, tasks),
         "The figure has of every metric, subspace and aggregator the damping that is best on validation data.",
         *edge_notes(data),
     ]
@@ -315,17 +374,18 @@ def tasks(bench: Bench) -> Experiment:
         part = replace(bench.suite, tasks=bench.suite.tasks[:count], models=bench.suite.models[:count])
 
         def at(scale: float, split: str, merged: Any = merged, part: Suite = part) -> Scores:
-            return Scores(part.scores(bench.scaled(merged, scale), split))
+            return Scores((part.trusted if split == "val" else part).scores(bench.scaled(merged, scale), split))
 
         scale = max(COARSER, key=lambda s: at(s, "val").average)
         reached[method, count] = at(scale, "test")
-        row = summary(reached[method, count], [task.name for task in part.tasks])
-        by = against(reached[method, count], reached["tsv", count]) if method != "tsv" else {}
+        row = summary(reached[method, count], part.tasks)
+        by = against(reached[method, count], reached["tsv", count], part.tasks) if method != "tsv" else {}
         data.append({"method": method, "T": count, "scale": scale, **row, **by})
         lines.add(method, count, row["average"], row["low"], row["high"])
+    correct_for_number(data)
     notes = [
         f"Scale: the best of {', '.join(f'{scale:g}' for scale in COARSER)} on validation data.",
-        f"Differences {cells.differences}, with 95% intervals and p of a paired test.",
+        *comparison_notes(bench.metric, data, bench.suite.tasks),
     ]
     columns = {
         "method": text("method"),
@@ -333,7 +393,7 @@ def tasks(bench: Bench) -> Experiment:
         "average [95%]": cells.interval,
         "worst": cells.score("worst"),
         "scale": number("scale"),
-        "against tsv": cells.difference,
+        **cells.comparison("against tsv", bench.suite.tasks),
     }
     return tabulate("tasks", "Number of tasks", columns, data, notes, lines)
 
@@ -375,5 +435,6 @@ EXPERIMENTS: dict[str, Callable[[Bench], Experiment]] = {
     "metrics": metrics,
     "samples": samples,
     "tasks": tasks,
+    "unlabelled": unlabelled,
 }
 """by name, as the paper has them and then ours"""

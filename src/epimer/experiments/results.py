@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from epimer.checkpoints.writer import as_json, atomic_file, explain_os_errors
-from epimer.evaluation.statistics import Scores, compare
-from epimer.evaluation.suite import Suite
+from epimer.evaluation.statistics import EXACT, Scores, compare, holm
+from epimer.evaluation.suite import Suite, SuiteTask
 from epimer.records import Dots, Experiment, Lines, Maps
 from epimer.report.figures import figure_file
 from epimer.score_format import (
@@ -89,9 +89,13 @@ def dots(
     return Dots(x, names, values, metric, log)
 
 
-def summary(scores: Scores, names: Sequence[str]) -> Row:
-    """Return an average, the worst task and all tasks, each with its 95% interval."""
+def summary(scores: Scores, tasks: Sequence[SuiteTask]) -> Row:
+    """Return an average, the worst task and all tasks, each with its 95% interval, and the average without each task.
+
+    Where tasks are doubtful, `trusted` is the average without them.
+    """
     low, high = scores.interval()
+    names, trusted = [task.name for task in tasks], _trusted(scores, tasks)
     return {
         "average": scores.average,
         "low": low,
@@ -99,13 +103,54 @@ def summary(scores: Scores, names: Sequence[str]) -> Row:
         "worst": scores.worst,
         "tasks": dict(zip(names, scores.accuracies, strict=True)),
         "intervals": {name: Scores([values]).interval() for name, values in zip(names, scores.values, strict=True)},
+        "without": dict(zip(names, scores.averages_without_one, strict=False)),  # none of a single task
+        **({} if trusted is scores else {"trusted": trusted.average}),
     }
 
 
-def against(scores: Scores, other: Scores) -> Row:
-    """Return by how much a merge is better than another: the difference, its 95% interval, and a paired test's p."""
+def against(scores: Scores, other: Scores, tasks: Sequence[SuiteTask]) -> Row:
+    """Return by how much a merge is better than another.
+
+    The difference, its 95% interval, p of paired tests over samples and over tasks, and the difference without each
+    task; where tasks are doubtful, also the difference and its p without them.
+    """
     margin = compare(scores, other)
-    return {"difference": margin.difference, "between": [margin.low, margin.high], "p": margin.p}
+    row: Row = {"difference": margin.difference, "between": [margin.low, margin.high], "p": margin.p}
+    without = zip((task.name for task in tasks), margin.without_one, strict=False)
+    row |= {"p_tasks": margin.p_tasks, "difference_without": dict(without)}
+    if (trusted := _trusted(scores, tasks)) is not scores:
+        kept = compare(trusted, _trusted(other, tasks))
+        row |= {"difference_trusted": kept.difference, "p_trusted": kept.p, "p_tasks_trusted": kept.p_tasks}
+    return row
+
+
+def _trusted(scores: Scores, tasks: Sequence[SuiteTask]) -> Scores:
+    """Return the scores without those of doubtful tasks; the same scores where none is, or all are."""
+    kept = [values for values, task in zip(scores.values, tasks, strict=True) if not task.doubtful]
+    return Scores(kept) if 0 < len(kept) < len(tasks) else scores
+
+
+def correct_for_number(data: Sequence[Row]) -> None:
+    """Add `p_holm` to the rows of a table that have a p: corrected by Holm's method for how many they are."""
+    compared = [row for row in data if row.get("p") is not None]
+    for row, p in zip(compared, holm([row["p"] for row in compared]), strict=True):
+        row["p_holm"] = p
+
+
+def comparison_notes(metric: str, data: Sequence[Row], tasks: Sequence[SuiteTask]) -> list[str]:
+    """Return what the columns of `Cells.comparison` show."""
+    count, unit = sum(row.get("p") is not None for row in data), Cells(metric).differences
+    how = "all patterns of signs" if len(tasks) <= EXACT else "drawn patterns of signs"
+    least = f", so at least {2 / 2 ** len(tasks):.3g} with {len(tasks)} tasks" if len(tasks) <= EXACT else ""
+    notes = [
+        f"Differences {unit}, with 95% intervals and p of a paired sign-flip test over test samples, which says "
+        f"nothing of other tasks; in brackets p corrected for {count} comparisons by Holm's method.",
+        f"p over tasks: the same test with tasks as its units, over {how}{least}; not corrected.",
+        "Without one task: the least and the largest difference (average, where nothing is compared) as each task in "
+        "turn is left out.",
+    ]
+    doubtful = [f"{task.name} is doubtful: {task.doubtful}." for task in tasks if task.doubtful]
+    return notes + ([*doubtful, "Nothing is chosen by a doubtful task."] if doubtful else [])
 
 
 def text(key: str, show: Callable[[Any], str] = str) -> Column:
@@ -161,14 +206,42 @@ class Cells:
         name = min(row["tasks"], key=lambda task: row["tasks"][task])
         return f"{format_score(self.metric, row['worst'])} {format_interval(self.metric, *row['intervals'][name])}"
 
+    def comparison(self, heading: str, tasks: Sequence[SuiteTask]) -> dict[str, Column]:
+        """Return the columns of a difference, by their headings: itself, its test over tasks, and tasks left out."""
+        columns: dict[str, Column] = {heading: self.difference, "p over tasks": text("p_tasks", format_p_value)}
+        if len(tasks) > 1:
+            columns["without one task"] = self.without_one
+        doubtful = [task.name for task in tasks if task.doubtful]
+        if 0 < len(doubtful) < len(tasks):
+            columns[f"without {', '.join(doubtful)}"] = self.trusted
+        return columns
+
     def difference(self, row: Row) -> str:
         """Show the difference from another merge, with its interval and its p."""
         if row.get("difference") is None:
             return ""
-        low, high = map(self._with_sign, order_bounds(self.metric, *row["between"]))
-        return f"{self._with_sign(row['difference'])} [{low}, {high}], p {format_p_value(row['p'])}"
+        low, high = map(self.with_sign, order_bounds(self.metric, *row["between"]))
+        corrected = f" ({format_p_value(row['p_holm'])})" if "p_holm" in row else ""
+        return f"{self.with_sign(row['difference'])} [{low}, {high}], p {format_p_value(row['p'])}{corrected}"
 
-    def _with_sign(self, by: float) -> str:
+    def without_one(self, row: Row) -> str:
+        """Show between what the difference, or else the average, lies as each task in turn is left out."""
+        compared = bool(row.get("difference_without"))
+        values = row["difference_without"] if compared else row["without"]
+        if not values:
+            return ""
+        show = self.with_sign if compared else partial(format_score, self.metric)
+        ends = order_bounds(self.metric, min(values, key=values.__getitem__), max(values, key=values.__getitem__))
+        return " to ".join(f"{show(values[task])} ({task})" for task in ends)
+
+    def trusted(self, row: Row) -> str:
+        """Show the average without doubtful tasks, and the difference there."""
+        average = text("trusted", partial(format_score, self.metric))(row)
+        by, p = row.get("difference_trusted"), text("p_trusted", format_p_value)(row)
+        return ", ".join([average, *([self.with_sign(by)] if by is not None else []), *([f"p {p}"] if p else [])])
+
+    def with_sign(self, by: float) -> str:
+        """Format a difference with its sign."""
         return f"{100 * by:+.1f}" if self.metric in SHARES else f"{metric_difference(self.metric, by):+.3f}"
 
     @property

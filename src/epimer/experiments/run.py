@@ -9,6 +9,7 @@ from typing import Any
 from epimer.checkpoints.writer import check_folder
 from epimer.errors import DataError, ParameterError, nearest
 from epimer.evaluation.open_suite import open_suite
+from epimer.experiments.basins import WITHOUT_SUITE
 from epimer.experiments.bench import Bench
 from epimer.experiments.paper import EXPERIMENTS
 from epimer.experiments.results import with_published, write
@@ -27,16 +28,23 @@ def run_experiments(
 ) -> Iterator[tuple[Experiment, list[Path]]]:
     """Run experiments in turn and yield each result with the files it was written to in `folder`.
 
-    The name `all` leaves out those that do not fit the suite. `suite` and `options` are those of `open_suite`; `seed`
-    is of the suite and of the choice of samples.
+    The name `all` leaves out those that do not fit the suite, and those that need none. `suite` and `options` are those
+    of `open_suite`; `seed` is of the suite and of the choice of samples.
     """
     folder, every = folder.expanduser(), "all" in names
     check_folder(folder)
     chosen = list(EXPERIMENTS) if every else list(dict.fromkeys(names))
     for name in chosen:
-        if name not in EXPERIMENTS:
-            hint, known = nearest(name, EXPERIMENTS), ", ".join(EXPERIMENTS)
+        if name not in EXPERIMENTS and name not in WITHOUT_SUITE:
+            every_name = (*EXPERIMENTS, *WITHOUT_SUITE)
+            hint, known = nearest(name, every_name), ", ".join(every_name)
             raise ParameterError(f"There is no experiment {name!r}.{hint} Experiments: {known}, all.")
+    for name in (name for name in chosen if name in WITHOUT_SUITE):
+        result = WITHOUT_SUITE[name]()
+        yield result, write(result, folder)
+    chosen = [name for name in chosen if name in EXPERIMENTS]
+    if not chosen:
+        return
     bench = Bench(open_suite(suite, seed=seed, progress=progress, **options), seed=seed)
     problems = {name: problem for name in chosen if (problem := _problem(bench, name))}
     if problems and not (every and len(problems) < len(chosen)):

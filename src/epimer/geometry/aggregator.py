@@ -61,6 +61,38 @@ class Anchored(Aggregator):
         return replace(solution, value=problem.subspace.lift(solution.value))
 
 
+def stretched_mean(problem: Problem) -> Tensor:
+    """Return s·x̄, the flat mean stretched until the tasks keep their whole length on average.
+
+    s = Σ λ_t ‖x_t‖² / ‖x̄‖² solves Σ λ_t ⟨s x̄, x_t⟩ = Σ λ_t ‖x_t‖²: T, so the sum, for T orthogonal tasks of equal
+    weight, and 1, so the model itself, for copies. It is at most 1 / Σ λ_t², the number of models that the weights
+    amount to, which opposing tasks would exceed.
+    """
+    flat = problem.flat_mean()
+    length = float(flat.square().sum())
+    lengths = [float(point.square().sum()) for point in problem.points]
+    most = 1 / sum(w * w for w in problem.weights)
+    if length * most <= 0:
+        return flat
+    return min(most, sum(w * each for w, each in zip(problem.weights, lengths, strict=True)) / length) * flat
+
+
+def calibrated(delta: Tensor, deltas: Sequence[Tensor], least: float) -> Tensor:
+    """Return a merged task vector whose singular values are divided by how often the tasks count each direction.
+
+    Singular value calibration: along the left singular vector u_r the merge is s_rt = ⟨u_rᵀΔ, u_rᵀD_t⟩ / ‖u_rᵀD_t‖²
+    times task t, so σ_r is multiplied by γ_r = T / Σ_t max(`least`, s_rt).
+    """
+    U, sigma, V = top_svd(delta, min(delta.shape))
+    rows = sigma[:, None] * V.T
+    counted = torch.zeros_like(sigma)
+    for D in deltas:
+        own = U.T @ D
+        energy = own.square().sum(1)
+        counted += torch.where(energy > 0, (rows * own).sum(1) / torch.where(energy > 0, energy, 1), 0).clamp_min(least)
+    return (U * (len(deltas) / counted)) @ rows
+
+
 def tsv_delta(atoms: Tagged, weights: Sequence[float]) -> Tensor:
     """Return the merge of TSV-M's authors: U diag(T λ_owner σ) Vᵀ."""
     owned = torch.tensor(weights, dtype=atoms.sigma.dtype, device=atoms.sigma.device)[atoms.owner]

@@ -113,16 +113,19 @@ def build_problem(
 ) -> Problem:
     """Return the undamped problem of one layer: curvature projected on the subspace, `jitter`·I added, normalised.
 
-    `normalize` "trace" scales each projected curvature to mean diagonal 1, "none" leaves it. A task without curvature,
-    once damped, becomes damping·I under "trace" and nothing under "none". `tolerance` is the relative error of the
-    low-rank projection that may start a large diagonal solve; 0 projects exactly. Conjugate gradients stop after
+    `normalize` "trace" scales each projected curvature to mean diagonal 1; "common" scales all by one number, so that
+    their λ-weighted mean has it and tasks keep their relative sizes; "none" leaves them. A task without curvature, once
+    damped, becomes damping·I under "trace" and "common", and nothing under "none". `tolerance` is the relative error of
+    the low-rank projection that may start a large diagonal solve; 0 projects exactly. Conjugate gradients stop after
     `max_steps`; None goes on until they converge.
     """
     operators = [subspace.restrict(metric, tolerance) for metric in metrics]
     operators = [replace(H, max_steps=max_steps) if isinstance(H, KroneckerSum) else H for H in operators]
     sizes = [H.mean_diagonal() + jitter for H in operators]
-    scaled = normalize == "trace"
-    scales = [(1 / size if size > 0 else 0.0) if scaled else 1.0 for size in sizes]
+    mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True))
+    scaled = normalize != "none"
+    divisors = {"trace": sizes, "common": [mean_size] * len(sizes), "none": [1.0] * len(sizes)}[normalize]
+    scales = [1 / divisor if divisor > 0 else 0.0 for divisor in divisors]
     return Problem(
         subspace=subspace,
         points=[subspace.project(D) for D in deltas],
@@ -131,5 +134,5 @@ def build_problem(
         scales=scales,
         shifts=[jitter * scale for scale in scales],
         units=[1.0] * len(sizes) if scaled else sizes,
-        mean_unit=1.0 if scaled else sum(w * size for w, size in zip(weights, sizes, strict=True)),
+        mean_unit=1.0 if scaled else mean_size,
     )

@@ -262,11 +262,13 @@ class Polar(NamedTuple):
     """lowest eigenvalue of the stack's Gram matrix, relative to its highest: errors grow by one over its root"""
 
 
-def polar(X_mp: Tensor) -> Polar:
+def polar(X_mp: Tensor, least: float = 0.0) -> Polar:
     """Return X(XᵀX)^(-1/2), the column-orthonormal matrix nearest to `X_mp`.
 
     By the eigenvectors of the p x p Gram matrix and one Newton-Schulz step for what squaring lost, far cheaper than
     an SVD of X; by the SVD where the Gram matrix is near-singular. A rank-deficient stack gives the partial isometry.
+    Above 0, `least` regularises: singular values σ of X below it become σ / `least` instead of 1, so that the factor
+    depends continuously on a stack that comes close to a deficient one.
     """
     if not X_mp.shape[1]:
         return Polar(X_mp, True, 1.0)
@@ -274,13 +276,14 @@ def polar(X_mp: Tensor) -> Polar:
         X = X_mp.to(dtype)
         values, vectors = torch.linalg.eigh(X.T @ X)
         weakest = float(values[0] / values[-1])
-        if weakest > (1e-9 if dtype == torch.float64 else 1e-3):
+        if weakest > (1e-9 if dtype == torch.float64 else 1e-3) and float(values[0]) >= least**2:
             factor = X @ ((vectors * values.rsqrt()) @ vectors.T)
             factor = 1.5 * factor - 0.5 * (factor @ (factor.T @ factor))
             return Polar(factor.to(X_mp.dtype), True, weakest)
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     kept = sigma > math.sqrt(NULL) * sigma[0]
-    return Polar((U[:, kept] @ Vh[kept]).to(X_mp.dtype), bool(kept.all()), max(0.0, weakest))
+    shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
+    return Polar(((U[:, kept] * shrunk) @ Vh[kept]).to(X_mp.dtype), bool(kept.all() and least == 0), max(0.0, weakest))
 
 
 def column_basis(X_mp: Tensor) -> Tensor:

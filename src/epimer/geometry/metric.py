@@ -259,6 +259,10 @@ class Samples(Metric):
     def apply(self, D_mn: Tensor) -> Tensor:
         return self.on_tensor_product(None, None).apply(D_mn.double()).to(D_mn.dtype)
 
+    def products(self, D_mn: Tensor, *others: Tensor) -> list[float]:
+        along = [torch.einsum("ntm,mk,ntk->n", self.g, X.to(self.g), self.x).double() for X in (D_mn, *others)]
+        return [float(along[0] @ each) / len(self.g) for each in along]
+
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         g = self.g if U is None else self.g @ U
         return OuterSum(((1.0, g, self.x if V is None else self.x @ V),))

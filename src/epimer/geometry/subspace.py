@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
 
 NEAR_DUPLICATE = 0.02  # where a stack's weakest direction is below this, SVDs are taken exactly
+DISTINCT, COPIES = 0.5, 0.9  # cosine up to which task vectors count as distinct, and from which on as copies
+LEAST = (
+    0.5  # singular values of a stack of copies below this are what the copies differ by, not directions of their own
+)
 
 
 def clamp_rank(shape: Sequence[int], tasks: int, rank: int | None) -> int:
@@ -169,7 +173,9 @@ def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, li
 def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, float]:
     """Return the tagged basis of the first `rank` triples of every task, and its stack's weakest direction."""
     triples = [Svd(U[:, :rank], sigma[:rank], V[:, :rank]) for U, sigma, V in triples]
-    left, right = (polar(torch.cat([triple[side] for triple in triples], dim=1)) for side in (0, 2))
+    nearness = (_largest_cosine(triples) - DISTINCT) / (COPIES - DISTINCT)
+    least = LEAST * min(1.0, max(0.0, nearness))
+    left, right = (polar(torch.cat([triple[side] for triple in triples], dim=1), least) for side in (0, 2))
     sigma = torch.cat([triple.sigma for triple in triples])
     owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)])
     mix = None
@@ -180,6 +186,19 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
         mix = vectors[:, kept] * values[kept].rsqrt()
     atoms = Tagged(left.factor, right.factor, sigma, owner.to(sigma.device), mix)
     return atoms, min(left.weakest, right.weakest)
+
+
+def _largest_cosine(triples: Sequence[Svd]) -> float:
+    """Return the largest cosine between two task vectors' leading parts U diag(σ) Vᵀ; 0 for a single one."""
+    sizes = [len(triple.sigma) for triple in triples]
+    U, V = (torch.cat([triple[side] for triple in triples], dim=1) for side in (0, 2))
+    weighted = torch.cat([triple.sigma for triple in triples]).double()
+    terms = (U.T @ U).double() * (V.T @ V).double() * weighted[:, None] * weighted
+    rows = [torch.stack([block.sum() for block in torch.split(row, sizes, dim=1)]) for row in torch.split(terms, sizes)]
+    inner = torch.stack(rows)
+    norms = inner.diagonal().clamp_min(0).sqrt()
+    cosines = inner / (norms[:, None] * norms).clamp_min(torch.finfo(inner.dtype).tiny)
+    return float(cosines.fill_diagonal_(0).max())
 
 
 def tensor_product(atoms: Tagged) -> TensorProduct:
@@ -198,6 +217,16 @@ def joint(deltas: Sequence[Tensor], rank: int) -> Span:
 
 Basis = Tagged | TensorProduct
 """a basis that can be built before a merge, stored, and passed to it"""
+
+
+def owned_by(basis: Basis, tasks: Sequence[int]) -> Basis | None:
+    """Return a basis with its owners counted among `tasks` (ascending); None where another task owns an atom."""
+    atoms = atoms_of(basis)
+    known = torch.tensor(list(tasks), device=atoms.owner.device)
+    if not torch.isin(atoms.owner, known).all():
+        return None
+    atoms = replace(atoms, owner=torch.searchsorted(known, atoms.owner))
+    return replace(basis, atoms=atoms) if isinstance(basis, TensorProduct) else atoms
 
 
 def atoms_of(basis: Basis) -> Tagged:

@@ -18,6 +18,8 @@ from epimer.geometry.solution import Solution
 from epimer.methods.options import MethodOptions, Option, per_model
 from epimer.methods.registry import Layer, Method, Prepared, Prepass
 
+VOTES = 1 << 30  # of all models together in a count of signs, so that any tally fits 32 bits
+
 Scorer = Callable[[dict[str, Tensor]], Any]
 
 
@@ -36,7 +38,10 @@ class TiesOptions(MethodOptions):
         float | list[float], Option("share of entries kept", low=0, high=1, open_low=True, per_model=True)
     ] = 0.2
     elect: Annotated[
-        Literal["mass", "frequency"], Option("elect the sign by total mass, or by how many models have it")
+        Literal["mass", "frequency"],
+        Option(
+            "elect the sign by total mass, or by the weight of the models that have it; an even vote leaves the base"
+        ),
     ] = "mass"
 
 
@@ -98,15 +103,28 @@ def thresholds(prepass: Prepass, options: TiesOptions) -> Prepared:
 
 def ties(layer: Layer, options: TiesOptions) -> Solution:
     """Trim each task vector, elect a sign per entry, average the entries that agree with it."""
+    assert layer.context is not None
     trimmed = [torch.where(D.abs() >= least, D, 0) for D, least in zip(layer.deltas, layer.context, strict=True)]
-    votes = trimmed if options.elect == "mass" else [D.sign() for D in trimmed]
-    elected = weighted_sum(votes, layer.weights).sign()
+    elected = (
+        weighted_sum(trimmed, layer.weights).sign() if options.elect == "mass" else majority(trimmed, layer.weights)
+    )
     total, mass = torch.zeros_like(elected), torch.zeros_like(elected)
     for D, weight in zip(trimmed, layer.weights, strict=True):
         agreeing = (D * elected).clamp_min_(0)  # |D| where it has the elected sign, else 0
         total += weight * agreeing
         mass += weight * (agreeing > 0).to(D)
     return Solution(elected * total / torch.where(mass > 0, mass, 1))
+
+
+def majority(deltas: list[Tensor], weights: list[float]) -> Tensor:
+    """Return per entry the sign with more votes, 0 where they are even; each model has λ_t of 2^30 votes.
+
+    Whole votes add up the same in any order. Each λ_t is off by half a vote at most: a lead of T votes is rounding.
+    """
+    tally = torch.zeros_like(deltas[0], dtype=torch.int32)
+    for D, weight in zip(deltas, weights, strict=True):
+        tally += round(weight * VOTES) * D.sign().to(torch.int32)
+    return torch.where(tally.abs() > len(deltas), tally.sign(), 0).to(deltas[0])
 
 
 def dare(layer: Layer, options: DareOptions) -> Solution:
@@ -132,6 +150,14 @@ def gradient_matching(layer: Layer, options: GradientMatchingOptions) -> Solutio
     pulled = weighted_sum([(F + prior) * D for F, D in zip(curvatures, layer.deltas, strict=True)], steps)
     flat = weighted_sum(layer.deltas, layer.weights).double()
     return Solution(torch.where(total > 0, pulled / torch.where(total > 0, total, 1), flat).to(layer.deltas[0].dtype))
+
+
+def scale_cancels(options: GradientMatchingOptions) -> str:
+    """Return a warning where α Σ N_t F_t D_t / (α Σ N_s F_s) is left of the equation, which no scale changes."""
+    based = options.base_curvature is not None and options.base_samples > 0
+    if based or options.prior or options.scale in (0, 1):
+        return ""
+    return "gradient_matching: scale cancels without a prior and without the base's curvature; give it a prior."
 
 
 def greedy(prepass: Prepass, options: GreedySoupOptions) -> Prepared:
@@ -263,6 +289,7 @@ METHODS: tuple[Method, ...] = (
         curvature="diagonal",
         elementwise=True,
         linear_in_scale=False,
+        caution=scale_cancels,
         workspace=(4.0, 8.0),
         laws=LINEAR_LAWS,
     ),

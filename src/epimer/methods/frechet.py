@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from epimer.errors import CurvatureError
-from epimer.geometry.aggregator import Aggregator, Anchored, Mean, Sum, iso_c_delta, tsv_delta
+from epimer.geometry.aggregator import (
+    Aggregator,
+    Anchored,
+    Mean,
+    Sum,
+    calibrated,
+    iso_c_delta,
+    stretched_mean,
+    tsv_delta,
+)
 from epimer.geometry.frechet import Problem, build_problem
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
@@ -21,7 +30,10 @@ from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
 from epimer.methods.spectral import clamped, rank_note
 
-Normalize = Annotated[Literal["trace", "none"], Option("trace: each task's curvature to mean diagonal 1 per layer")]
+Normalize = Annotated[
+    Literal["trace", "common", "none"],
+    Option("trace: each task's curvature to mean diagonal 1 per layer; common: all by one number, to that on average"),
+]
 Damping = Annotated[float, Option("share of the mean diagonal added to it", low=0)]
 Jitter = Annotated[float, Option("added to the curvature's diagonal before it is projected", low=0)]
 
@@ -41,8 +53,9 @@ class FrechetOptions(MethodOptions):
         Literal["mean", "sum", "anchored"], Option("mean; sum = T times the mean; anchored: a damped pull to an anchor")
     ] = "mean"
     anchor: Annotated[
-        Literal["tsv", "sum", "iso_c", "average"], Option("where directions without curvature go (aggregator anchored)")
-    ] = "tsv"
+        Literal["stretched", "tsv", "sum", "iso_c", "average"],
+        Option("where directions without curvature go (aggregator anchored); stretched: the average at full length"),
+    ] = "stretched"
     normalize: Normalize = "trace"
     damping: Damping = 1e-2
     jitter: Jitter = 0.0
@@ -52,6 +65,14 @@ class FrechetOptions(MethodOptions):
             "error of the low-rank projection that starts a large diagonal solve; 0 projects exactly", low=0, high=1
         ),
     ] = 1e-2
+    calibrate: Annotated[
+        float | None,
+        Option(
+            "singular value calibration: least share of itself that a task counts as kept, 0.5; None: none",
+            low=0,
+            open_low=True,
+        ),
+    ] = None
     iterations: Annotated[
         int | None,
         Option(
@@ -98,9 +119,19 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         max_steps=options.iterations,
     )
     solution = _aggregator(layer, options, atoms).aggregate(problem)
+    del problem  # a calibration needs its memory
+    if options.calibrate is not None and len(shape) == 2:
+        solution = replace(solution, value=_calibrated(solution.value, layer, options.calibrate))
     if layer.basis is not None:
         return replace(solution, rank=layer.basis.rank)
     return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
+
+
+def _calibrated(delta: Tensor, layer: Layer, least: float) -> Tensor:
+    """Return a merged task vector calibrated along the directions of its outputs, wherever they are stored."""
+    if layer.inputs:
+        return calibrated(delta, layer.deltas, least)
+    return calibrated(delta.T, [D.T for D in layer.deltas], least).T
 
 
 def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Subspace:
@@ -122,6 +153,8 @@ def _aggregator(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> 
 def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Callable[[Problem], Tensor]:
     """Return what gives the anchor's coordinates in a problem's subspace."""
     match options.anchor:
+        case "stretched":
+            return stretched_mean
         case "average":
             return Problem.flat_mean
         case "sum":
@@ -162,11 +195,12 @@ def regmean(layer: Layer, options: RegMeanOptions) -> Solution:
 
 
 def wudi(layer: Layer, options: FrechetOptions) -> Solution:
-    """Return regmean's solution with A_t = D_tᵀD_t / ‖D_t‖², which needs no data."""
+    """Return regmean's solution with A_t = D_tᵀD_t / ‖D_t‖², which needs no data; D_tD_tᵀ where inputs are the rows."""
     grams: list[Metric] = []
     for D in layer.deltas:
         energy = float(as_compute_dtype(D).square().sum())
-        grams.append(Kronecker(A=D.T @ D / energy if energy > 0 else torch.zeros_like(D.T @ D)))
+        gram = (D.T @ D if layer.inputs else D @ D.T) / (energy or 1.0)
+        grams.append(Kronecker(A=gram) if layer.inputs else Kronecker(G=gram, inputs=0))
     return frechet(replace(layer, metrics=grams), options)
 
 
@@ -238,7 +272,8 @@ METHODS: tuple[Method, ...] = (
         name="epimer",
         summary="the paper: diagonal curvature projected on the tasks' singular vectors",
         equation="tagged x diagonal x sum: α T H̄⁻¹ Σ λ_t H̃_t x_t",
-        citation="Lu et al., Model Merging on Loss Landscape: A Geometry Perspective, CVPR 2026",
+        citation="Lu et al., Model Merging on Loss Landscape: A Geometry Perspective, CVPR 2026 Findings, "
+        "arXiv:2605.26693",
         merge=frechet,
         options=FrechetOptions(basis="tagged", aggregator="sum"),
         curvature="diagonal",
@@ -251,9 +286,9 @@ METHODS: tuple[Method, ...] = (
     ),
     Method(
         name="epimer_kron",
-        summary="Kronecker-factored curvature on all pairs of singular vectors, anchored at TSV-M",
+        summary="Kronecker-factored curvature on all pairs of singular vectors, anchored at the stretched average",
         equation="tensor x kronecker x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
-        citation="this project; after Lu et al., CVPR 2026",
+        citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=frechet,
         options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
         curvature="kronecker",
@@ -268,7 +303,7 @@ METHODS: tuple[Method, ...] = (
         name="epimer_exact",
         summary="the full empirical Fisher of per-sample gradients, projected on the tasks' singular vectors",
         equation="tagged x samples x sum: α T H̄⁻¹ Σ λ_t H̃_t x_t",
-        citation="this project; after Lu et al., CVPR 2026",
+        citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=frechet,
         options=FrechetOptions(basis="tagged", aggregator="sum"),
         curvature="samples",
@@ -281,11 +316,11 @@ METHODS: tuple[Method, ...] = (
     ),
     Method(
         name="epimer_free",
-        summary="no data at all: each task vector stands in for its own curvature, anchored at TSV-M",
+        summary="no data at all: each task vector stands in for its own curvature, singular values calibrated",
         equation="tensor x task-gram x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
-        citation="this project; after Lu et al., CVPR 2026",
+        citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=epimer_free,
-        options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
+        options=FrechetOptions(basis="tensor", aggregator="anchored", anchor="tsv", damping=1.0, calibrate=0.5),
         curvature="task-gram",
         workspace=workspace.frechet,
         factored=True,

@@ -64,6 +64,11 @@ class Parameter:
     """a list with one value per model is valid too"""
 
     @property
+    def one_per_model(self) -> bool:
+        """Whether a list as its value has one entry per model."""
+        return self.per_model or self.kind == "numbers"
+
+    @property
     def expected(self) -> str:
         """What a valid value is, in words."""
         if self.kind == "choice":

@@ -55,8 +55,10 @@ class Layer:
     base_metric: Metric | None = None
     basis: Basis | None = None
     """a basis that was built ahead and is to be used for this tensor"""
-    context: Any = None
-    """what the method's pre-pass returned"""
+    context: list[Any] | None = None
+    """what the method's pre-pass found out about each model"""
+    inputs: int = 1
+    """the dimension of the stored tensor that the layer's inputs belong to: 1, or 0 for GPT-2's Conv1D"""
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,12 @@ class Prepass:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of a pre-pass: other weights, or a context handed to every layer."""
+    """The result of a pre-pass: other weights, or a context of each model handed to every layer."""
 
     weights: list[float] | None = None
     """None where every tensor keeps its own"""
-    context: Any = None
+    context: list[Any] | None = None
+    """one entry per model"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,6 +115,8 @@ class Method(Generic[OptionsT]):
     """with mergekit's `normalize: false`, adds up the models themselves under the weights as given"""
     linear_in_scale: bool = True
     """its merged delta is proportional to `scale`, so that one merge gives those at all scales"""
+    caution: Callable[[OptionsT], str] | None = None
+    """returns what to warn of before a merge with some options; nothing where all is well"""
     sweep: bool = False
     """a sweep tries it by default"""
     forecast: bool = False
@@ -165,6 +170,13 @@ class Method(Generic[OptionsT]):
             raise ParameterError(f"{self.name} has no parameter {unknown[0]!r}.{hint} It takes: {', '.join(known)}.")
         checked = {name: known[name].check(self.name, given[name]) for name in known if name in given}
         return replace(self.options, **checked)
+
+    def options_of(self, options: OptionsT, models: Sequence[int]) -> OptionsT:
+        """Return the options of a merge of some of the models: lists with one entry per model have theirs alone."""
+        values = self.values(options)
+        names = [p.name for p in self.parameters if p.one_per_model and isinstance(values[p.name], list)]
+        kept: dict[str, Any] = {name: [values[name][t] for t in models] for name in names}
+        return replace(options, **kept)
 
     @property
     def accepted(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,9 @@ ANYWHERE = ("shared.weight", *(f"{module}.*" for module in MODULES))
 """patterns of a name, or of what follows a dot in it"""
 NOT_MATRICES = (*TABLES, *OTHERS, *ANYWHERE, *(f"*.{pattern}" for pattern in ANYWHERE))
 
+CONV1D = tuple(f"{layer}.weight" for layer in ("c_attn", "q_attn", "c_proj", "c_fc"))
+"""how the names of GPT-2's Conv1D layers end"""
+
 
 def matching(name: str, rules: Sequence[tuple[str, str]]) -> str | None:
     """Return the rule of the first pattern that matches `name` (a glob over the whole name)."""
@@ -29,6 +32,21 @@ def matching(name: str, rules: Sequence[tuple[str, str]]) -> str | None:
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is a matrix to a matrix method unless a rule says otherwise."""
     return len(shape) == 2 and not any(fnmatchcase(name, pattern) for pattern in NOT_MATRICES)
+
+
+def stored_inputs_first(headers: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the names of weights stored inputs x outputs, as GPT-2's Conv1D has them; nn.Linear has outputs x inputs.
+
+    Many models give an nn.Linear the same names, so the shapes of a block decide: c_attn and c_fc have more outputs
+    than inputs, and all of a block's layers are stored alike.
+    """
+    named = [(name.split("."), W) for name, W in headers.items() if name.endswith(CONV1D) and W.dim() == 2]
+    first: dict[tuple[str, ...], bool] = {}
+    for widening in ("c_fc", "c_attn"):  # c_attn has the last word: a narrow c_fc is possible
+        for parts, W in named:
+            if parts[-2] == widening and W.shape[0] != W.shape[1]:
+                first[tuple(parts[:-3])] = W.shape[0] < W.shape[1]
+    return frozenset(".".join(parts) for parts, _ in named if first.get(tuple(parts[:-3])))
 
 
 def matrix_shape(W: Tensor) -> tuple[int, int]:

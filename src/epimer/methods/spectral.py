@@ -67,9 +67,10 @@ def iso_c(layer: Layer, options: MethodOptions) -> Solution:
     return Solution(iso_c_delta(layer.deltas, layer.weights))
 
 
-def _beyond(common: Svd, D: Tensor, rank: int) -> Svd:
-    """Return the leading triples of a task vector without its part in the common directions, rounding apart."""
-    U, sigma, V = top_svd(D - common.U @ (common.U.T @ D), rank)
+def _beyond(common: Svd, D: Tensor, rank: int, inputs: int) -> Svd:
+    """Return the leading triples of a task vector without its part in the common outputs, rounding apart."""
+    shared = common.U @ (common.U.T @ D) if inputs else (D @ common.V) @ common.V.T
+    U, sigma, V = top_svd(D - shared, rank)
     kept = sigma > rounding_share(D) * float(torch.linalg.vector_norm(D))
     return Svd(U[:, kept], sigma[kept], V[:, kept])
 
@@ -80,7 +81,7 @@ def iso_cts(layer: Layer, options: IsoCtsOptions) -> Solution:
     own = min(round((side - int(side * options.common)) / tasks), side // tasks)  # directions of each task
     summed = [tasks * w * D for w, D in zip(layer.weights, layer.deltas, strict=True)]
     common = top_svd(weighted_sum(summed, [1.0] * tasks), side - own * tasks)
-    triples = [common, *(_beyond(common, D, own) for D in summed if own)]
+    triples = [common, *(_beyond(common, D, own, layer.inputs) for D in summed if own)]
     U_mp, V_np = (polar(torch.cat([triple[side] for triple in triples], dim=1)).factor for side in (0, 2))
     level = torch.cat([triple.sigma for triple in triples]).sum() / side
     return Solution(level * (U_mp @ V_np.T).to(level.dtype))

@@ -128,17 +128,28 @@ def iso_cts(load: Workload) -> int:
 
 
 def frechet(load: Workload) -> int:
-    """Return the bytes of the one equation: building the basis, or solving in it, whichever is more."""
-    options = load.options
-    given = not isinstance(options.basis, str)
-    anchored = options.aggregator == "anchored" and options.anchor not in ("average", "sum")
-    atoms = load.basis != "full" or anchored
+    """Return the bytes of the one equation."""
+    return equation(load, solve(load))
+
+
+def equation(load: Workload, solving: int) -> int:
+    """Return the bytes of building the basis, of solving in it or of calibrating the merge, whichever is most."""
+    options, given = load.options, not isinstance(load.options.basis, str)
+    anchor = options.anchor if options.aggregator == "anchored" else None
+    atoms = load.basis != "full" or anchor == "tsv"  # other anchors need no singular vectors of the tasks
     held = load.itemsize * load.directions * sum(load.shape) if atoms else 0
-    building = svd(load, load.rank) + 2 * load.itemsize * load.entries if anchored else 0
-    if atoms and not given:
-        building = max(building, basis(load))
+    building = basis(load) if atoms and not given else 0
+    solving += iso_c(load) if anchor == "iso_c" else 0
+    calibrating = 0 if options.calibrate is None else calibration(load)
     merged = 4 * load.itemsize * load.entries
-    return max(building, held + solve(load), held + merged)
+    return max(building, held + max(solving, calibrating, merged))
+
+
+def calibration(load: Workload) -> int:
+    """Return the bytes of calibrating a merge: a whole SVD of it, then its products with one task vector at a time."""
+    side = min(load.shape)
+    products = load.itemsize * (7 * load.entries + side**2)
+    return max(svd(load, side) + 2 * load.itemsize * load.entries, products)
 
 
 def solve(load: Workload) -> int:
@@ -193,8 +204,8 @@ def kronecker(load: Workload, p: int, q: int) -> int:
 
 def one_sided(load: Workload) -> int:
     """Return the bytes of a solve with the inputs' factors alone, which are formed anew for every task."""
-    if load.basis != "full":
-        return frechet(load) + load.itemsize * load.tasks * load.shape[load.inputs] ** 2
     square = load.shape[load.inputs] ** 2
-    formed = (load.itemsize + DOUBLE) * load.tasks * square
-    return formed + DOUBLE * (7 * square + (load.tasks + 8) * load.entries)
+    solving = solve(load)
+    if load.basis == "full":
+        solving = DOUBLE * ((load.tasks + 7) * square + (load.tasks + 8) * load.entries)
+    return load.itemsize * load.tasks * square + equation(load, solving)

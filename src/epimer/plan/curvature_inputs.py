@@ -139,7 +139,7 @@ def curvature_bytes(name: str, rule: str, W: Tensor, method: Method, curvatures:
     missing = [t for t, one in enumerate(curvatures) if name not in one]
     if len(missing) == len(curvatures):
         if needs_metric(name, rule, W):
-            raise missing_metric(name, method.name)
+            raise missing_metric(name, method.name, curvatures)
         return 0
     if missing:
         where = stored[missing[0]].where if missing[0] in stored else f"curvature[{missing[0]}]"

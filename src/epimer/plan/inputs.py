@@ -179,7 +179,7 @@ def check_options(options: MethodOptions, method: Method, tasks: int, *, based: 
     """Refuse lists of another length than there are models, and options that need a base where there is none."""
     for parameter in method.parameters:
         value = getattr(options, parameter.name)
-        if (parameter.per_model or parameter.kind == "numbers") and isinstance(value, list) and len(value) != tasks:
+        if parameter.one_per_model and isinstance(value, list) and len(value) != tasks:
             raise ParameterError(
                 f"The {parameter.name!r} parameter of {method.name} must be {parameter.expected}. "
                 f"Got {len(value)} entries for {tasks} models instead."

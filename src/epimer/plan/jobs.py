@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -21,6 +21,7 @@ from epimer.errors import EpimerError, TensorError
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions, Rules
 from epimer.methods.registry import Method
+from epimer.methods.rules import stored_inputs_first
 from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.layer_curvature import Curvatures
@@ -64,6 +65,8 @@ class Job:
     """the part of the tensor that this job computes; None for all of it"""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """where the result goes"""
+    inputs: int = 1
+    """the dimension of the stored tensor that the layer's inputs belong to"""
     smaller: Callable[[], Iterable[Smaller]] = tuple
     """returns the settings under which it takes less memory"""
 
@@ -71,6 +74,11 @@ class Job:
     def key(self) -> str:
         """A name that tells it from the tensor's other parts."""
         return self.name if self.rows is None else f"{self.name}[{self.rows[0]}:{self.rows[1]}]"
+
+    @property
+    def models(self) -> list[int]:
+        """The models that take part: those with a weight other than 0, or all where there is none."""
+        return [t for t, weight in enumerate(self.weights) if weight] or list(range(len(self.weights)))
 
     @property
     def skip(self) -> int:
@@ -125,6 +133,12 @@ class Plan:
     tokenizer: Path | None = None
     """the folder whose tokenizer the output gets"""
     basis: StoredBasis | None = None
+    unlabelled: int | None = None
+    """inputs per task, without labels, by which something was chosen or refined"""
+    choices: tuple[str, ...] = ()
+    """what was chosen and by what, in words"""
+    corrections: Mapping[str, Tensor] = field(default_factory=dict)
+    """name -> what is added to the merged tensor: the steps of its refinement"""
 
     @property
     def ties(self) -> dict[str, str]:
@@ -164,6 +178,14 @@ class Plan:
     @property
     def writes(self) -> int:
         return sum(job.writes for job in self.jobs if job.name not in self.ties)
+
+    @property
+    def cautions(self) -> list[str]:
+        """What the method warns of under the options it has here, each once."""
+        if self.method.caution is None:
+            return []
+        texts = (self.method.caution(job.options) for job in self.jobs if job.rule in ("matrix", "elementwise"))
+        return [text for text in dict.fromkeys(texts) if text]
 
     @cached_property
     def request(self) -> str:
@@ -212,18 +234,19 @@ def plan_jobs(
     if curvatures is not None and not method.needs_curvature and "fisher" not in assigned.rules.values():
         source = "was given" if recipe is None else "the recipe gives"
         plan.notes.append(f"{method.name} uses no curvature; what {source} is ignored.")
-    depth = depths(list(assigned.rules))
+    depth, inputs_first = depths(list(assigned.rules)), stored_inputs_first(participants.template.headers)
     for name, rule in {} if known else assigned.rules.items():
         try:
             if rule != "skip":
-                plan.jobs.append(_plan_job(plan, name, settings, depth[name]))
+                plan.jobs.append(_plan_job(plan, name, settings, depth[name], 0 if name in inputs_first else 1))
         except EpimerError as error:
             if str(error) not in map(str, plan.problems):
                 plan.problems.append(error)
+    plan.notes.extend(plan.cautions)
     return plan
 
 
-def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float) -> Job:
+def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float, inputs: int) -> Job:
     participants, method, rule, recipe = plan.participants, plan.method, plan.assigned.rules[name], plan.recipe
     W, tied = participants.template.headers[name], name in plan.ties
     out_dtype = None if recipe is None else recipe.out_dtype or recipe.dtype
@@ -233,21 +256,22 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float) -> Job:
         if participants.base is None and W.is_floating_point() and W.numel():
             raise TensorError(f"The rule 'copy' takes {name!r} from base, but there is none; pass base.")
         reads = 0 if tied else nbytes(W)
-        return Job(name, rule, result, None, MethodOptions(), [], reads, 2 * nbytes(W), device=device)
+        return Job(name, rule, result, None, MethodOptions(), [], reads, 2 * nbytes(W), device=device, inputs=inputs)
     options, weights = settings(name, depth)
-    tensors, tasks = [one.headers[name] for one in participants.all], len(participants.models)
+    tensors = [one.headers[name] for one in participants.all]
     dtype = torch.float64 if recipe is not None and recipe.dtype == "float64" else precision(tensors)
-    reads, memory = 0, 0
-    smaller: Callable[[], Iterable[Smaller]] = tuple
-    if not tied:
-        measured = curvature_bytes(name, rule, W, method, plan.curvatures)
-        basis = basis_bytes(name, rule, W, tasks, getattr(options, "basis", None))
-        reads = sum(map(nbytes, tensors)) + measured + basis
-        curvature = curvature_size(plan.curvatures, name) if measured else CurvatureSize()
-        inputs = TensorInputs(tasks, dtype, bytes_to_read(participants, name), basis, curvature)
-        estimate = partial(memory_of, method, rule, header(W.shape, W.dtype), inputs)
-        memory, smaller = estimate(options), partial(smaller_settings, options, estimate)
-    return Job(name, rule, result, method, options, weights, reads, memory, dtype, device=device, smaller=smaller)
+    job = Job(name, rule, result, method, options, weights, 0, 0, dtype, device=device, inputs=inputs)
+    if tied:
+        return job
+    measured = curvature_bytes(name, rule, W, method, plan.curvatures)
+    basis = basis_bytes(name, rule, W, len(job.models), getattr(options, "basis", None))
+    reads = sum(map(nbytes, tensors)) + measured + basis
+    curvature = curvature_size(plan.curvatures, name) if measured else CurvatureSize(inputs=inputs)
+    sizes = TensorInputs(
+        len(job.models), dtype, bytes_to_read(participants, name), basis, curvature, len(weights) - len(job.models)
+    )
+    estimate = partial(memory_of, method, rule, header(W.shape, W.dtype), sizes)
+    return replace(job, reads=reads, memory=estimate(options), smaller=partial(smaller_settings, options, estimate))
 
 
 def precision(tensors: Iterable[Tensor]) -> torch.dtype:

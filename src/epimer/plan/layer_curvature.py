@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import header
+from epimer.curvature.curvature import Curvature
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.metric import Diagonal, Metric, Projected
 from epimer.geometry.subspace import Basis, TensorProduct, clamp_rank
@@ -56,14 +57,14 @@ def layer_curvature(job: Job, participants: Participants, curvatures: Curvatures
         kinds = accepted_kinds(method, job.rule)
         metrics = layer_metrics(curvatures or (), name, W, matrix=matrix, kinds=kinds, user=method.name)
         if not metrics and needs_metric(name, job.rule, W):
-            raise missing_metric(name, method.name)
+            raise missing_metric(name, method.name, curvatures)
     base_metric = (getattr(job.options, "base_curvature", None) or {}).get(name)
     if base_metric is not None:
         where = f"base_curvature[{name!r}]"
         base_metric = check_metric(base_metric, where, W, matrix=False, kinds=("diagonal",), user=method.name)
     basis = None
     if matrix and isinstance(job.options, FrechetOptions):
-        basis = layer_basis(job.options.basis, metrics, name, W, len(participants.models))
+        basis = layer_basis(job.options.basis, metrics, name, W, len(job.models))
         if basis is not None and participants.base is None:
             raise CurvatureError(f"{method.name} without a base model cannot use a basis for {name!r}; pass base.")
     return LayerCurvature(list(metrics), base_metric, basis)
@@ -79,11 +80,12 @@ def needs_metric(name: str, rule: str, W: Tensor) -> bool:
     return rule in ("matrix", "fisher") or is_matrix(name, W.shape)
 
 
-def missing_metric(name: str, user: str) -> CurvatureError:
-    """Return the error about a tensor without curvature."""
-    return CurvatureError(
-        f"no model has curvature for {name!r}, which {user} needs; measure it, or give {name!r} the rule 'average'."
-    )
+def missing_metric(name: str, user: str, curvatures: Curvatures | None = None) -> CurvatureError:
+    """Return the error about a tensor without curvature, with the reason for which it was not measured."""
+    measured = [one.provenance.left_out for one in curvatures or () if isinstance(one, Curvature)]
+    why = next((f" ({left_out[name]})" for left_out in measured if name in left_out), "")
+    problem = f"no model has curvature for {name!r}, which {user} needs{why}"
+    return CurvatureError(f"{problem}; measure it, or give {name!r} the rule 'average'.")
 
 
 def layer_metrics(

@@ -69,6 +69,7 @@ class TensorInputs:
     """What one tensor's merge is made from, as far as memory depends on it."""
 
     tasks: int
+    """models that take part"""
     dtype: torch.dtype
     """precision of the task vectors"""
     to_read: int
@@ -76,6 +77,8 @@ class TensorInputs:
     basis: int = 0
     """bytes of a basis that is read for it"""
     curvature: CurvatureSize = CurvatureSize()
+    left_out: int = 0
+    """models of weight 0, which are read and not merged"""
 
 
 def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options: Any) -> int:
@@ -91,13 +94,14 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
     measured = 0 if rule == "average" else curvature.bytes * size // STORED
     kind = curvature.kind if measured else method.curvature
     load = Workload(shape, tasks, size, options, kind, measured, curvature.inputs)
-    held = (tasks + 1) * load.entries * size + basis
+    models = tasks + inputs.left_out
+    held = (models + 1) * load.entries * size + basis
     if chunked:
         return int(MARGIN * (inputs.to_read + W.nbytes + held + workspace_bytes(method, load)))
     reads = 0 if curvature.in_memory else curvature.bytes
     factor = max(shape) ** 2 if kind in CHECKED and measured else 0
     reading = inputs.to_read + basis + reads + CHECKED.get(str(kind), 0) * factor
-    converting = held + max(reads, measured) + measured // tasks + 2 * size * factor
+    converting = held + max(reads, measured) + measured // models + 2 * size * factor
     merging = held + measured + workspace_bytes(method, load)
     return int(MARGIN * max(reading, converting, merging))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 ALIASES = {"linear": "average", "dare_linear": "dare"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
-        "basis", "rules", "scale", "eval")  # fmt: skip
+        "basis", "rules", "scale", "eval", "rounds", "refine")  # fmt: skip
 TWICE = "scale is given twice: scale, parameters.scale and lambda are one; keep one."
 NOT_OURS = {
     "slices": "mergekit's 'slices' stacks layers of several models, which is not done here; list whole 'models'.",
@@ -132,7 +132,19 @@ class _Reader:
             rules=self.rules(data.get("rules", [])),
             auto=auto,
             eval=self.text(("eval",), data.get("eval")),
+            rounds=self.count(data, "rounds"),
+            refine=self.count(data, "refine"),
         )
+
+    def count(self, data: Mapping[str, Any], key: str) -> int:
+        """Return how often something is done on the inputs that were kept with curvature; 0 where it is not."""
+        value = data.get(key, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.wrong((key,), value, "an integer at least 0")
+        rounds = key == "rounds" and self.method is not None and self.method.curvature != "kronecker"
+        if value and (rounds or (self.method is not None and not self.method.needs_base)):
+            raise self.error((key,), f"{key!r} is for methods with kronecker curvature and a base; take epimer_kron.")
+        return value
 
     @property
     def python_only(self) -> list[str]:

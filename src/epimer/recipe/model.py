@@ -75,7 +75,11 @@ class Recipe(_Frozen):
     auto: tuple[str, ...] = ()
     """what is to be chosen before planning: merge_method, scale, or both"""
     eval: str | None = None
-    """the suite on whose validation data they are chosen; without it by forecast"""
+    """the suite on whose validation data they are chosen; without it by the curvature's inputs, or by forecast"""
+    rounds: int = 0
+    """how often curvature is measured again at the merge, on the inputs that were kept with it"""
+    refine: int = 0
+    """natural-gradient steps at most towards each task's own model, on the same inputs"""
 
     def settings(self, name: str, t: float) -> Settings:
         """Return the parameters and weights of the tensor `name` at depth `t` (from `depths`)."""
@@ -84,6 +88,10 @@ class Recipe(_Frozen):
             each = [self._at(key, model, name, t) for model in (self.models if own else self.models[:1])]
             parameters[key] = each if own else each[0]
         return Settings(parameters, weights=parameters.pop("weight", None))
+
+    def weights(self, name: str, t: float) -> list[float]:
+        """Return the models' weights for the tensor `name` at depth `t`; 1 each where the recipe gives none."""
+        return self.settings(name, t).weights or [1.0] * len(self.models)
 
     def settled(self, method: str, scale: float | None = None, rank: int | None = None) -> Recipe:
         """Return the recipe with a method, and a scale and a rank where they are given: exactly what a sweep merges.

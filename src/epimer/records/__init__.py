@@ -1,6 +1,14 @@
 """Every record that epimer writes, one class each for who writes it and who reads it. No torch here."""
 
-from epimer.records.diagnosis import Advice, Conflict, Diagnosis, Forecast, LayerDiagnosis, LayerFindings
+from epimer.records.diagnosis import (
+    Advice,
+    Conflict,
+    Diagnosis,
+    Forecast,
+    LayerDiagnosis,
+    LayerFindings,
+    MergeTheory,
+)
 from epimer.records.experiment import Dots, Experiment, Lines, MapPoint, Maps
 from epimer.records.merge import MergeRecord, Status, TensorRecord
 from epimer.records.record import Record, checked
@@ -23,6 +31,7 @@ KINDS: dict[str, type[Record]] = {
 
 __all__ = [
     "KINDS", "Advice", "Conflict", "Diagnosis", "Dots", "EvaluationRecord", "Experiment", "Forecast", "HarnessRecord",
-    "HarnessScore", "LayerDiagnosis", "LayerFindings", "Lines", "MapPoint", "Maps", "MergeRecord", "MethodScore",
-    "OverallScore", "Record", "Score", "Status", "SweepRecord", "TaskScore", "TensorRecord", "Trial", "checked",
+    "HarnessScore", "LayerDiagnosis", "LayerFindings", "Lines", "MapPoint", "Maps", "MergeRecord", "MergeTheory",
+    "MethodScore", "OverallScore", "Record", "Score", "Status", "SweepRecord", "TaskScore", "TensorRecord", "Trial",
+    "checked",
 ]  # fmt: skip

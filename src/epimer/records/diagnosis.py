@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from epimer.errors import DataError
@@ -47,6 +47,27 @@ class LayerDiagnosis:
         return self.eta / self.flat_objective if self.flat_objective > 0 else 0.0
 
 
+@dataclass(frozen=True)
+class MergeTheory:
+    """The theory at one merged delta x, of one layer or of the whole model, under the raw curvature H (loss units)."""
+
+    scale: float
+    """the multiple of the method's merge that x is"""
+    quadratic: float
+    """Σ λ_t (x - D_t)ᵀ H_t (x - D_t) in the full space; of task-gram, its leading directions"""
+    v_s: float
+    """Σ λ_t (x - x_t)ᵀ H_t (x - x_t) with x_t the part of D_t in the subspace that the merge lies in"""
+    r_s: float
+    """residual energy of that subspace; 0 for a merge in the full space"""
+    bound: float
+    """½(√V_S + √R_S)²: at least half the quadratic, and just that where R_S = 0"""
+
+    @property
+    def increase(self) -> float:
+        """The λ-weighted loss increase to second order: half the quadratic."""
+        return 0.5 * self.quadratic
+
+
 Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -80,6 +101,8 @@ class LayerFindings:
     forecast: dict[str, tuple[float, ...]]
     """method -> share of each task's gain that its merge is forecast to lose in this layer"""
     conflict: Conflict | None = None
+    merges: dict[str, MergeTheory] = field(default_factory=dict)
+    """method -> the theory at its merge, at scale 1"""
 
 
 @dataclass(frozen=True)
@@ -131,6 +154,8 @@ class Diagnosis(Record):
     recipe: str = ""
     version: str = ""
     advice: tuple[Advice, ...] = ()
+    merges: dict[str, tuple[MergeTheory, ...]] = field(default_factory=dict)
+    """method -> the theory at its merge: at scale 1, at the recipe's scale, and at the forecast's"""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "the record") -> Self:

@@ -73,6 +73,10 @@ class MergeRecord(Record):
     """seconds of the pre-pass, of the merge and in all; of this run only"""
     peak_memory: int | None = None
     """most bytes the process had in memory so far"""
+    unlabelled: int | None = None
+    """inputs per task, without labels, by which something was chosen or refined; None where there were none"""
+    choices: tuple[str, ...] = ()
+    """what was chosen for the merge and by what, in words"""
 
     def lasting(self) -> dict[str, Any]:
         """Return what does not change from run to run, for the output folder: no timings, no memory."""

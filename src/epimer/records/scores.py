@@ -50,6 +50,16 @@ class MethodScore(Score):
     difference: float | None = None
     """from the method it is compared with"""
     p: float | None = None
+    """of a paired test over samples"""
+    p_holm: float | None = None
+    """p, corrected for the number of comparisons"""
+    p_tasks: float | None = None
+    """of a paired test over tasks"""
+    difference_without: dict[str, float] = field(default_factory=dict)
+    """task -> the difference over the other tasks"""
+    trusted: float | None = None
+    """the average without doubtful tasks, where there are any"""
+    difference_trusted: float | None = None
     reference: bool = False
     """not a merge: the base, or the fine-tuned models"""
 

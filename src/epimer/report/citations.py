@@ -15,8 +15,9 @@ CITATIONS = {
     "regmean": "Jin et al., Dataless Knowledge Fusion by Merging Weights of Language Models, ICLR 2023",
     "mats": "Tam et al., Merging by Matching Models in Task Parameter Subspaces, TMLR 2024",
     "wudi": "Cheng et al., Whoever Started the Interference Should End It (WUDI), ICML 2025",
-    "epimer": "Lu et al., Model Merging on Loss Landscape: A Geometry Perspective, CVPR 2026",
-    "epimer_kron": "this project; after Lu et al., CVPR 2026",
-    "epimer_exact": "this project; after Lu et al., CVPR 2026",
-    "epimer_free": "this project; after Lu et al., CVPR 2026",
+    "epimer": "Lu et al., Model Merging on Loss Landscape: A Geometry Perspective, CVPR 2026 Findings, "
+    "arXiv:2605.26693",
+    "epimer_kron": "this project; after Lu et al., CVPR 2026 Findings",
+    "epimer_exact": "this project; after Lu et al., CVPR 2026 Findings",
+    "epimer_free": "this project; after Lu et al., CVPR 2026 Findings",
 }

@@ -63,7 +63,9 @@ def by_method(experiment: Experiment) -> list[Figure]:
         methods.setdefault(method, {})[rest or method] = points
     figures, at = [], [(count**-0.5, "1/√T")] if count else []
     for method, some in methods.items():
-        chart = lines(series(some), labels, f"{figure.y} of {method} over {figure.x}.", span=span, at=at)
+        chart = lines(
+            series(some), labels, f"{figure.y} of {method} over {figure.x}.", span=span, at=at, log=figure.log
+        )
         table = point_table(some, figure.x, figure.y, unit)
         figures.append(Figure(f"alpha {method}", f"{method} over α", chart, table))
     return figures

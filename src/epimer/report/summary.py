@@ -117,7 +117,8 @@ def _compared(performance: Performance, best: MethodScore) -> list[Child]:
     if best.difference is not None and best.p is not None and performance.against:
         points = " points" if unit.share else ""
         p = "p < 0.001" if best.p < 0.001 else f"p = {best.p:.3f}"
-        said.append(f"Against {performance.against}: {unit.difference(best.difference)}{points} ({p}). ")
+        over_tasks = "" if best.p_tasks is None else f" over samples, p = {best.p_tasks:.3f} over tasks"
+        said.append(f"Against {performance.against}: {unit.difference(best.difference)}{points} ({p}{over_tasks}). ")
     others = [score for score in performance.merges if score is not best]
     rivals = [s for s in others if s.average is not None and low is not None and s.average >= low]
     if rivals:

@@ -33,16 +33,16 @@ class Batch:
             return model(**self.inputs)
         return model(*self.inputs) if isinstance(self.inputs, tuple | list) else model(self.inputs)
 
-    def part(self, start: int, stop: int) -> Batch:
-        """Return the samples from `start` to `stop`."""
+    def part(self, start: int, stop: int, *, repeats: int = 1) -> Batch:
+        """Return the samples from `start` to `stop`, all of them `repeats` times."""
         first = _first(self.inputs)
 
         def cut(t: Tensor) -> Tensor:
             square = t is not first and t.shape == (self.N, self.N) and self.squares
-            return t[start:stop] if t.dim() and len(t) == self.N and not square else t
+            return torch.cat([t[start:stop]] * repeats) if t.dim() and len(t) == self.N and not square else t
 
         inputs, targets = _each(self.inputs, cut), _each(self.targets, cut)
-        return replace(self, inputs=inputs, targets=targets, N=min(stop, self.N) - start)
+        return replace(self, inputs=inputs, targets=targets, N=(min(stop, self.N) - start) * repeats)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""

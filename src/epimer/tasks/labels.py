@@ -69,10 +69,10 @@ def check_sum(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> None:
         _refuse_sum(total, first, second)
 
 
-def every_second(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> Tensor | None:
-    """Return the summed loss of the samples 0, 2, 4 …, or None where outputs cannot be split by sample."""
-    loss = _loss_of(loss_fn, outputs, targets, N, slice(0, N, 2))
-    return None if loss is None else loss.sum()
+def every_second(loss_fn: Loss, outputs: Any, targets: Any, N: int) -> list[Tensor]:
+    """Return the summed losses of the samples 0, 2, 4 … and 1, 3, 5 …; none where outputs cannot be split by sample."""
+    losses = [_loss_of(loss_fn, outputs, targets, N, slice(start, N, 2)) for start in (0, 1)]
+    return [loss.sum() for loss in losses if loss is not None]
 
 
 def _loss_of(loss_fn: Loss, outputs: Any, targets: Any, N: int, part: slice) -> Tensor | None:
@@ -108,37 +108,53 @@ class Labels:
         self.policy, self.loss_fn = policy, loss_fn
         self.generator = torch.Generator().manual_seed(seed)
         self.seen = 0  # number of samples before this batch
-        self.targets: Any = None  # the targets of the last loss that `passes` yielded
         self.shift: int | None = None  # by how many positions a target lies after the logits it is compared with
+        self.separable: bool | None = None  # whether the loss is a sum over positions, each of its own label and logits
 
     def passes(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
         """Yield the losses of one backward pass after the other; the second moments of their gradients are summed."""
         if self.policy == "true":
-            if targets is None:
-                raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
-            yield self._losses(outputs, targets, N)
+            yield self._losses(outputs, self.sample(outputs, targets, mask, N), N)
         elif isinstance(targets, Tensor) and targets.is_floating_point():
             yield from self._gaussian(outputs, logits_of(outputs).detach(), targets, N)
         else:
-            yield from self._categorical(outputs, logits_of(outputs).detach(), targets, mask, N)
+            yield from self._categorical(outputs, targets, mask, N)
+
+    def sample(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> Any:
+        """Return the targets of a plain loss: the data's, or labels sampled from the model's own prediction.
+
+        The mean Hessian of that loss over such labels is the Gauss-Newton matrix.
+        """
+        if self.policy == "true":
+            if targets is None:
+                raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
+            return targets
+        if isinstance(targets, Tensor) and targets.is_floating_point():
+            return self._around(outputs, logits_of(outputs).detach(), targets)[0]
+        aligned, targets, live = self._positions(outputs, targets, mask, N)
+        targets[live] = self._sample(aligned[live], live)[0]
+        return targets
 
     def _losses(self, outputs: Any, targets: Any, N: int) -> Tensor:
-        self.targets = targets
         try:
             return per_sample(self.loss_fn(outputs, targets), N)
         except (IndexError, RuntimeError):
             self.check_range(find_logits(outputs), targets)
             raise
 
-    def _categorical(self, outputs: Any, logits: Tensor, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
+    def _positions(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits that belong to each target, a copy of the targets, and which of them are not ignored."""
+        logits = logits_of(outputs).detach()
         if targets is None:
             targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
             if mask is not None and mask.shape == targets.shape:
                 targets[~mask] = IGNORED
         if not isinstance(targets, Tensor):
             raise CurvatureError(f"labels={self.policy!r} needs targets as a tensor, got {type(targets).__name__}.")
-        aligned = self._aligned(outputs, logits, targets, N)
-        live = targets != IGNORED
+        return self._aligned(outputs, logits, targets, N), targets.clone(), targets != IGNORED
+
+    def _categorical(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
+        aligned, targets, live = self._positions(outputs, targets, mask, N)
         if self.policy == "model":
             yield self._sampled(outputs, aligned, targets, live, N)
             return
@@ -156,50 +172,77 @@ class Labels:
                 yield self._weighted(outputs, targets, live, probabilities, place, label, N)
 
     def _sampled(self, outputs: Any, aligned: Tensor, targets: Tensor, live: Tensor, N: int) -> Tensor:
-        """Return the losses under one label sampled for each position."""
-        sampled = targets.clone()
-        if targets.dim() == 1:
-            root = torch.ones(N, dtype=torch.float64, device=targets.device)
-            sampled[live], root[live] = self._sample_by_importance(aligned[live], live)
-            losses = self._losses(outputs, sampled, N)
-            if losses.dim():
-                return losses * root.to(losses)
-        sampled[live] = self._sample(aligned[live], live)  # the loss is a sum, or a sample has many positions
-        return self._losses(outputs, sampled, N)
+        """Return the losses under one label sampled for each position.
 
-    def _sample_by_importance(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample labels from q ∝ p_y ‖e_y - p‖; return them and √(p_y / q_y), by which the losses are multiplied.
+        Where each position's loss is its own, labels are sampled by importance, y from q ∝ p_y ‖e_y - p‖. A sample's
+        loss is multiplied by √(p_y / q_y); of several positions each one's gradient is, and by a random sign, so that
+        the mean of products of two positions' gradients is zero, as it is under p.
+        """
+        roots = torch.ones(targets.shape, dtype=torch.float64, device=targets.device)
+        if targets.dim() == 1:
+            targets[live], roots[live] = self._sample(aligned[live], live, by_importance=True)
+            losses = self._losses(outputs, targets, N)
+            if losses.dim():
+                return losses * roots.to(losses)
+        elif self._separable(outputs, targets, live, aligned.shape[-1]):
+            targets[live], roots[live] = self._sample(aligned[live], live, by_importance=True)
+            signs = 2 * torch.randint(2, targets.shape, generator=self.generator) - 1
+            logits = logits_of(outputs)
+            weights = self._at_logits(roots * signs.to(roots), logits)
+            scaled: Tensor = _ScaledGradient.apply(logits, weights)  # type: ignore[no-untyped-call]
+            return self._losses(with_logits(outputs, scaled), targets, N)
+        targets[live] = self._sample(aligned[live], live)[0]
+        return self._losses(outputs, targets, N)
+
+    def _separable(self, outputs: Any, targets: Tensor, live: Tensor, classes: int) -> bool:
+        """Whether a label changes the loss's gradient at its own logits only; found out once, on two samples."""
+        if self.separable is None:
+            probe = logits_of(outputs).detach()[:2].clone().requires_grad_()
+            labels, live = torch.where(live, 0, targets)[:2], live[:2]
+            changed = live & (torch.arange(live[0].numel(), device=live.device) % 2 == 0).view_as(live[0])
+            gradients = []
+            with torch.enable_grad():
+                for chosen in (labels, torch.where(changed, classes - 1, labels)):
+                    loss = self.loss_fn(with_logits(outputs, probe), chosen).sum()
+                    gradients.append(torch.autograd.grad(loss, probe)[0])
+            elsewhere = 1 - self._at_logits(changed.double(), probe, other=0.0)
+            difference = (gradients[0] - gradients[1]).abs() * elsewhere.to(probe)
+            self.separable = float(difference.max()) <= 1e-3 * float(gradients[0].abs().max())
+        return self.separable
+
+    def _at_logits(self, values: Tensor, logits: Tensor, other: float = 1.0) -> Tensor:
+        """Return values of targets at the logits they are compared with, to be multiplied with them."""
+        if _classes_second(logits, values):
+            return values[:, None]
+        index = torch.arange(values.shape[1], device=values.device) - (self.shift or 0)
+        inside = (index >= 0) & (index < logits.shape[1])
+        placed = torch.full(logits.shape[:2], other, dtype=values.dtype, device=values.device)
+        placed[:, index[inside]] = values[:, inside]
+        return placed[..., None]
+
+    def _sample(self, logits: Tensor, live: Tensor, *, by_importance: bool = False) -> tuple[Tensor, Tensor]:
+        """Sample a label for each row of logits, from p or from q ∝ p_y ‖e_y - p‖; return them and √(p_y / q_y).
 
         The mean over q of (p_y / q_y) g_y g_yᵀ equals the mean over p of g_y g_yᵀ, and has less variance: a confident
         model's likely label has almost no gradient, and its unlikely ones, which have, are seldom sampled from p.
+        Labels are the same on every device, up to rounding, and are sampled a chunk of rows at a time.
         """
-        p = logits.cpu().double().softmax(-1)
-        self._check_finite(p.sum(-1), live)
-        squares = p.square()
-        gradient_norm = ((1 - p).square() + (squares.sum(-1, keepdim=True) - squares).clamp_min(0)).sqrt()
-        q = p * gradient_norm
-        total = q.sum(-1, keepdim=True)
-        q = torch.where(total > 0, q, p)
-        sums = q.cumsum(-1)
-        u = torch.rand(len(p), 1, generator=self.generator, dtype=torch.float64)
-        labels = torch.searchsorted(sums, u * sums[:, -1:], right=True).clamp_max(p.shape[-1] - 1)
-        root = torch.where(total > 0, total / gradient_norm.gather(1, labels), 1.0).sqrt()
-        return labels.flatten().to(logits.device), root.flatten().to(logits.device)
-
-    def _sample(self, logits: Tensor, live: Tensor) -> Tensor:
-        """Sample a label for each row of logits, a chunk at a time; the same on every device, up to rounding."""
         wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
         u = torch.rand(len(logits), 1, generator=self.generator, dtype=torch.float64).to(logits.device, wide)
-        labels, totals = [], []
+        labels, roots, totals = [u.new_empty(0, dtype=torch.long)], [u.new_empty(0, dtype=torch.float64)], []
         step = max(1, CHUNK // max(1, logits.shape[-1]))
         for start in range(0, len(logits), step):
-            sums = logits[start : start + step].to(wide).softmax(-1).cumsum(-1)
-            labels.append(torch.searchsorted(sums, u[start : start + step] * sums[:, -1:]).flatten())
+            p, u_n = logits[start : start + step].to(wide).softmax(-1), u[start : start + step]
+            norms = _gradient_norms(p) if by_importance else torch.ones_like(p)
+            norms = torch.where((p * norms).sum(-1, keepdim=True) > 0, norms, 1.0)  # no label has a gradient
+            sums = (p * norms).cumsum(-1)
+            label = torch.searchsorted(sums, u_n * sums[:, -1:], right=True).clamp_max(p.shape[-1] - 1)
+            labels.append(label.flatten())
+            roots.append((sums[:, -1:] / norms.gather(1, label)).double().sqrt().flatten())
             totals.append(sums[:, -1])
-        if not labels:
-            return torch.empty(0, dtype=torch.long, device=logits.device)
-        self._check_finite(torch.cat(totals), live)
-        return torch.cat(labels).clamp_max(logits.shape[-1] - 1)
+        if totals:
+            self._check_finite(torch.cat(totals), live)
+        return torch.cat(labels), torch.cat(roots)
 
     def _check_finite(self, totals: Tensor, live: Tensor) -> None:
         """Refuse probabilities that are NaN or Inf, and name the sample."""
@@ -260,7 +303,7 @@ class Labels:
 
     def _aligned(self, outputs: Any, logits: Tensor, targets: Tensor, N: int) -> Tensor:
         """Return the logits that belong to each target, classes last."""
-        if targets.dim() > 1 and targets.shape == logits.shape[:1] + logits.shape[2:] != logits.shape[:-1]:
+        if _classes_second(logits, targets):
             return logits.movedim(1, -1)
         if targets.dim() == 1 and logits.dim() == 2 and len(targets) == len(logits):
             return logits
@@ -291,13 +334,9 @@ class Labels:
 
     def _gaussian(self, outputs: Any, mean: Tensor, targets: Tensor, N: int) -> Iterator[Tensor]:
         """Yield the losses of a squared error, under labels from a normal distribution around the model's output."""
-        if targets.shape != mean.shape:
-            shapes = tuple(targets.shape), tuple(mean.shape)
-            raise CurvatureError(f"targets of shape {shapes[0]} do not fit outputs of shape {shapes[1]}.")
-        noise = torch.randn(mean.shape, generator=self.generator, dtype=torch.float64).to(mean)
-        width = self._width(outputs, mean, noise)
+        sampled, width = self._around(outputs, mean, targets)
         if self.policy == "model":
-            yield self._losses(outputs, mean + width * noise, N)
+            yield self._losses(outputs, sampled, N)
             return
         if mean[0].numel() > PASSES:
             raise CurvatureError(f"labels='expected' would take {mean[0].numel()} backward passes; use labels='model'.")
@@ -305,6 +344,15 @@ class Labels:
             step = torch.zeros_like(mean).flatten(1)
             step[:, place] = width
             yield self._losses(outputs, mean + step.view_as(mean), N)
+
+    def _around(self, outputs: Any, mean: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        """Return labels sampled from a normal distribution around the model's output, and its standard deviation."""
+        if targets.shape != mean.shape:
+            shapes = tuple(targets.shape), tuple(mean.shape)
+            raise CurvatureError(f"targets of shape {shapes[0]} do not fit outputs of shape {shapes[1]}.")
+        noise = torch.randn(mean.shape, generator=self.generator, dtype=torch.float64).to(mean)
+        width = self._width(outputs, mean, noise)
+        return mean + width * noise, width
 
     def _width(self, outputs: Any, mean: Tensor, noise: Tensor) -> float:
         """Return the standard deviation of the labels, 1/√(second derivative of the loss); refuse other losses."""
@@ -322,6 +370,34 @@ class Labels:
             problem = f"labels={self.policy!r} knows cross-entropy (integer targets) and squared error"
             raise CurvatureError(f"{problem}; for any other loss use labels='true'.")
         return float(second**-0.5)
+
+
+def _classes_second(logits: Tensor, targets: Tensor) -> bool:
+    """Whether the classes are the second dimension of the logits, as in a picture's, and not the last."""
+    return targets.dim() > 1 and targets.shape == logits.shape[:1] + logits.shape[2:] != logits.shape[:-1]
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, with its gradient multiplied by weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        return g * weights.to(g), None
+
+
+def _gradient_norms(p: Tensor) -> Tensor:
+    """Return ‖e_y - p‖ for each class y; that of the likeliest class without the cancellation in 1 - p_y."""
+    top = p.argmax(-1, keepdim=True)
+    rest = p.scatter(-1, top, 0)
+    squares = rest.square().sum(-1, keepdim=True)
+    norms = (1 - p).square() + p.gather(-1, top).square() + squares - p.square()
+    return norms.scatter(-1, top, rest.sum(-1, keepdim=True).square() + squares).sqrt()
 
 
 def _only(targets: Tensor, place: int) -> Tensor:

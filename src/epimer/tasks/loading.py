@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.checkpoints.lora import Adapted
+from epimer.checkpoints.memory import StateDict
 from epimer.errors import CheckpointError, CurvatureError, ParameterError, listed
 from epimer.tasks.tables import import_extra
 
@@ -27,6 +28,8 @@ AUTO = {
 POOLINGS = ("auto", "pooler", "cls", "mean")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken")
+Head = Path | Mapping[str, Tensor]
+"""a linear head's `weight` and `bias`: a file, or tensors"""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -79,7 +82,7 @@ def check_device_option(device: str) -> None:
 
 
 def load_model(
-    checkpoint: Checkpoint, task: str, head: Path | None, pooling: str, dtype: torch.dtype, *, progress: bool
+    checkpoint: Checkpoint, task: str, head: Head | None, pooling: str, dtype: torch.dtype, *, progress: bool
 ) -> tuple[nn.Module, dict[str, str], list[str]]:
     """Return the network, parameter -> its tensor on disk, and the parameters that match none."""
     folder = check_folder(checkpoint)
@@ -101,11 +104,11 @@ def load_model(
     return model, {f"backbone.{n}": disk for n, disk in names.items()}, [f"backbone.{name}" for name in unmatched]
 
 
-def read_head(path: Path, dtype: torch.dtype) -> nn.Linear:
-    """Read a linear head: `weight` [classes, features] and, where there is one, `bias` [classes]."""
-    if not path.exists():
-        raise CheckpointError(f"the head {path} does not exist; give a file with 'weight' and 'bias'.")
-    file = open_file(path)
+def read_head(head: Head, dtype: torch.dtype) -> nn.Linear:
+    """Return a linear head: `weight` [classes, features] and, where there is one, `bias` [classes]."""
+    if isinstance(head, Path) and not head.exists():
+        raise CheckpointError(f"the head {head} does not exist; give a file with 'weight' and 'bias'.")
+    file, path = (open_file(head), str(head)) if isinstance(head, Path) else (StateDict(head, "head"), "in memory")
     shapes = {name: tuple(W.shape) for name, W in file.headers.items()}
     if "weight" not in shapes or not shapes.keys() <= {"weight", "bias"}:
         expected = "expected 'weight' (classes, features) and, if any, 'bias'"
@@ -114,9 +117,9 @@ def read_head(path: Path, dtype: torch.dtype) -> nn.Linear:
     if len(W) != 2 or W[0] < 2 or shapes.get("bias", W[:1]) != W[:1]:
         expected = "expected 'weight' (classes, features), 'bias' (classes,), and at least 2 classes"
         raise CheckpointError(f"the head {path} has shapes {shapes}; {expected}.")
-    head = nn.Linear(W[1], W[0], bias="bias" in shapes, dtype=dtype).requires_grad_(False)
-    head.load_state_dict({name: file.read(name).to(dtype) for name in shapes})
-    return head
+    linear = nn.Linear(W[1], W[0], bias="bias" in shapes, dtype=dtype).requires_grad_(False)
+    linear.load_state_dict({name: file.read(name).to(dtype) for name in shapes})
+    return linear
 
 
 def check_folder(checkpoint: Checkpoint) -> Path:

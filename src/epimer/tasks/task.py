@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.errors import CurvatureError, DataError, ParameterError, listed, nearest, short
 from epimer.tasks.labels import IGNORED, logits_of
-from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, WithHead, load_model, load_reader, transformers
+from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, Head, WithHead, load_model, load_reader, transformers
 from epimer.tasks.tables import Table
 
 TEXTS = ("text", "sentence", "content", "input", "review", "document", "prompt")
+PROMPT, RESPONSES = "prompt", ("response", "completion")
 LABELS = ("label", "labels")
 IMAGES = ("image", "img")
 
@@ -70,7 +70,10 @@ class Task:
         label: str | None = None,
         image: str | None = None,
     ) -> Iterator[InputsAndTargets]:
-        """Return an iterator over the batches of `rows`, in their order; without names the usual columns are read."""
+        """Return an iterator over the batches of `rows`, in their order; without names the usual columns are read.
+
+        A language model's prompts are followed by their responses where there are any; the loss is then of these alone.
+        """
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
             if value < 1:
                 raise ParameterError(f"The {name!r} parameter of a task must be at least 1. Got {value} instead.")
@@ -82,52 +85,82 @@ class Task:
         if labels is None and self.require_labels and self.kind != CAUSAL_LM:
             raise _no_column(table, LABELS, "labels", "label")
         numbers = {} if labels is None else self._class_numbers(table)
-        read = self._images if self.kind == IMAGE else partial(self._texts, longest=self._longest(max_length))
+        pairs = self.kind == CAUSAL_LM and text is None and column == PROMPT
+        response = table.column(None, RESPONSES, "response") if pairs else None
+
+        def read(rows: Sequence[int]) -> dict[str, Tensor]:
+            if self.kind == IMAGE:
+                return self._images(table, rows, column)
+            return self._texts(table, rows, column, response, self.longest(max_length))
+
         taken = inspect.signature(self._backbone.forward).parameters
 
         def batch(rows: Sequence[int]) -> InputsAndTargets:
-            inputs, targets = read(table, rows, column), None
+            inputs, targets = read(rows), None
             if self.kind == CAUSAL_LM:
-                targets = next_tokens(inputs["input_ids"], inputs["attention_mask"]).to(self.device)
+                counted = inputs.get("response_mask", inputs["attention_mask"])
+                targets = next_tokens(inputs["input_ids"], counted).to(self.device)
             elif labels is not None:
                 targets = torch.tensor([self._label(table, i, labels, numbers) for i in rows]).to(self.device)
             return {name: value.to(self.device) for name, value in inputs.items() if name in taken}, targets
 
         return (batch(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size))
 
-    def _texts(self, table: Table, rows: Sequence[int], column: str, *, longest: int) -> dict[str, Tensor]:
-        """Return tokens, padded on the right to the longest text of the batch, and their attention mask."""
+    def _texts(
+        self, table: Table, rows: Sequence[int], column: str, response: str | None, longest: int
+    ) -> dict[str, Tensor]:
+        """Return tokens, padded on the right to the longest text of the batch, and their attention mask.
+
+        With a column of responses each text is followed by its own, and `response_mask` says which tokens these are.
+        """
         texts = [_text(table, i, column) for i in rows]
         encoded = self.reader(texts, truncation=True, max_length=longest, add_special_tokens=True)
-        ids = encoded["input_ids"]
+        ids, prompts = encoded["input_ids"], encoded["input_ids"]
+        if response is not None:
+            ids = self._with_responses(table, rows, prompts, response, longest)
         fewest = 2 if self.kind == CAUSAL_LM else 1
         for i, row in zip(rows, ids, strict=True):
             if len(row) < fewest:
                 raise DataError(f"{table.where(i)} has {len(row)} token, expected at least {fewest}; leave it out.")
-            if max(row) >= self._vocabulary:
-                problem = f"has token {max(row)}, but the model knows {self._vocabulary} tokens"
+            if max(row) >= self.vocabulary:
+                problem = f"has token {max(row)}, but the model knows {self.vocabulary} tokens"
                 raise DataError(f"{table.where(i)} {problem}; is this its tokenizer?")
-        inputs = {"input_ids": _padded(ids, self._padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
-        if "token_type_ids" in encoded:
+        inputs = {"input_ids": _padded(ids, self.padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
+        if response is not None:
+            pairs = zip(prompts, ids, strict=True)
+            inputs["response_mask"] = _padded([[0] * len(p) + [1] * (len(row) - len(p)) for p, row in pairs], 0)
+        elif "token_type_ids" in encoded:
             inputs["token_type_ids"] = _padded(encoded["token_type_ids"], 0)
         return inputs
+
+    def _with_responses(
+        self, table: Table, rows: Sequence[int], prompts: Sequence[list[int]], column: str, longest: int
+    ) -> list[list[int]]:
+        """Return the prompts' tokens, each followed by those of its response, which are tokenised by themselves."""
+        responses = self.reader([_text(table, i, column) for i in rows], add_special_tokens=False)["input_ids"]
+        for i, prompt in zip(rows, prompts, strict=True):
+            if len(prompt) >= longest:
+                problem = f"has a prompt of {longest} tokens or more, which leaves none for its response"
+                raise DataError(f"{table.where(i)} {problem}; raise --max-length, or leave the row out.")
+        return [(prompt + response)[:longest] for prompt, response in zip(prompts, responses, strict=True)]
 
     @property
     def _backbone(self) -> Any:
         return self.model.backbone if isinstance(self.model, WithHead) else self.model
 
     @property
-    def _vocabulary(self) -> int:
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
         return int(self._backbone.get_input_embeddings().num_embeddings)
 
     @property
-    def _padding(self) -> int:
+    def padding(self) -> int:
         """The token to pad with: the model's padding token, or any other, as the attention mask excludes it."""
         own = getattr(self._backbone.config, "pad_token_id", None)
         tokens = (own, self.reader.pad_token_id, self.reader.eos_token_id)
-        return next((token for token in tokens if token is not None and 0 <= token < self._vocabulary), 0)
+        return next((token for token in tokens if token is not None and 0 <= token < self.vocabulary), 0)
 
-    def _longest(self, max_length: int) -> int:
+    def longest(self, max_length: int) -> int:
         """Return the most tokens of a text: what the model and its tokenizer take, and `max_length`."""
         limits = [max_length, self.reader.model_max_length]
         places = getattr(self._backbone.config, "max_position_embeddings", None)
@@ -136,6 +169,22 @@ class Task:
             skipped = [m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None]
             limits.append(places - max(skipped, default=0))  # RoBERTa's positions start after the padding's
         return int(min(limits))
+
+    def check_inputs(self, inputs: Mapping[str, Tensor], where: str) -> None:
+        """Refuse tokens that the model does not know, and texts longer than it takes; `where` they are from."""
+        if "input_ids" not in inputs:
+            return
+        ids, longest = inputs["input_ids"], self.longest(sys.maxsize)
+        kinds, known = inputs.get("token_type_ids"), getattr(self._backbone.config, "type_vocab_size", None)
+        problem = ""
+        if int(ids.max()) >= self.vocabulary:
+            problem = f"token {int(ids.max())}, but the model knows {self.vocabulary} tokens"
+        elif ids.shape[1] > longest:
+            problem = f"texts of {ids.shape[1]} tokens, but the model takes {longest}"
+        elif kinds is not None and isinstance(known, int) and int(kinds.max()) >= known:
+            problem = f"token type {int(kinds.max())}, but the model knows {known}"
+        if problem:
+            raise DataError(f"{where} has {problem}; was it measured on {self.checkpoint.where}?")
 
     def _images(self, table: Table, rows: Sequence[int], column: str) -> dict[str, Tensor]:
         images = [table.image(i, column) for i in rows]
@@ -184,7 +233,7 @@ def load_task(
     model: str,
     task: str,
     *,
-    head: Path | None = None,
+    head: Head | None = None,
     pooling: str = "auto",
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",

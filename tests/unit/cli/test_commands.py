@@ -10,7 +10,7 @@ import pytest
 
 from commands import run
 from epimer.cli import COMMANDS, app
-from epimer.cli.bench import EXPERIMENTS
+from epimer.cli.bench import EXPERIMENTS, WITHOUT_SUITE
 from epimer.cli.curvature import curvature
 
 HEAVY = {"torch", "numpy", "transformers", "safetensors", "yaml", "huggingface_hub"}
@@ -33,9 +33,11 @@ def test_help_lists_every_command_in_order():
 
 
 def test_bench_names_every_experiment():
+    from epimer.experiments.basins import WITHOUT_SUITE as ALONE
     from epimer.experiments.paper import EXPERIMENTS as KNOWN
 
     assert EXPERIMENTS.split(", ") == list(KNOWN)
+    assert WITHOUT_SUITE.split(", ") == list(ALONE)
 
 
 def test_curvature_passes_every_option_on():

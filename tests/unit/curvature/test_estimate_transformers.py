@@ -268,15 +268,15 @@ def test_labels_are_drawn_where_the_loss_looks_for_them(inside, shift):
     targets = ids.masked_fill(mask == 0, IGNORED)
     epimer.estimate_curvature(case.model, [(case.batches[0][0], targets)], loss, kind="diagonal")
     logits = case.model.eval()(input_ids=ids, attention_mask=mask).logits
-    best = logits.argmax(-1)
-    sure = logits.topk(2).values.diff().abs()[..., 0] > 9
+    best = logits.topk(2).indices  # sampled by importance: one of two, where the third is out of the question
+    sure = logits.topk(3).values[..., 1:].diff().abs()[..., 0] > 9
     checked = 0
     for n in range(len(ids)):
         for t in range(shift, ids.shape[1]):
             if not mask[n, t]:
                 assert drawn[-1][n, t] == IGNORED
             elif sure[n, t - shift]:
-                assert drawn[-1][n, t] == best[n, t - shift]
+                assert drawn[-1][n, t] in best[n, t - shift]
                 checked += 1
     assert checked > 5
     assert not torch.equal(best[:, 1:], best[:, :-1])

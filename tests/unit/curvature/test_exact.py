@@ -209,12 +209,12 @@ def test_the_gauss_newton_matrix_is_the_expected_fisher(case_name):
         assert near(ggn[name].H, fisher[name].H, 1e-9), name
 
 
-def test_drawn_labels_are_those_of_the_other_kinds():
+def test_both_kinds_draw_the_same_labels():
     torch.manual_seed(0)
     model, batches, loss = _tokens(True)
     model.double()
     basis = bases(model)
-    seen = {"hessian": [], "diagonal": []}
+    seen = {"hessian": [], "ggn": []}
     for kind, targets in seen.items():
 
         def kept(outputs, given, targets=targets):
@@ -224,7 +224,27 @@ def test_drawn_labels_are_those_of_the_other_kinds():
         epimer.estimate_curvature(model, batches, kept, kind=kind, labels="model", seed=4, basis=basis)
     for size in (3, 2):
         drawn = {kind: [t for t in targets if len(t) == size][-1] for kind, targets in seen.items()}
-        assert torch.equal(drawn["hessian"], drawn["diagonal"])
+        assert torch.equal(drawn["hessian"], drawn["ggn"])
+
+
+def test_the_mean_hessian_under_sampled_labels_is_the_gauss_newton_matrix():
+    """Of a confident classifier, within four standard errors, which are small."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+    with torch.no_grad():
+        model[2].weight *= 3
+        model[2].bias[1] += 3
+    x, seeds, name = draw(20, 4), 30, "0.weight"
+    basis = {name: bases(model)[name]}
+    S = directions(basis[name])
+    ggn = S.T @ dense(model, [(x, torch.zeros(20, dtype=torch.long))], cross_entropy, name, "ggn") @ S
+    options = {"kind": "hessian", "labels": "model", "samples": None, "basis": basis}
+    batches = [(x.repeat(200, 1), None)]
+    runs = [epimer.estimate_curvature(model, batches, cross_entropy, seed=seed, **options) for seed in range(seeds)]
+    H = torch.stack([run.metrics[name].H for run in runs])
+    standard_error = H.std(0) / seeds**0.5
+    assert float(standard_error.norm()) < 0.03 * float(ggn.norm())
+    assert bool(((H.mean(0) - ggn).abs() <= 4 * standard_error).all())
 
 
 @pytest.mark.parametrize("kind", ["hessian", "ggn"])

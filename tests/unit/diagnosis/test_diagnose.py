@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 import epimer
 from epimer.api import diagnose
 from epimer.errors import ParameterError
+from epimer.geometry.metric import EKFAC
 
 T, NAMES = 3, ("one.weight", "two.weight")
 SHAPES = {"one.weight": (12, 9), "two.weight": (10, 14), "norm.weight": (12,)}
@@ -43,6 +45,10 @@ def curvature_of(kind, base):
             m, n = base[name].shape
             if kind == "kronecker":
                 one[name] = epimer.Kronecker(A=spd(n, generator), G=spd(m, generator))
+            elif kind == "ekfac":
+                P, Q = (torch.linalg.qr(spd(d, generator)).Q for d in (m, n))
+                S = torch.rand(m, n, generator=generator, dtype=torch.float64)
+                one[name] = EKFAC(S=S, P=P, Q=Q)
             else:
                 one[name] = epimer.Diagonal(torch.rand(m, n, generator=generator, dtype=torch.float64))
         found.append(one)
@@ -53,6 +59,9 @@ def dense(kind, metric, D):
     """H as an (mn x mn) matrix on row-major vectors."""
     if kind == "kronecker":
         return np.kron(metric.G.numpy(), metric.A.numpy())
+    if kind == "ekfac":
+        E = np.kron(metric.P.numpy(), metric.Q.numpy())
+        return E @ np.diag(metric.S.numpy().ravel()) @ E.T
     if kind == "diagonal":
         return np.diag(metric.F.numpy().ravel())
     return np.kron(D @ D.T, D.T @ D)
@@ -63,7 +72,7 @@ def cut(D, k):
     return (U[:, :k] * s[:k]) @ Vh[:k]
 
 
-@pytest.mark.parametrize("kind", ["task-gram", "kronecker", "diagonal"])
+@pytest.mark.parametrize("kind", ["task-gram", "kronecker", "ekfac", "diagonal"])
 def test_a_diagnosis_equals_dense_arithmetic(kind):
     base, models = states()
     curvature = None if kind == "task-gram" else curvature_of(kind, base)
@@ -95,8 +104,8 @@ def test_a_diagnosis_equals_dense_arithmetic(kind):
                     w = np.linalg.norm(deltas[n][s]) * np.linalg.norm(deltas[n][t])
                     total, weight = total + w * np.sum((one.T @ two) ** 2) / k, weight + w
                 assert got[s][t] == pytest.approx(total / weight)
-    # interference: of the leading k directions where curvature is two-sided
-    leading = {n: [cut(D, k) if kind != "diagonal" else D for D in deltas[n]] for n in NAMES}
+    # interference: of the leading k directions where curvature has two factors
+    leading = {n: [cut(D, k) if kind in ("task-gram", "kronecker") else D for D in deltas[n]] for n in NAMES}
     truncated = {n: [dense(kind, None, cut(D, k)) for D in deltas[n]] if kind == "task-gram" else H[n] for n in NAMES}
     crossed = np.array(
         [
@@ -117,7 +126,7 @@ def test_a_diagnosis_equals_dense_arithmetic(kind):
 
         def lost(t, scale, merged=merged, grams=grams):
             distances = []
-            for form in (grams, H) if kind == "kronecker" else (grams,):  # a diagonal forecasts nothing
+            for form in (grams, H) if kind in ("kronecker", "ekfac") else (grams,):  # a diagonal forecasts nothing
                 steps = [scale * (merged[n] - base[n]).numpy() - deltas[n][t] for n in NAMES]
                 part = sum(E.ravel() @ form[n][t] @ E.ravel() for n, E in zip(NAMES, steps, strict=True))
                 whole = sum(deltas[n][t].ravel() @ form[n][t] @ deltas[n][t].ravel() for n in NAMES)
@@ -130,7 +139,9 @@ def test_a_diagnosis_equals_dense_arithmetic(kind):
         means = {scale: np.mean([lost(t, scale) for t in range(T)]) for scale in np.arange(0.05, 4.01, 0.05)}
         assert forecast.mean_at_scale == pytest.approx(min(means.values()), rel=1e-6)
         assert means[min(means, key=lambda s: abs(s - forecast.scale))] == pytest.approx(min(means.values()), rel=1e-6)
-    wanted = {"task-gram": set(), "kronecker": {"regmean", "epimer_kron"}, "diagonal": {"epimer"}}[kind]
+    wanted = {"kronecker": {"regmean", "epimer_kron"}, "ekfac": {"epimer_kron"}, "diagonal": {"epimer"}}.get(
+        kind, set()
+    )
     assert set(found.forecast) == {"average", "tsv", "epimer_free"} | wanted
     # energy and η by rank
     for rank in (2, 3):
@@ -206,3 +217,51 @@ def test_folders_are_diagnosed_like_state_dicts(tmp_path):
         diagnose(recipe, methods=["epimer_kron"], progress=False)
     with pytest.raises(ParameterError, match="needs a base_model"):
         diagnose({"merge_method": "average", "models": recipe["models"]}, progress=False)
+
+
+def test_a_model_of_weight_zero_is_not_diagnosed():
+    base, models = states()
+    curvature = curvature_of("kronecker", base)
+    found = epimer.diagnose_state_dicts(base, models, curvature=curvature, weights=[0, 0.7, 0.3], names=["a", "b", "c"])
+    alone = epimer.diagnose_state_dicts(base, models[1:], curvature=curvature[1:], weights=[0.7, 0.3], names=["b", "c"])
+    assert found.to_dict() == alone.to_dict()
+
+
+def gradient_matching_loss(base, models, merged):
+    """Return the mean over tasks of ‖Lᵀ(X - D)Lᵀ‖² / ‖LᵀDLᵀ‖² over all layers, L being D's leading directions."""
+    lost = []
+    for model in models:
+        part = whole = 0.0
+        for name in NAMES:
+            D, X = ((state[name] - base[name]).numpy() for state in (model, merged))
+            U, s, Vh = np.linalg.svd(D, full_matrices=False)
+            k = min(D.shape) // T
+            L = (U[:, :k] * s[:k]) @ Vh[:k]
+            part += np.sum((L.T @ (X - D) @ L.T) ** 2)
+            whole += np.sum((L.T @ D @ L.T) ** 2)
+        lost.append(part / whole)
+    return float(np.mean(lost))
+
+
+@pytest.mark.parametrize("prior", [0.0, 0.3])
+def test_a_merge_that_is_not_linear_in_its_scale_is_forecast_at_each_scale_by_its_own_merge(prior):
+    base, models = states()
+    curvature = curvature_of("diagonal", base)
+
+    def loss(scale):
+        given = {"curvature": curvature, "prior": prior, "scale": scale, "rules": [("norm.weight", "copy")]}
+        return gradient_matching_loss(
+            base, models, epimer.merge_state_dicts(base, models, "gradient_matching", **given)
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", epimer.EpimerWarning)
+        losses = {scale: loss(scale) for scale in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)}
+    methods = {"gradient_matching": {"prior": prior}}
+    found = epimer.diagnose_state_dicts(base, models, curvature=curvature, methods=methods).forecast[
+        "gradient_matching"
+    ]
+    assert found.mean == pytest.approx(losses[1.0], rel=1e-9)
+    assert found.mean_at_scale == pytest.approx(losses[found.scale], rel=1e-9)
+    assert found.mean_at_scale == pytest.approx(min(losses.values()), rel=1e-9)
+    assert (found.scale == 1.0) == (prior == 0)  # α cancels

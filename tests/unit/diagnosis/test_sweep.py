@@ -637,3 +637,25 @@ def test_the_record_of_a_merge_holds_no_local_path(folder):
     record = epimer.merge(recipe, "out", progress=False)
     assert str(folder) not in record.recipe
     assert yaml.safe_load(record.recipe)["merge_method"] == "tsv"
+
+
+def test_a_sweep_says_where_the_scale_of_gradient_matching_cancels():
+    base = made.make_base(torch.float64)
+    models, curvature = made.make_models(base, 2), made.make_curvature(base, "diagonal", 2)
+    judge = by_function("norm", lambda state: {"norm": float(state["block.0.weight"].norm())})
+    given = {"methods": ["gradient_matching", "fisher"], "scales": [1.0, 2.0], "curvature": curvature}
+    found = sweep(base, models, judge, **given)
+    assert [note.split(";")[0] for note in found.notes] == [
+        "gradient_matching: scale cancels without a prior and without the base's curvature"
+    ]
+    assert sweep(base, models, judge, parameters={"gradient_matching": {"prior": 0.1}}, **given).notes == []
+
+
+def test_nothing_is_chosen_by_a_doubtful_task():
+    scores = {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([0.2])}
+    wary = SplitScores(scores, {"a": 0.5, "b": 0.25}, doubtful=frozenset({"a"}))
+    assert wary.order == pytest.approx(0.2 - 0.25)
+    assert SplitScores(scores, {"a": 0.5, "b": 0.25}).order == pytest.approx(0.35 - 0.375)
+    assert wary.all.average == pytest.approx(0.35)
+    none_left = SplitScores(scores, {"a": 0.5, "b": 0.25}, doubtful=frozenset("ab"))
+    assert none_left.order == pytest.approx(0.35 - 0.375)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from epimer.evaluation import statistics as stats
-from epimer.evaluation.statistics import Scores, compare
+from epimer.evaluation.statistics import Scores, compare, holm, sign_flip_p
 
 
 def test_scores_that_are_no_hits_have_intervals_too():
@@ -51,3 +51,44 @@ def test_the_paired_test_is_the_exact_one_within_its_draws():
     assert found.low < difference < found.high
     same = compare(Scores([a]), Scores([a]))
     assert (same.difference, same.low, same.high, same.p) == (0.0, 0.0, 0.0, 1.0)
+
+
+def task_scores(*accuracies):
+    return Scores([torch.arange(100) < round(100 * accuracy) for accuracy in accuracies])
+
+
+def test_the_test_over_tasks_goes_through_all_signs():
+    differences = [0.02, -0.01, 0.03, 0.05, 0.01, 0.0, 0.04]
+    sums = [
+        sum(s * d for s, d in zip(signs, differences, strict=True))
+        for signs in itertools.product((1, -1), repeat=len(differences))
+    ]
+    exact = sum(abs(total) >= sum(differences) - 1e-9 for total in sums) / len(sums)
+    assert sign_flip_p(differences) == exact
+    assert sign_flip_p([-d for d in differences]) == exact
+    assert sign_flip_p([0.1] * 8) == 2 / 2**8  # the least there is with eight tasks
+    assert sign_flip_p([0.0, 0.0, 0.0]) == sign_flip_p([0.3]) == 1.0
+
+
+def test_many_tasks_are_tested_on_drawn_signs(monkeypatch):
+    differences = torch.randn(13, generator=torch.Generator().manual_seed(3)).add(0.3).tolist()
+    exact = sign_flip_p(differences)
+    monkeypatch.setattr(stats, "EXACT", 12)
+    assert sign_flip_p(differences) == pytest.approx(exact, abs=0.025)
+    assert sign_flip_p([1.0] * 40) == 1 / (2**12 + 1)
+
+
+def test_a_lead_that_rests_on_one_task_is_seen():
+    ours, theirs = task_scores(0.8, 0.7, 0.9, 0.6), task_scores(0.8, 0.7, 0.9, 0.4)
+    found = compare(ours, theirs)
+    assert found.p < 0.01  # over samples
+    assert found.p_tasks == 1.0
+    assert found.without_one == pytest.approx([0.2 / 3, 0.2 / 3, 0.2 / 3, 0.0])
+    assert ours.averages_without_one == pytest.approx([2.2 / 3, 2.3 / 3, 2.1 / 3, 2.4 / 3])
+    assert task_scores(0.8).averages_without_one == []
+
+
+def test_holm_multiplies_by_the_tests_that_are_left():
+    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []

@@ -29,12 +29,14 @@ def write(path, suite):
 def test_what_a_file_says(made):
     described = tiny.suite_of(batch_size=5, max_length=12, dtype="float64")
     described["tasks"][0]["metric"] = "loss"
+    described["tasks"][0]["doubtful"] = "its test set is shifted"
     described["tasks"][1]["classifier"] = "bert.pooler.*"
     del described["tasks"][1]["name"]
     found = read_suite_file(write(made / "said.yaml", described))
     one, two = found.tasks
     assert (found.name, found.batch, found.max_length, found.dtype) == ("words", 5, 12, torch.float64)
     assert (one.metric, two.metric, two.name) == ("loss", "accuracy", "pace")
+    assert (one.doubtful, two.doubtful) == ("its test set is shifted", "")
     assert one.classifier == ("classifier.*",)
     assert two.classifier == ("classifier.*", "bert.pooler.*")
     assert {split: len(table) for split, table in one.tables.items()} == tiny.COUNTS

@@ -14,7 +14,14 @@ from epimer.errors import DataError
 from epimer.evaluation.metrics import CLASSIFIER_SCORES
 from epimer.evaluation.statistics import Scores
 from epimer.experiments import paper as experiments
-from epimer.experiments.bench import CANDIDATES, CURVATURE_VERSION, Bench, Candidate
+from epimer.experiments.bench import (
+    AS_PUBLISHED,
+    CURVATURE_VERSION,
+    SCALES,
+    Bench,
+    Candidate,
+    all_candidates,
+)
 from epimer.experiments.results import write
 from trained import make_suite, network
 
@@ -100,7 +107,7 @@ def test_curvature_is_measured_once_and_kept(suite):
 
 def test_performance_has_every_method_and_the_references(bench):
     result = experiments.performance(bench)
-    assert [row[0] for row in result.rows] == ["base", "fine-tuned", *(c.name for c in CANDIDATES)]
+    assert [row[0] for row in result.rows] == ["base", "fine-tuned", *(c.name for c in all_candidates())]
     assert all(len(row) == len(result.headings) for row in result.rows)
     assert "| tsv |" in result.markdown()
 
@@ -125,9 +132,93 @@ def test_samples_and_metrics(bench, monkeypatch):
     monkeypatch.setattr(experiments, "SIZES", (8, 32))
     monkeypatch.setattr(experiments, "FRACTIONS", (0.05, 0.5))
     assert [row[2] for row in experiments.samples(bench).rows] == ["8", "32"] * 3
-    assert [row[2] for row in experiments.fisher_fraction(bench).rows] == ["20", "200"] * 3
+    assert [row[2] for row in experiments.fisher_fraction(bench).rows] == ["20", "200"] * 5
     found = experiments.metrics(bench)
     assert len(found.rows) == 3 * 3 * 3 * 3 + 9
     assert len(found.figure.dots) == 3 * 3 * 3 + 3
     best = max((row for row in found.data[:3]), key=lambda row: row["validation"])
     assert found.figure.dots["diagonal, tagged, mean"][0] == best["average"]
+
+
+def test_nothing_is_chosen_by_a_doubtful_task(suite):
+    """Validation labels of a task are turned round, so that its own model is the worst there."""
+    turned = replace(suite.tasks[0].splits["val"], y=2 - suite.tasks[0].splits["val"].y)
+    bad = replace(suite.tasks[0], splits={**suite.tasks[0].splits, "val": turned})
+    trusting = Bench(replace(suite, tasks=[bad, *suite.tasks[1:]]), keep=False)
+    wary = Bench(replace(suite, tasks=[replace(bad, doubtful="turned round"), *suite.tasks[1:]]), keep=False)
+    merged = wary.merge(Candidate("tsv"))
+    by_hand = {
+        scale: sum(float(suite.scores_on(wary.scaled(merged, scale), task, "val").mean()) for task in suite.tasks[1:])
+        / 2
+        for scale in SCALES
+    }
+    outcome = wary.best(Candidate("tsv"))
+    assert outcome.validation == pytest.approx(by_hand[outcome.scale]) == pytest.approx(max(by_hand.values()))
+    assert trusting.best(Candidate("tsv")).validation != pytest.approx(outcome.validation)
+    result = experiments.performance(wary, [Candidate("tsv"), Candidate("average")])
+    assert "without task0" in result.headings
+    assert "task0 is doubtful: turned round." in result.notes
+    row = result.data[-1]
+    assert (
+        row["trusted"] == pytest.approx((row["tasks"]["task1"] + row["tasks"]["task2"]) / 2) == row["without"]["task0"]
+    )
+    assert row["difference_trusted"] == pytest.approx(row["difference_without"]["task0"])
+
+
+def test_differences_are_shown_without_each_task_and_tested_over_tasks(bench):
+    result = experiments.performance(bench, [Candidate("tsv"), Candidate("average"), Candidate("ties")])
+    _, _, tsv, *others = result.data
+    assert result.headings[-3:] == ["against tsv", "p over tasks", "without one task"]
+    for row, cells in zip(others, result.rows[3:], strict=True):
+        ahead = {task: row["tasks"][task] - tsv["tasks"][task] for task in row["tasks"]}
+        total = sum(ahead.values())
+        flips = [
+            sum(s * d for s, d in zip(signs, ahead.values(), strict=True))
+            for signs in itertools.product((1, -1), repeat=3)
+        ]
+        assert row["p_tasks"] == sum(abs(f) >= abs(total) - 1e-9 for f in flips) / 8
+        assert row["difference_without"] == pytest.approx({task: (total - d) / 2 for task, d in ahead.items()})
+        assert row["p"] <= row["p_holm"] <= min(1, 2 * max(r["p"] for r in others))
+        least = min(row["difference_without"], key=row["difference_without"].get)
+        assert cells[-1].startswith(f"{100 * row['difference_without'][least]:+.1f} ({least}) to ")
+    assert result.rows[2][-1].count(" to ") == 1  # tsv itself: its averages
+
+
+def test_a_mean_is_tried_as_far_as_a_sum(bench):
+    mean = Candidate("epimer", {"aggregator": "mean"})
+    assert bench.grid(Candidate("epimer")) == tuple(SCALES)
+    assert bench.grid(mean)[: len(SCALES)] == tuple(SCALES)
+    assert bench.grid(mean)[-1] == 3 * SCALES[-1]
+    assert list(bench.grid(mean)) == sorted(bench.grid(mean))
+    tagged = Candidate("epimer", {"normalize": "none", "aggregator": "mean", "scale": 0.1})  # ten times as short
+    assert bench.best(tagged).scale > SCALES[-1]
+    rows = [row for row in experiments.alpha(bench).data if row["method"] == "epimer"]
+    assert max(row["alpha"] for row in rows if row["aggregator"] == "mean") == 3.0
+    assert max(row["alpha"] for row in rows if row["aggregator"] == "sum") == 1.0
+
+
+def test_epimer_as_published_has_the_empirical_fisher_of_true_labels(suite):
+    bench = Bench(suite, samples=32, keep=False)
+    _, published, jittered = AS_PUBLISHED
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:32]
+    by_hand = []
+    for state, task in zip(suite.models, suite.tasks, strict=True):
+        squares = 0
+        for i in order.tolist():
+            made = network(state, task).double()
+            loss = torch.nn.functional.cross_entropy(
+                made(task.splits["train"].x[i, None].double()), task.splits["train"].y[i, None]
+            )
+            squares = squares + torch.autograd.grad(loss, made.two.weight)[0] ** 2 / 32
+        by_hand.append(squares)
+    measured = bench.curvature("diagonal", labels="true")
+    for own, theirs in zip(by_hand, measured, strict=True):
+        assert torch.allclose(theirs["two.weight"].F.double(), own, rtol=1e-4, atol=1e-9)
+    direct = epimer.merge_state_dicts(
+        dict(suite.base), bench.states, "epimer", curvature=measured, normalize="none", damping=0, jitter=1e-3
+    )
+    merged = bench.merge(jittered)
+    assert all(torch.equal(merged[name], direct[name]) for name in direct)
+    assert any(not torch.equal(merged[name], W) for name, W in bench.merge(published).items())
+    assert bench.curvature("diagonal")[0]["two.weight"].F.ne(measured[0]["two.weight"].F).any()
+    assert bench.at(jittered, 0.5).accuracies == bench.score(bench.scaled(merged, 0.5), "test").accuracies

@@ -13,11 +13,15 @@ from dense import METRICS, basis_of, close, matrix_of, random_metric
 from epimer.geometry.frechet import build_problem
 from epimer.geometry.metric import Diagonal, Samples, TaskGram
 from epimer.geometry.subspace import tagged
-from epimer.geometry.theory import bound, diagnose_layer, residual_energy
+from epimer.geometry.theory import SubspaceTheory, bound, residual_energy
 from models import MATRICES, make_base, make_curvature, make_models
 
 BASE = make_base(torch.float64)
 MODELS = make_models(BASE)
+
+
+def diagnose_layer(subspace, metrics, deltas, weights, *, damping, rank):
+    return SubspaceTheory(subspace, metrics, deltas, weights).at_mean(damping, rank)
 
 
 def draw(seed, kind="diagonal", tasks=3, m=9, n=8):

@@ -5,6 +5,7 @@ import torch
 
 import epimer
 from dense import close
+from epimer.methods.rules import stored_inputs_first
 from models import MATRICES, make_base, make_models
 
 BASE = make_base(torch.float64)
@@ -58,6 +59,25 @@ def test_ties_trims_globally_elects_and_averages_what_agrees(elect):
     agree = everything.sign() == everything.sum(0).sign()
     expected = flat(BASE) + (everything * agree).sum(0) / agree.sum(0)
     assert close(flat(merge("ties", density=1.0)), expected)
+
+
+@pytest.mark.parametrize("weights", [None, [0.1, 0.2, 0.3] * 4, [1, 1, 2] * 4, [1, 2, 3, 7, 11, 13] * 2])
+def test_ties_by_frequency_leaves_exact_ties_at_the_base_in_any_order(weights):
+    tasks, generator = 12, torch.Generator().manual_seed(0)
+    signs = torch.randint(-1, 2, (tasks, 4000), generator=generator)
+    lead = signs.sum(0) if weights is None else (signs * torch.tensor([round(10 * w) for w in weights])[:, None]).sum(0)
+    sizes = torch.rand(tasks, 4000, generator=generator) + 0.5
+    order = torch.randperm(tasks, generator=generator).tolist()
+    base, models = {"w": torch.zeros(4000)}, [{"w": row} for row in signs * sizes]
+
+    def merged(order):
+        given = None if weights is None else [weights[t] for t in order]
+        chosen = [models[t] for t in order]
+        return epimer.merge_state_dicts(base, chosen, "ties", density=1.0, elect="frequency", weights=given)["w"]
+
+    assert int((lead == 0).sum()) > 50  # among which some model moved
+    for found in (merged(range(tasks)), merged(order)):
+        assert torch.equal(found.sign().long(), lead.sign())
 
 
 def test_dare_is_unbiased_and_keeps_its_density():
@@ -207,3 +227,74 @@ def test_record_is_plain_data():
     assert data["tensors"]["block.0.bias"]["rule"] == "copy"
     assert data["tensors"]["steps"]["rule"] == "copy"
     assert data["parameters"]["evaluate"] == "function"
+
+
+def gpt2(blocks=("transformer.h.0",), *, inputs_first=True, width=8, hidden=20, generator=None):
+    """Return a GPT-2's matrices as its Conv1D stores them, inputs x outputs, or as an nn.Linear would."""
+    shapes = {
+        "attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width), "mlp.c_fc": (width, hidden),
+        "mlp.c_proj": (hidden, width), "crossattention.q_attn": (width, width),
+        "crossattention.c_attn": (width, 2 * width), "crossattention.c_proj": (width, width),
+    }  # fmt: skip
+    state = {
+        f"{block}.{layer}.weight": torch.randn(shape, generator=generator, dtype=torch.float64)
+        for block in blocks
+        for layer, shape in shapes.items()
+    }
+    return state if inputs_first else transposed(state)
+
+
+def transposed(state):
+    return {name: W.T.contiguous() for name, W in state.items()}
+
+
+@pytest.mark.parametrize("hidden", [20, 8, 5])
+@pytest.mark.parametrize("method", ["wudi", "iso_c", "iso_cts", "tsv", "epimer_free"])
+def test_weights_stored_inputs_first_merge_as_their_transposes_do(method, hidden):
+    generator = torch.Generator().manual_seed(0)
+    base, *models = (gpt2(hidden=hidden, generator=generator) for _ in range(4))
+    found = epimer.merge_state_dicts(base, models, method)
+    twins = epimer.merge_state_dicts(transposed(base), [transposed(model) for model in models], method)
+    assert all(close(found[name], twins[name].T, 1e-9) for name in base)
+
+
+def test_wudi_s_inputs_are_the_rows_of_a_conv1d():
+    generator = torch.Generator().manual_seed(0)
+    base, *models = (gpt2(generator=generator) for _ in range(4))
+    merged = epimer.merge_state_dicts(base, models, "wudi", damping=1e-9)
+    for name, W in base.items():
+        deltas = [model[name] - W for model in models]
+        grams = [D @ D.T / D.square().sum() for D in deltas]
+        grams = [len(A) * A / A.trace() for A in grams]  # mean diagonal 1
+        expected = torch.linalg.solve(sum(grams), sum(A @ D for A, D in zip(grams, deltas, strict=True)))
+        assert close(merged[name] - W, expected, 1e-6)
+
+
+def test_which_weights_are_stored_inputs_first_is_told_by_each_block_s_shapes():
+    decoder, vision = gpt2(("gpt.h.0", "gpt.h.1")), gpt2(("visual.0",), inputs_first=False)
+    others = {"model.layers.0.mlp.up_proj.weight": torch.zeros(8, 20), "c_proj.weight": torch.zeros(4, 4)}
+    assert stored_inputs_first(decoder | vision | others) == set(decoder)
+    assert stored_inputs_first({"h.0.attn.c_attn.bias": torch.zeros(3, 4), "h.0.x.c_proj": torch.zeros(4)}) == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "cancels"),
+    [
+        ({}, False), ({"scale": 0}, False), ({"scale": 2.0}, True), ({"scale": 0.5, "base_samples": 3}, True),
+        ({"scale": 2.0, "prior": 0.1}, False), ({"scale": 2.0, "base_curvature": True}, False),
+        ({"scale": 2.0, "base_curvature": True, "base_samples": 0}, True),
+    ],
+)  # fmt: skip
+def test_gradient_matching_says_where_its_scale_cancels(given, cancels, recwarn):
+    diagonals = [{k: epimer.Diagonal(torch.rand_like(BASE[k]) + t + 0.1) for k in MATRICES} for t in range(4)]
+    options = given | ({"base_curvature": diagonals[3]} if "base_curvature" in given else {})
+    merged = merge("gradient_matching", curvature=diagonals[:3], **options)
+    once = merge("gradient_matching", curvature=diagonals[:3], **(options | {"scale": 1.0}))
+    if cancels:
+        assert all(close(merged[k], once[k]) for k in MATRICES)
+    texts = [str(warning.message) for warning in recwarn if "cancels" in str(warning.message)]
+    assert texts == (
+        ["gradient_matching: scale cancels without a prior and without the base's curvature; give it a prior."]
+        if cancels
+        else []
+    )

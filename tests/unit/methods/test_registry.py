@@ -19,7 +19,7 @@ import epimer
 from commands import run
 from dense import close
 from epimer import EpimerWarning, ParameterError
-from epimer.experiments.bench import CANDIDATES, Candidate, all_candidates
+from epimer.experiments.bench import AS_PUBLISHED, CANDIDATES, Candidate, all_candidates
 from epimer.methods import registry
 from epimer.methods.registry import default_forecasts, default_sweep
 from epimer.recipe.load import ALIASES, AUTO
@@ -157,7 +157,7 @@ def test_sweeps_and_forecasts_take_it(added, checkpoints, tmp_path, monkeypatch)
     assert list(diagnosis.forecast) == ["power_mean"]
     assert diagnosis.forecast["power_mean"].mean == pytest.approx(memory.forecast["power_mean"].mean)
     assert default_sweep(None)[-1] == default_forecasts("task-gram")[-1] == "power_mean"
-    assert all_candidates() == (*CANDIDATES, Candidate("power_mean"))
+    assert all_candidates() == (*CANDIDATES, *AS_PUBLISHED, Candidate("power_mean"))
 
 
 def test_what_is_tried_by_default_depends_on_the_curvature():

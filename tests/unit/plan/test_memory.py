@@ -18,6 +18,8 @@ from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method
 from epimer.plan.memory import CurvatureSize, TensorInputs, memory_of
+from epimer.plan.merge import plan_state_dicts
+from epimer.plan.participants import state_dict_participants
 
 ROOT = Path(__file__).parents[3]
 NAME, SHAPE, TASKS = "layer.weight", (256, 320), 2
@@ -109,15 +111,46 @@ def test_a_method_may_count_its_bytes_itself():
     assert found == pytest.approx(1.2 * (5 * W.nbytes + 28000), rel=1e-3)
 
 
-def test_tensors_that_are_in_memory_are_not_counted_again(models, recipe):
-    from epimer.methods.registry import describe_method
-    from epimer.plan.merge import plan_state_dicts
-    from epimer.plan.participants import state_dict_participants
+def test_only_the_anchor_of_singular_vectors_is_planned_with_them():
+    stretched, average, total, tsv = (
+        plan("epimer_kron", {"basis": "full", "anchor": anchor}) for anchor in ("stretched", "average", "sum", "tsv")
+    )
+    assert stretched == average == total
+    assert tsv - stretched == pytest.approx(1.2 * 4 * 8 * 32 * (768 + 2688), abs=2)
 
-    row = describe_method("average")
-    held = plan_state_dicts(state_dict_participants(models[0], models[1:]), row, row.options, None, None)
-    read = plan_merge(recipe("average"))
-    assert read.memory - held.memory == pytest.approx(1.2 * 3 * models[0][NAME].nbytes, abs=2)
+
+def test_a_calibration_is_planned_with_the_svd_of_the_merge():
+    """A whole SVD in float64 has the matrix, and both its singular vectors: 3 m n entries."""
+    plain, calibrated = (plan("epimer_free", {"rank": 1, "calibrate": least}, tasks=2) for least in (None, 0.5))
+    task_vectors = 3 * 4 * 768 * 2688
+    assert calibrated > 1.2 * (task_vectors + 8 * 3 * 768 * 2688)
+    assert calibrated > plain
+    assert plan("wudi", {"calibrate": 0.5, "basis": "tensor", "rank": 1}) > plan("wudi", {"basis": "tensor", "rank": 1})
+
+
+def memory_in_python(method, states, weights=None, **parameters):
+    row = epimer.describe_method(method)
+    participants = state_dict_participants(states[0], states[1:])
+    return plan_state_dicts(participants, row, row.resolve(parameters), weights, None).memory
+
+
+def test_a_layer_stored_inputs_first_is_planned_as_its_transpose():
+    torch.manual_seed(0)
+    stored = [{"h.0.attn.c_attn.weight": torch.randn(64, 192)} for _ in range(3)]
+    linear = [{"h.0.attn.linear.weight": state["h.0.attn.c_attn.weight"].T.contiguous()} for state in stored]
+    assert memory_in_python("wudi", stored) == memory_in_python("wudi", linear)
+
+
+@pytest.mark.parametrize("method", ["tsv", "epimer_free"])
+def test_a_model_of_weight_zero_is_planned_as_read_and_not_merged(method, models):
+    """It takes the room of its task vector; ranks are those of the other models."""
+    with_zero = memory_in_python(method, [*models, models[1]], [1, 1, 0], rank=None)
+    assert with_zero - memory_in_python(method, models, rank=None) == pytest.approx(1.2 * models[0][NAME].nbytes, abs=2)
+
+
+def test_tensors_that_are_in_memory_are_not_counted_again(models, recipe):
+    held, read = memory_in_python("average", models), planned(recipe("average"))
+    assert read - held == pytest.approx(1.2 * 3 * models[0][NAME].nbytes, abs=2)
 
 
 def test_a_merge_that_needs_more_than_is_free_is_refused_with_what_fits(recipe, free, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 import found
 from epimer.errors import DataError, OutputError
+from epimer.report.numbers import number
 from epimer.report.page import build, sections, standalone
 from epimer.report.read import Records, gather
 from epimer.report.write import make_report, write_page
@@ -245,6 +246,20 @@ def test_two_suites_and_two_diagnoses_have_sections_of_their_own():
     assert {"averages", "averages-2"} <= {attributes["id"] for attributes in page.named("figure")}
 
 
+def test_every_merge_has_its_loss_increase_and_bound():
+    record = found.diagnosis()
+    page = Page(build(gather([record])))
+    text = " ".join(page.text("td", "th").split())
+    for method, theories in record["merges"].items():
+        for one in theories:
+            values = (one["scale"], one["quadratic"] / 2, one["v_s"], one["r_s"], one["bound"])
+            assert " ".join([method, *(number(value) for value in values)]) in text
+    assert "not those of a loss" not in page.text("p")
+    assert "not those of a loss" in Page(build(gather([record | {"curvature": "task-gram"}]))).text("p")
+    del record["merges"]  # as older records
+    assert "merge by merge" not in Page(build(gather([record]))).text("h3")
+
+
 def test_odd_records_still_make_a_page():
     bare = found.experiment("performance", "p: accuracy of merged models", [{"method": "tsv"}])
     losses = found.experiment("performance", "p", [found.score("tsv", (-1.5, -2.0, -30.0, -0.1))], ("method",))
@@ -340,3 +355,21 @@ def test_sections_come_in_one_order():
         "Methods", "α", "η", "Landscape", "Diagnosis", "Sweep", "Evaluation", "lm-eval", "More", "Merge", "Measured",
         "Citations",
     ]  # fmt: skip
+
+
+def test_the_headline_says_what_rests_on_one_task():
+    more = {
+        "p": 0.001,
+        "p_holm": 0.003,
+        "p_tasks": 0.25,
+        "difference": 0.014,
+        "trusted": 0.8,
+        "difference_trusted": 0.0005,
+    }
+    kron = found.score("epimer_kron", (0.9, 0.8, 0.7, 0.6), difference_without={"digits": 0.02, "sum": 0.0005}, **more)
+    tsv = found.score("tsv", (0.8, 0.8, 0.7, 0.6), trusted=0.79)
+    record = found.experiment("performance", "s: accuracy of merged models", [tsv, kron], ("method", "against tsv"))
+    page = build(gather([record]))
+    expected = ("p, Holm", "p over tasks", "least without one task", "0.003", "0.250", "+0.1 (sum)", "80.0")
+    assert [text for text in expected if text not in page] == []
+    assert "p = 0.250 over tasks" in page

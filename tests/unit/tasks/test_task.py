@@ -493,6 +493,39 @@ def test_targets_of_a_causal_model_are_the_next_tokens(saved, tmp_path, family):
             torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("answer", ["response", "completion"])
+def test_with_a_response_beside_the_prompt_only_its_tokens_count(saved, tmp_path, answer):
+    folder, model = saved("llama")
+    task = load_task(str(folder), "causal-lm")
+    rows = [("the cat sat", " on a mat"), ("dog", "ran")]
+    table = rows_of(tmp_path, [{"prompt": prompt, answer: response} for prompt, response in rows])
+    inputs, targets = first(task, table, batch_size=2)
+    long, short, eos = ids_of("the cat sat on a mat"), ids_of("dog ran"), IDS["<eos>"]
+    assert inputs["input_ids"].tolist() == [long, short + [eos] * 4]
+    assert inputs["attention_mask"].tolist() == [[1] * 6, [1, 1, 0, 0, 0, 0]]
+    assert targets.tolist() == [[-100, -100, *long[3:], -100], [short[1], *[-100] * 5]]
+    with torch.no_grad():
+        losses = task.loss(task.model(**inputs), targets)
+        for ids, start, loss in zip((long, short), (3, 1), losses, strict=True):
+            p = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            expected = -sum(p[t - 1, ids[t]] for t in range(start, len(ids)))
+            torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    _, alone = first(task, table, batch_size=1, text="prompt")
+    assert alone.tolist() == [[*long[1:3], -100]]
+
+
+def test_a_prompt_that_leaves_no_room_for_its_response(saved, tmp_path):
+    task = load_task(str(saved("llama")[0]), "causal-lm")
+    table = rows_of(tmp_path, [{"prompt": "the cat sat on", "response": "a mat"}])
+    assert first(task, table, max_length=5)[1].tolist() == [[-100, -100, -100, IDS["a"], -100]]
+    assert fault(DataError, first, task, table, max_length=4) == (
+        "d.jsonl line 1 has a prompt of 4 tokens or more, which leaves none for its response; raise --max-length, or "
+        "leave the row out."
+    )
+    table = rows_of(tmp_path, [{"prompt": "the cat", "response": None}])
+    assert fault(DataError, first, task, table) == "d.jsonl line 1 has None in 'response', expected a text."
+
+
 def test_texts_are_cut_to_what_is_asked_for_and_what_the_model_takes(saved, tmp_path):
     table = rows_of(tmp_path, [{"text": " ".join(["cat"] * 40)}])
     for family, limit in {"gpt2": 12, "llama": 32, "bert": 8, "roberta": 6}.items():

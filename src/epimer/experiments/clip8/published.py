@@ -12,9 +12,10 @@ FUSION_BENCH = "FusionBench (tanganke)"
 FAMILY_SOURCES = {"tanganke": FUSION_BENCH, "task_vectors": PAPER}
 """family of checkpoints -> whose numbers are of the same checkpoints"""
 
-PUBLISHED: Mapping[str, Mapping[str, Mapping[str, float]]] = yaml.safe_load(
-    files(__package__).joinpath("published.yaml").read_text(encoding="utf-8")
-)
+_FILE = yaml.safe_load(files(__package__).joinpath("published.yaml").read_text(encoding="utf-8"))
+SOURCES: Mapping[str, str] = _FILE["sources"]
+"""source -> where its numbers stand"""
+PUBLISHED: Mapping[str, Mapping[str, Mapping[str, float]]] = _FILE["averages"]
 """variant -> source -> method -> average"""
 
 
@@ -29,4 +30,5 @@ def remarks(family: str) -> list[str]:
         "in our row zero-shot; FusionBench's task_arithmetic and ties are at λ = 0.3, not chosen.",
         "The checkpoints were fine-tuned on the split that val is taken from, so scales are chosen on images that the "
         "models have seen.",
+        *(f"{source}: {where}." for source, where in SOURCES.items()),
     ]

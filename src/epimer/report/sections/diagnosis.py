@@ -36,6 +36,7 @@ def section(record: Diagnosis, *, named: bool) -> Section:
     by_rank: list[Figure | Choice] = [_energy(record)] if record.energy else []
     by_rank += [Choice("η", eta_figures("diagnosis", record.eta_by_rank))] if record.eta_by_rank else []
     blocks: list[Block] = [_theory(record), Side([_tasks(record), *forecast])]
+    blocks += [tag("h3", "Loss increase and its bound, merge by merge"), *_merges(record)] if record.merges else []
     blocks += [tag("h3", "By rank"), Side(by_rank)] if by_rank else []
     blocks += [tag("h3", "Conflict between tasks"), Side([_conflict(record, name) for name in CONFLICTS])]
     if record.layers:
@@ -53,9 +54,9 @@ def _theory(record: Diagnosis) -> Block:
         ("η / F(x̄): what curvature can gain", f"{percent(total.eta_fraction)}%"),
         ("η (mean diagonal 1; trace 1)", f"{number(total.eta)}; {number(total.eta_unit_trace)}"),
         ("Task vectors' energy on the atoms u_i v_iᵀ", f"{percent(total.energy_kept)}%"),
-        ("V_S: variance in the subspace", number(total.v_s)),
+        ("V_S: variance in the subspace, at the mean", number(total.v_s)),
         ("R_S: energy outside it", number(total.r_s)),
-        ("Bound on the loss increase", number(total.bound)),
+        ("Bound on the loss increase, at the mean", number(total.bound)),
         ("Worst condition; damped directions", f"{number(total.condition)}; {total.damped}"),
     )
 
@@ -67,6 +68,19 @@ def _tasks(record: Diagnosis) -> Table:
         rows.append([name, *cells([norm], number), *cells([share], lambda v: percent(v, 2)), *cells([kept], percent)])
     headings = ["model", "‖D‖", "‖D‖ / ‖base‖, %", "on atoms, %"]
     return Table(headings, rows, "How far each model moved from the base, and how much of it lies on the atoms")
+
+
+def _merges(record: Diagnosis) -> list[Block]:
+    """Return the theory at every merge, and what its numbers are."""
+    rows: Rows = [
+        [method, *cells([one.scale, one.increase, one.v_s, one.r_s, one.bound], number)]
+        for method, theories in record.merges.items()
+        for one in theories
+    ]
+    text = "The increase is half of Σ λ_t (x − D_t)ᵀ H_t (x − D_t): the tasks' mean loss increase, to second order"
+    text += "; in task-gram's units, which are not those of a loss." if record.curvature == "task-gram" else "."
+    headings = ["merge", "α", "increase", "V_S", "R_S", "bound"]
+    return [tag("p", text), Table(headings, rows, "Loss increase to second order of every merge, and its bound")]
 
 
 def _forecast(record: Diagnosis) -> Figure:

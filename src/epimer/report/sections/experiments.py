@@ -30,7 +30,8 @@ def own_section(experiment: Experiment) -> Section:
     said, table = notes(experiment.notes), _table(experiment)
     hidden = folded("The experiment's own table", table)
     if isinstance(experiment.figure, Maps):
-        return Section("Loss landscape", [*_landscapes(experiment), said, hidden], short="Landscape")
+        heading, short = (experiment.title, "Basins") if _whole_plane(experiment) else ("Loss landscape", "Landscape")
+        return Section(heading, [*_landscapes(experiment), said, hidden], short=short)
     if experiment.name == "alpha":
         return Section("Sensitivity to α", [Side(figures_of(experiment)), said, hidden], short="α")
     figures = Side([Choice("η", eta_figures("eta", experiment.data)), _margin(experiment)])
@@ -58,6 +59,11 @@ def _margin(experiment: Experiment) -> Figure:
     return Figure("eta margin", capital(f"{gained} over the flat merge"), chart, table)
 
 
+def _whole_plane(experiment: Experiment) -> bool:
+    """Whether a landscape is of models with two weights, whose plane is all there is."""
+    return experiment.name.startswith("basins")
+
+
 def _landscapes(experiment: Experiment) -> list[Block]:
     """Return the loss on the plane of the models: summed, and of a task to choose."""
     assert isinstance(experiment.figure, Maps)
@@ -67,7 +73,8 @@ def _landscapes(experiment: Experiment) -> list[Block]:
     )
     summed, *tasks = figures_of(experiment)
     options = dict(zip(experiment.figure.maps, tasks, strict=True))
-    return [tag("p", intro), Side([summed, Choice("Task", options)] if options else [summed])]
+    said = [] if _whole_plane(experiment) else [tag("p", intro)]
+    return [*said, Side([summed, Choice("Task", options)] if options else [summed])]
 
 
 def others(experiments: Sequence[Experiment]) -> Section:

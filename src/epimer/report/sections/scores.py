@@ -11,7 +11,7 @@ from epimer.report.charts.bars import Row, bars, ranges
 from epimer.report.charts.heat import Scale, heat
 from epimer.report.figures import axis_name
 from epimer.report.markup import Markup
-from epimer.report.numbers import bounds, finite, number, percent
+from epimer.report.numbers import Unit, bounds, finite, number, percent
 from epimer.report.performance import Performance
 from epimer.score_format import LOSSES, format_p_value
 
@@ -33,9 +33,13 @@ def headline(performance: Performance) -> Table:
     """Return the table of all methods."""
     unit = performance.unit
     compared = any(score.difference is not None for score in performance.scores)
+    over_tasks = any(score.p_tasks is not None for score in performance.scores)
+    doubted = any(score.trusted is not None for score in performance.scores)
     timed = any(score.seconds is not None for score in performance.scores)
     headings = ["method", f"average{' %' if unit.share else ''}", "95% interval", "worst task", "on it"]
     headings += [f"against {performance.against or 'the first'}", "p"] if compared else []
+    headings += ["p, Holm", "p over tasks", "least without one task"] if over_tasks else []
+    headings += ["without doubtful tasks", "against"] if doubted else []
     headings += ["scale", *(["merge s"] if timed else [])]
     scores = [*performance.references, *best_first(performance.merges)]
     rows: Rows = []
@@ -45,7 +49,13 @@ def headline(performance: Performance) -> Table:
         row += cells([score.worst], unit.show, unit.plain)
         if compared:
             row.append(_given(unit.apart(score.difference), unit.difference(score.difference)))
-            row.append(_given(score.p, "" if score.p is None else format_p_value(score.p)))
+            row.append(_p_value(score.p))
+        if over_tasks:
+            row += [_p_value(score.p_holm), _p_value(score.p_tasks), _least_without_one(score, unit)]
+        if doubted:
+            row += cells([score.trusted], unit.show, unit.plain)
+            by = score.difference_trusted
+            row.append(_given(unit.apart(by), unit.difference(by)))
         row.append(_given(score.scale, number(score.scale) + ("*" if score.edge else "")))
         if timed:
             row.append(_given(score.seconds, number(score.seconds)))
@@ -53,6 +63,19 @@ def headline(performance: Performance) -> Table:
     best = frozenset(i for i, score in enumerate(scores) if score is performance.winner)
     quiet = frozenset(i for i, score in enumerate(scores) if score.reference)
     return Table(headings, rows, f"Every method's average and worst task on {performance.suite}", best, quiet)
+
+
+def _p_value(p: float | None) -> Cell:
+    return _given(p, "" if p is None else format_p_value(p))
+
+
+def _least_without_one(score: MethodScore, unit: Unit) -> Cell:
+    """Return the difference nearest to nothing, or on its other side, as one task is left out, and which task it is."""
+    left, sign = score.difference_without, math.copysign(1.0, score.difference or 0.0)
+    if not left:
+        return Cell("", None)
+    task = min(left, key=lambda name: sign * left[name])
+    return _given(unit.apart(left[task]), f"{unit.difference(left[task])} ({task})")
 
 
 def _given(value: float | None, text: str) -> Cell:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from epimer.evaluation.lazy_tensors import LazyTensors
+from epimer.checkpoints.lazy_tensors import LazyTensors
 
 HEADERS = {name: torch.empty(2, device="meta") for name in ("a", "b", "c")}
 

@@ -35,6 +35,9 @@ class LazyTensors(Mapping[str, Tensor]):
             self._kept[key] = self._read(key)
         return self._kept[key]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.headers
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.headers)
 

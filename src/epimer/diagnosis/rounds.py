@@ -1,0 +1,234 @@
+"""What inputs without labels can do for a merge: choose its scale, measure curvature again at it, refine it.
+
+Every choice goes by the divergence from each task's own fine-tuned model (`by_agreement`): scales by three quarters of
+the inputs that curvature is measured on, rounds and steps by the held-out rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epimer.curvature.curvature import Curvature
+from epimer.curvature.estimate import estimate_curvature
+from epimer.diagnosis.sweep import SCALES, climb
+from epimer.errors import CurvatureError
+from epimer.evaluation.divergence import Predictions, counted_logits
+from epimer.evaluation.judges import by_agreement
+from epimer.evaluation.suite import State, Suite, SuiteTask
+from epimer.geometry.kronecker import KroneckerSum
+from epimer.geometry.metric import Kronecker, Metric
+from epimer.tasks.batches import Batch
+
+FIT, HELD_OUT = "val", "test"
+"""the splits of `Suite.inputs_only`: what steps are computed from, and what they are judged by"""
+BATCH = 16  # samples in a batch when curvature and gradients are measured
+DAMPING = 10.0  # mean diagonals of curvature added to it in a natural-gradient step
+ITERATIONS = 30  # of conjugate gradients in such a step
+LENGTHS = tuple(10 ** (exponent / 2) for exponent in range(-10, 1))
+"""of a natural-gradient step that are tried, 1 being the whole of it"""
+
+Curvatures = Sequence[Mapping[str, Metric]]
+MergeWith = Callable[[Any], Callable[[float], State]]
+"""curvature of every model -> scale -> the merge"""
+
+
+@dataclass(frozen=True)
+class Improved:
+    """A merge as inputs without labels would have it."""
+
+    scale: float
+    curvatures: Any
+    """those that the merge was made with: the given ones, or the last that were measured at a merge"""
+    merged: State
+    refined: dict[str, Tensor] | None = None
+    """the merge after its natural-gradient steps, if there were any"""
+    notes: list[str] = field(default_factory=list)
+
+
+def improve(
+    suite: Suite,
+    merge_with: MergeWith,
+    curvatures: Any,
+    weights: Sequence[float],
+    *,
+    scale: float | None,
+    rounds: int = 0,
+    steps: int = 0,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Improved:
+    """Choose a merge's scale, measure its curvature again `rounds` times, and refine it by `steps` steps at most.
+
+    Args:
+        suite: the tasks, on inputs only (`Suite.inputs_only`).
+        merge_with: merges under given curvature, at any scale.
+        curvatures: one per model, measured at the models themselves.
+        weights: λ_t, for the steps.
+        scale: None chooses it, anew in every round.
+        rounds: how often curvature is measured at the merge and the models are merged again under it; given up where
+            held-out inputs say that it does not help.
+        steps: natural-gradient steps, see `refine`.
+        progress: called with a line after everything that takes long.
+    """
+    judge = by_agreement(suite)
+
+    def made(curvatures: Any) -> tuple[float, State, float]:
+        at = merge_with(curvatures)
+        best = climb(lambda a: judge(at(a), FIT).order, SCALES) if scale is None else scale
+        merged = at(best)
+        progress(f"scale {best:g}")
+        return best, merged, judge(merged, HELD_OUT).order
+
+    chosen, merged, order = made(curvatures)
+    notes = []
+    for number in range(1, rounds + 1):
+        measured = measure_curvature(suite, [merged] * len(suite.tasks))
+        again = made(measured)
+        change = f"1 - divergence on held-out inputs {order:.4f} -> {again[2]:.4f}"
+        if again[2] <= order:
+            notes.append(f"round {number} of measuring at the merge was given up: {change}.")
+            break
+        curvatures, (chosen, merged, order) = measured, again
+        notes.append(f"round {number} of measuring at the merge: {change}.")
+    refined = None
+    if steps:
+        measured = measure_curvature(suite, [merged] * len(suite.tasks))
+        refined, divergences = refine(suite, merged, measured, weights, steps, progress)
+        taken = len(divergences) - 1
+        change = f"KL on held-out inputs {divergences[0]:.4f} -> {divergences[-1]:.4f}"
+        notes.append(f"{taken} natural-gradient steps: {change}." if taken else "no natural-gradient step helped.")
+    return Improved(chosen, curvatures, merged, refined, notes)
+
+
+def measure_curvature(suite: Suite, states: Sequence[State], kind: str = "kronecker", seed: int = 0) -> list[Curvature]:
+    """Return the curvature of every task at its state dict, under the labels that this state dict itself predicts."""
+    found = []
+    for task, state in zip(suite.tasks, states, strict=True):
+        network = suite.network(state, task)
+        names = _merged_parameters(suite, task, network)
+        batches = task.splits["train"].batches(BATCH)
+        curvature = estimate_curvature(
+            network, batches, task.loss, kind=kind, samples=None, seed=seed, layers=list(names), progress=False
+        )
+        found.append(curvature.renamed(names))
+    return found
+
+
+def _merged_parameters(suite: Suite, task: SuiteTask, network: nn.Module) -> dict[str, str]:
+    """Return parameter of a task's network -> its name in state dicts, for those that are merged."""
+    names = suite.names(task) if suite.names is not None else {name: name for name, _ in network.named_parameters()}
+    return {name: stored for name, stored in names.items() if stored in suite.base}
+
+
+@torch.no_grad()
+def refine(
+    suite: Suite,
+    state: State,
+    curvatures: Curvatures,
+    weights: Sequence[float],
+    steps: int,
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Descend Σ λ_t KL(model t ‖ merge) by damped natural-gradient steps, while held-out inputs say that it helps.
+
+    A step of a matrix is -(Σ λ_t G_t ⊗ A_t + εI)⁻¹ ∇ with `curvatures` measured at `state`, and as long as is best on
+    held-out inputs. Other tensors stay. Returns the refined state dict, and the KL on held-out inputs before the first
+    step and after each.
+    """
+    measured = [name for name in curvatures[0] if all(name in each for each in curvatures)]
+    solves = {name: _damped_inverse([each[name] for each in curvatures], weights) for name in measured}
+    objective = _Objective(suite, weights)
+    current = dict(state)
+    divergences = [objective.value(current, HELD_OUT)]
+    for step in range(1, steps + 1):
+        gradients = objective.gradient(current, FIT, measured)
+        direction = {name: -solves[name](gradient) for name, gradient in gradients.items()}
+        best, length, worse = divergences[-1], 0.0, 0
+        for tried in LENGTHS:
+            value = objective.value(_moved(current, direction, tried), HELD_OUT)
+            worse = 0 if value < best else worse + 1
+            if value < best:
+                best, length = value, tried
+            elif length and worse > 1:
+                break
+        if not length:
+            break
+        current = _moved(current, direction, length)
+        divergences.append(best)
+        progress(f"step {step}, KL {best:.4f}")
+    return current, divergences
+
+
+def _moved(state: State, direction: Mapping[str, Tensor], length: float) -> dict[str, Tensor]:
+    return {name: W + (length * direction[name]).to(W) if name in direction else W for name, W in state.items()}
+
+
+def _damped_inverse(metrics: Sequence[Metric], weights: Sequence[float]) -> Callable[[Tensor], Tensor]:
+    """Return X -> (Σ λ_t G_t ⊗ A_t + εI)⁻¹ X, ε being `DAMPING` mean diagonals; 0 where there is no curvature."""
+    terms = []
+    for metric, weight in zip(metrics, weights, strict=True):
+        if not isinstance(metric, Kronecker):
+            raise CurvatureError(
+                f"natural-gradient steps need kronecker curvature, got {metric.kind}; measure that kind."
+            )
+        G, A = (None if factor is None else factor.double() for factor in (metric.G, metric.A))
+        terms.append((weight, G, A))
+    operator = KroneckerSum(tuple(terms), null=1e-6, max_steps=ITERATIONS)
+    shift = DAMPING * operator.mean_diagonal()
+    if not shift > 0:
+        return torch.zeros_like
+    return lambda X: operator.solve(X.double().flatten(1), shift).value.reshape(X.shape)
+
+
+@dataclass
+class _Objective:
+    """Σ λ_t KL(model t ‖ merge), each task's KL being the mean over its own inputs' predictions."""
+
+    suite: Suite
+    weights: Sequence[float]
+    _references: dict[tuple[str, str], list[Predictions]] = field(default_factory=dict)
+
+    def _batches(self, t: int, split: str) -> list[tuple[Batch, Predictions]]:
+        """Return a task's batches with the predictions of its own model, computed once."""
+        task = self.suite.tasks[t]
+        batches = [Batch(inputs, targets, 0) for inputs, targets in task.splits[split].batches(BATCH)]
+        if (task.name, split) not in self._references:
+            network = self.suite.network(self.suite.models[t], task)
+            self._references[task.name, split] = [Predictions.of(counted_logits(batch, network)) for batch in batches]
+        return list(zip(batches, self._references[task.name, split], strict=True))
+
+    def value(self, state: State, split: str) -> float:
+        total = 0.0
+        for t, (task, weight) in enumerate(zip(self.suite.tasks, self.weights, strict=True)):
+            batches, network = self._batches(t, split), self.suite.network(state, task)
+            summed = sum(float(_kl(batch, reference, network)) for batch, reference in batches)
+            total += weight * summed / sum(len(reference) for _, reference in batches)
+        return total
+
+    def gradient(self, state: State, split: str, wanted: Sequence[str]) -> dict[str, Tensor]:
+        """Return the gradient by name, of the tensors that are wanted."""
+        total: dict[str, Tensor] = {}
+        for t, (task, weight) in enumerate(zip(self.suite.tasks, self.weights, strict=True)):
+            batches, network = self._batches(t, split), self.suite.network(state, task)
+            stored, parameters = _merged_parameters(self.suite, task, network), dict(network.named_parameters())
+            names = [name for name in stored if stored[name] in wanted]
+            share = weight / sum(len(reference) for _, reference in batches)
+            for batch, reference in batches:
+                with torch.enable_grad():
+                    leaves = [parameters[name].requires_grad_(True) for name in names]
+                    loss = share * _kl(batch, reference, network)
+                    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+                for name, gradient in zip(names, gradients, strict=True):
+                    if gradient is not None:
+                        key = stored[name]
+                        total[key] = gradient if key not in total else total[key] + gradient
+        return total
+
+
+def _kl(batch: Batch, reference: Predictions, network: nn.Module) -> Tensor:
+    """Return the summed KL divergence of a batch's predictions from the references."""
+    return reference.divergence(counted_logits(batch, network)).sum()

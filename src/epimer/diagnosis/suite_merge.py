@@ -1,0 +1,100 @@
+"""Merge the models of a suite by inputs without labels: curvature, scale, rounds and refinement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epimer.diagnosis.rounds import Improved, improve, measure_curvature
+from epimer.diagnosis.sweep import Merges, at_scales
+from epimer.engine.merge import MergedState, merge_in_memory
+from epimer.engine.options import in_memory
+from epimer.engine.output import merge_record
+from epimer.errors import ParameterError
+from epimer.evaluation.suite import State, Suite
+from epimer.geometry.metric import Metric
+from epimer.methods.registry import describe_method
+from epimer.plan.inputs import check_weights
+from epimer.plan.jobs import Plan
+from epimer.plan.merge import plan_state_dicts
+from epimer.plan.participants import state_dict_participants
+
+SAMPLES = 256  # inputs per task
+
+
+def merge_suite(
+    suite: Suite,
+    method: str = "epimer_kron",
+    *,
+    scale: float | str = "auto",
+    rounds: int = 0,
+    refine: int = 0,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    weights: Sequence[float] | None = None,
+    curvature: Sequence[Mapping[str, Metric]] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    **parameters: Any,
+) -> MergedState:
+    """Merge the models of a suite by some of each task's training inputs, of which no label is read.
+
+    Args:
+        suite: base, models, and for every model its network and its data.
+        method: one of `list_methods()`.
+        scale: a number, or "auto": where the merge diverges least from each task's own model on three quarters of the
+            inputs, by disagreement and KL divergence.
+        rounds: how often curvature is measured again at the merge, and the models merged under that; given up where the
+            held-out quarter of the inputs says that it does not help. For methods with Kronecker curvature.
+        refine: natural-gradient steps at most that pull the merge towards each task's own model, each judged by
+            the held-out inputs.
+        samples: inputs per task.
+        seed: of the choice of inputs and of the labels that curvature is measured with.
+        weights: one per model.
+        curvature: measured before, as in `merge_state_dicts`; None measures what the method needs.
+        progress: called with a line after everything that takes long.
+        **parameters: the method's own.
+
+    Returns:
+        The merged state dict; its `record` tells what was chosen and by how many inputs.
+    """
+    row = describe_method(method)
+    if scale != "auto" and isinstance(scale, str):
+        raise ParameterError(f"The 'scale' parameter must be a number or 'auto'. Got {scale!r} instead.")
+    if rounds and (row.curvature != "kronecker" or not row.needs_curvature):
+        raise ParameterError(
+            f"rounds measure kronecker curvature again, which {method} does not use; take epimer_kron."
+        )
+    inputs = suite.inputs_only(samples, seed)
+    if curvature is None and row.needs_curvature:
+        curvature = measure_curvature(inputs, suite.models, row.curvature or "", seed)
+    participants = state_dict_participants(suite.base, list(suite.models))
+    device = next((W.device for W in suite.base.values()), torch.device("cpu"))
+    run = in_memory(device, len(participants.template.headers))
+    merges = Merges(participants, row.resolve(parameters).rules, run)
+
+    def plan(curvatures: Any, scale: float) -> Plan:
+        return plan_state_dicts(participants, row, row.resolve({**parameters, "scale": scale}), weights, curvatures)
+
+    def merge_with(curvatures: Any) -> Callable[[float], State]:
+        return at_scales(row, suite.base, lambda scale: merges.merge(plan(curvatures, scale)))
+
+    shares = check_weights(weights, len(suite.models), method, absolute=False)
+    fixed = None if scale == "auto" else float(scale)
+    found = improve(inputs, merge_with, curvature, shares, scale=fixed, rounds=rounds, steps=refine, progress=progress)
+    final = replace(plan(found.curvatures, found.scale), **applied(found, len(inputs.tasks[0].splits["train"]), fixed))
+    tensors, records, prepared = merge_in_memory(final, run.start(final.parts))
+    return MergedState(tensors, merge_record(final, prepared, records))
+
+
+def applied(found: Improved, samples: int, fixed: float | None) -> dict[str, Any]:
+    """Return the fields of a plan that say and do what inputs without labels chose."""
+    chosen = () if fixed is not None else (f"scale {found.scale:g}, by {samples} inputs per task without labels",)
+    corrections: dict[str, Tensor] = {}
+    if found.refined is not None:
+        moved = {name: W for name, W in found.refined.items() if W is not found.merged[name]}
+        corrections = {name: W - found.merged[name] for name, W in moved.items()}
+    return {"unlabelled": samples, "choices": (*chosen, *found.notes), "corrections": corrections}

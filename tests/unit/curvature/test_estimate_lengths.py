@@ -1,0 +1,135 @@
+"""Networks whose shapes depend on what is in the batch: padding is cut to the batch's longest text."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import epimer
+from epimer.curvature.recorder import MIXED
+from oracle import gradients, near
+
+CLASSES, WORDS, WIDTH = 3, 9, 4
+
+
+def cross_entropy(outputs, targets):
+    logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+    return functional.cross_entropy(logits, targets, reduction="none")
+
+
+def measure(model, batches, kind, labels="true"):
+    return epimer.estimate_curvature(model, batches, cross_entropy, kind=kind, labels=labels, progress=False)
+
+
+def texts(*lengths, side="right", width=8):
+    """Return a batch of texts of these lengths, padded to `width`, which no text fills."""
+    ids = torch.randint(1, WORDS, (len(lengths), width))
+    places = torch.arange(width) if side == "right" else torch.arange(width).flip(0)
+    mask = (places < torch.tensor(lengths)[:, None]).long()
+    return {"ids": ids * mask, "attention_mask": mask}, torch.randint(CLASSES, (len(lengths),))
+
+
+def batches(side="right", lengths=((1, 3, 2, 5, 4), (2, 6), (3,), (4, 1, 7, 2, 2, 3))):
+    torch.manual_seed(1)
+    return [texts(*group, side=side) for group in lengths]
+
+
+class Text(nn.Module):
+    """A classifier of texts; its layers keep samples first, second or flattened with the tokens."""
+
+    def __init__(self, trim="", routed=False):
+        super().__init__()
+        self.trim, self.routed = trim, routed
+        self.table, self.first, self.flat = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.TransformerEncoderLayer(WIDTH, 2, 5, batch_first=True)
+        self.later, self.expert, self.head = nn.Linear(WIDTH, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, ids, attention_mask):
+        longest = int(attention_mask.sum(1).max())
+        if self.trim == "right":
+            ids, attention_mask = ids[:, :longest], attention_mask[:, :longest]
+        if self.trim == "left":
+            ids, attention_mask = ids[:, -longest:], attention_mask[:, -longest:]
+        real = attention_mask.bool()
+        x = self.norm(self.first(self.table(ids)).tanh())
+        x = x + self.flat(x.flatten(0, 1)).tanh().view_as(x)
+        x = self.layer(x, src_key_padding_mask=~real)
+        x = self.later(x.transpose(0, 1)).tanh().transpose(0, 1)
+        if self.routed:  # tokens of all samples, as many of each as it has
+            mixed = x.clone()
+            mixed[real] = self.expert(x[real]).tanh()
+            x = mixed
+        return self.head((x * real[..., None]).sum(1) / real.sum(1, keepdim=True))
+
+
+def pair(side, **options):
+    """Return the network that trims its padding and the one that does not."""
+    torch.manual_seed(0)
+    trimmed, plain = Text(side, **options).double(), Text("", **options).double()
+    plain.load_state_dict(trimmed.state_dict())
+    return trimmed, plain
+
+
+@pytest.mark.parametrize("labels", ["true", "model"])
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker", "samples"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_trimmed_padding_changes_no_curvature(side, kind, labels):
+    (trimmed, plain), data = pair(side), batches(side)
+    measured, expected = measure(trimmed, data, kind, labels), measure(plain, data, kind, labels)
+    assert measured.provenance.left_out == expected.provenance.left_out
+    assert measured.provenance.counts == expected.provenance.counts
+    assert {"first.weight", "flat.weight", "later.weight", "layer.linear1.weight", "head.weight"} <= set(measured)
+    for name, metric in measured.items():
+        D = torch.randn(trimmed.get_parameter(name).shape, dtype=torch.float64)
+        assert near(metric.apply(D), expected[name].apply(D)), name
+
+
+@pytest.mark.parametrize("lengths", [((1, 3, 2, 5, 4),), ((3, 5), (5, 1)), ((3, 1, 6), (2, 2, 2, 5)), ((4,), (2, 5))])
+def test_the_diagonal_of_a_trimmed_network_is_that_of_its_samples_one_by_one(lengths):
+    (trimmed, _), data = pair("right"), batches(lengths=lengths)
+    measured, s = measure(trimmed, data, "diagonal"), gradients(trimmed, data, cross_entropy)
+    assert set(s) - set(measured) == {"expert.weight", "expert.bias"} - set(measured)
+    for name in measured:
+        assert near(measured[name].F, s[name].square().mean(0)), name
+
+
+@pytest.mark.parametrize("side", ["", "right"])
+@pytest.mark.parametrize("lengths", [((1, 3, 2, 5, 4), (2, 6)), ((3, 5), (5, 1)), ((2, 2, 3, 3),), ((2, 2, 2, 6),)])
+def test_a_layer_that_mixes_samples_is_left_out_alone(side, lengths):
+    (model, data) = pair(side, routed=True)[0], batches(lengths=lengths)
+    measured, s = measure(model, data, "diagonal"), gradients(model, data, cross_entropy)
+    assert measured.provenance.left_out == {"expert.weight": MIXED, "expert.bias": MIXED}
+    for name in measured:
+        assert near(measured[name].F, s[name].square().mean(0)), name
+
+
+@pytest.mark.parametrize("architecture", ["bert", "distilbert"])
+def test_a_transformers_model_that_trims_is_measured(architecture):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"vocab_size": WORDS, "max_position_embeddings": 8, "num_labels": CLASSES, "attn_implementation": "eager"}
+    if architecture == "bert":
+        sizes = {"hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 5}
+        inner = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, **small))
+    else:
+        sizes = {"dim": 4, "n_layers": 2, "n_heads": 2, "hidden_dim": 5}
+        inner = transformers.DistilBertForSequenceClassification(transformers.DistilBertConfig(**sizes, **small))
+
+    class Trimmed(nn.Module):
+        def __init__(self, trim):
+            super().__init__()
+            self.inner, self.trim = inner, trim
+
+        def forward(self, ids, attention_mask):
+            end = int(attention_mask.sum(1).max()) if self.trim else None
+            return self.inner(input_ids=ids[:, :end], attention_mask=attention_mask[:, :end])
+
+    inner.double()
+    data = batches()
+    for kind in ("diagonal", "kronecker"):
+        measured, expected = measure(Trimmed(True), data, kind), measure(Trimmed(False), data, kind)
+        assert measured.provenance.left_out == expected.provenance.left_out
+        assert len([name for name in measured if "weight" in name]) >= 12
+        for name, metric in measured.items():
+            D = torch.randn(inner.get_parameter(name.removeprefix("inner.")).shape, dtype=torch.float64)
+            assert near(metric.apply(D), expected[name].apply(D)), name
