@@ -22,6 +22,8 @@ from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Basis, Tagged, atoms_of, clamp_rank
 from epimer.geometry.theory import total
 from epimer.methods.registry import default_forecasts, describe_method
+from epimer.methods.rules import matrix_shape
+from epimer.methods.workspace import DOUBLE
 from epimer.plan.inputs import assign_rules, check_weights
 from epimer.plan.jobs import Job
 from epimer.plan.layer_curvature import Curvatures, layer_basis, layer_metrics, missing_metric
@@ -166,16 +168,24 @@ def _kind(curvatures: Curvatures | None, jobs: Sequence[Job]) -> str:
 
 
 def _memory(job: Job, curvatures: Curvatures | None, participants: Participants, question: Question) -> int:
-    """Return the bytes that examining one matrix takes: those of the widest merge that is forecast, and some more."""
-    rows = [(describe_method(name), parameters) for name, parameters in question.methods.items()]
-    rows = rows or [(describe_method("tsv"), {})]
+    """Return the bytes that examining one matrix takes: those of the widest merge, and of what the theory holds.
+
+    The basis is built and curvature projected on it whatever is forecast. The theory holds every task's curvature and
+    task vector on the atoms and, where curvature was measured, on all pairs of them, beside the singular vectors.
+    """
     curvature = curvature_size(curvatures, job.name)
+    theory = {"epimer": {}} if curvature.bytes else {"epimer_free": {"basis": "tagged", "calibrate": None}}
+    forecast = [*theory.items(), *question.methods.items()]
+    rows = [(describe_method(name), parameters) for name, parameters in forecast]
     to_read, tasks = bytes_to_read(participants, job.name), len(participants.models)
     inputs, needs = TensorInputs(tasks, job.precision, to_read, curvature=curvature), []
     for row, parameters in rows:
         options = row.resolve({"rank": question.rank, **parameters} if "rank" in row.defaults else parameters)
         needs.append(memory_of(row, "matrix", job.template, inputs, options))
-    return max(needs) + 6 * job.template.numel() * job.precision.itemsize + curvature.bytes
+    shape, size = matrix_shape(job.template), job.precision.itemsize
+    directions = tasks * clamp_rank(shape, tasks, question.rank)
+    held = DOUBLE * tasks * directions**2 * (4 if curvature.bytes else 2) + size * directions * sum(shape)
+    return max(needs) + held + 6 * size * job.template.numel() + curvature.bytes
 
 
 def forecasts(methods: Methods | None, kind: str) -> dict[str, dict[str, Any]]:

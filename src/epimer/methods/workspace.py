@@ -16,6 +16,7 @@ DOUBLE = 8  # bytes of what is solved and decomposed
 PAIRS = 1 << 24  # entries of the largest temporary of an exact projection of a diagonal
 JOINT = 1024  # factors up to this size are decomposed for every task
 SMALL_PIECES = 1.25  # what the heap keeps of matrices under a megabyte
+PIECE = 1 << 20  # bytes from where on a freed matrix is given back at once
 ITERATE = 10  # vectors of conjugate gradients, with the solution and the reference of the solve
 
 
@@ -146,10 +147,14 @@ def equation(load: Workload, solving: int) -> int:
 
 
 def calibration(load: Workload) -> int:
-    """Return the bytes of calibrating a merge: a whole SVD of it, then its products with one task vector at a time."""
-    side = min(load.shape)
+    """Return the bytes of calibrating a merge: a whole SVD of it, then its products with one task vector at a time.
+
+    The heap still has the solve's small matrices then: about four of every task.
+    """
+    side, small = min(load.shape), load.directions**2
+    kept = 4 * DOUBLE * load.tasks * small if load.basis != "full" and load.itemsize * small < PIECE else 0
     products = load.itemsize * (7 * load.entries + side**2)
-    return max(svd(load, side) + 2 * load.itemsize * load.entries, products)
+    return kept + max(svd(load, side) + 2 * load.itemsize * load.entries, products)
 
 
 def solve(load: Workload) -> int:

@@ -128,10 +128,10 @@ def test_a_calibration_is_planned_with_the_svd_of_the_merge():
     assert plan("wudi", {"calibrate": 0.5, "basis": "tensor", "rank": 1}) > plan("wudi", {"basis": "tensor", "rank": 1})
 
 
-def memory_in_python(method, states, weights=None, **parameters):
+def memory_in_python(method, states, weights=None, curvature=None, **parameters):
     row = epimer.describe_method(method)
     participants = state_dict_participants(states[0], states[1:])
-    return plan_state_dicts(participants, row, row.resolve(parameters), weights, None).memory
+    return plan_state_dicts(participants, row, row.resolve(parameters), weights, curvature).memory
 
 
 def test_a_layer_stored_inputs_first_is_planned_as_its_transpose():
@@ -201,6 +201,13 @@ def test_a_basis_and_a_diagnosis_are_refused_alike(recipe, free, tmp_path):
         assert f"'{NAME}' needs" in done.err
         assert len(done.err.strip().splitlines()) == 1
     assert not (tmp_path / "basis").exists()
+
+
+def test_a_diagnosis_is_planned_with_the_curvature_on_its_basis_whatever_it_forecasts(models, free):
+    curvature = [{NAME: epimer.Diagonal(torch.rand(SHAPE))} for _ in range(TASKS)]
+    free(memory_in_python("epimer", models, curvature=curvature))
+    with pytest.raises(ParameterError, match="are free"):
+        epimer.diagnose_state_dicts(models[0], models[1:], curvature=curvature, methods=["average"])
 
 
 def test_a_sweep_is_refused_before_the_first_merge_is_scored(models, free):
