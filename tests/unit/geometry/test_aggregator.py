@@ -27,10 +27,13 @@ def dense_parts(subspace, normalize):
     sizes = [float(H.diagonal().mean()) for H in curvatures]
     if normalize == "trace":
         curvatures, sizes = [H / size for H, size in zip(curvatures, sizes, strict=True)], [1.0] * 3
+    if normalize == "common":
+        mean = sum(w * size for w, size in zip(WEIGHTS, sizes, strict=True))
+        curvatures, sizes = [H / mean for H in curvatures], [1.0] * 3
     return S, curvatures, sizes, [S.T @ D.flatten() for D in DELTAS]
 
 
-@pytest.mark.parametrize("normalize", ["trace", "none"])
+@pytest.mark.parametrize("normalize", ["trace", "common", "none"])
 @pytest.mark.parametrize("kind", SUBSPACES)
 def test_mean_and_sum_damp_every_task_s_curvature(kind, normalize):
     subspace = SUBSPACES[kind]
@@ -47,7 +50,7 @@ def test_mean_and_sum_damp_every_task_s_curvature(kind, normalize):
     assert total.eta == average.eta > 0
 
 
-@pytest.mark.parametrize("normalize", ["trace", "none"])
+@pytest.mark.parametrize("normalize", ["trace", "common", "none"])
 @pytest.mark.parametrize("kind", SUBSPACES)
 @pytest.mark.parametrize(
     ("anchor", "delta"),
