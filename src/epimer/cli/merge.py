@@ -44,7 +44,6 @@ def merge(
     """
     from epimer.api import plan_merge
     from epimer.checkpoints.writer import check_file
-    from epimer.engine.memory import memory_budget
     from epimer.engine.options import RunOptions
     from epimer.engine.output import warn_of, write_merge
 
@@ -58,7 +57,7 @@ def merge(
     if out is None or dry_run:
         if not plan.problems:
             try:
-                memory_budget(max_memory, plan.parts)
+                run.budget(plan.parts)
             except EpimerError as error:
                 plan.problems.append(error)
         _print_plan(plan, as_json=as_json, quiet=quiet)

@@ -58,7 +58,7 @@ def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: S
         run: where and within which limits.
     """
     row, free = describe_method(chosen.merge_method), "scale" in recipe.auto
-    merges = Merges(opened.participants, chosen.rules, run)
+    merges = Merges(opened.participants, chosen.rules, run, plan_recipe(chosen, opened).memory)
     opened = replace(opened, participants=merges.participants)
     template, given = merges.participants.template, opened.curvatures
     base = {name: as_compute_dtype(template.read(name)) for name in template.headers}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Basis, Tagged, atoms_of, clamp_rank
 from epimer.geometry.theory import total
 from epimer.methods.registry import default_forecasts, describe_method
-from epimer.plan.curvature_inputs import metric_bytes
+from epimer.methods.rules import matrix_shape
+from epimer.methods.workspace import DOUBLE
 from epimer.plan.inputs import assign_rules, check_weights
-from epimer.plan.jobs import Job, memory_of
+from epimer.plan.jobs import Job
 from epimer.plan.layer_curvature import Curvatures, layer_basis, layer_metrics, missing_metric
+from epimer.plan.memory import TensorInputs, bytes_to_read, curvature_size, memory_of, smaller_settings
 from epimer.plan.merge import OpenedModels
 from epimer.plan.participants import Participants, public_recipe
 from epimer.progress import Progress
@@ -131,19 +134,17 @@ def diagnose_models(
     models = [t for t in range(len(participants.models)) if any(weight[t] for weight in shares.values())]
     participants = replace(participants, models=[participants.models[t] for t in models])
     curvatures = None if curvatures is None else [curvatures[t] for t in models]
-    jobs = matrix_jobs(participants, assigned, describe_method("tsv"), rank) if models else []
+    jobs = matrix_jobs(participants, assigned, rank) if models else []
     if not jobs:
         raise TensorError("there is no matrix to diagnose: every tensor is averaged, copied or too small.")
     kind = kind or _kind(curvatures, jobs)
     chosen = forecasts(methods(kind) if callable(methods) else methods, kind)
     question = Question(rank, damping, chosen)
     jobs = [
-        replace(
-            job,
-            weights=[shares[job.name][t] for t in models],
-            memory=_memory(job, curvatures, chosen, participants),
-        )
+        replace(job, weights=[shares[job.name][t] for t in models], memory=estimate(question), smaller=smaller)
         for job in jobs
+        for estimate in [partial(_memory, job, curvatures, participants)]
+        for smaller in [partial(smaller_settings, question, estimate)]
     ]
     run = run or in_memory(jobs[0].device, len(jobs))
     engine = run.start(jobs)
@@ -166,14 +167,25 @@ def _kind(curvatures: Curvatures | None, jobs: Sequence[Job]) -> str:
     return "task-gram"
 
 
-def _memory(job: Job, curvatures: Curvatures | None, methods: Mapping[str, Any], participants: Participants) -> int:
-    """Estimate the memory that examining one matrix takes: that of the widest merge that is forecast, and some more."""
-    tasks = len(participants.models)
-    curvature = sum(metric_bytes(one, job.name) for one in curvatures or () if job.name in one)
-    rows = [describe_method(name) for name in methods] or [describe_method("tsv")]
-    reads = job.reads + curvature
-    needs = [memory_of(row, "matrix", reads, job.template, job.precision, curvature, tasks) for row in rows]
-    return max(needs) + 4 * job.template.numel() * job.precision.itemsize
+def _memory(job: Job, curvatures: Curvatures | None, participants: Participants, question: Question) -> int:
+    """Return the bytes that examining one matrix takes: those of the widest merge, and of what the theory holds.
+
+    The basis is built and curvature projected on it whatever is forecast. The theory holds every task's curvature and
+    task vector on the atoms and, where curvature was measured, on all pairs of them, beside the singular vectors.
+    """
+    curvature = curvature_size(curvatures, job.name)
+    theory = {"epimer": {}} if curvature.bytes else {"epimer_free": {"basis": "tagged", "calibrate": None}}
+    forecast = [*theory.items(), *question.methods.items()]
+    rows = [(describe_method(name), parameters) for name, parameters in forecast]
+    to_read, tasks = bytes_to_read(participants, job.name), len(participants.models)
+    inputs, needs = TensorInputs(tasks, job.precision, to_read, curvature=curvature), []
+    for row, parameters in rows:
+        options = row.resolve({"rank": question.rank, **parameters} if "rank" in row.defaults else parameters)
+        needs.append(memory_of(row, "matrix", job.template, inputs, options))
+    shape, size = matrix_shape(job.template), job.precision.itemsize
+    directions = tasks * clamp_rank(shape, tasks, question.rank)
+    held = DOUBLE * tasks * directions**2 * (4 if curvature.bytes else 2) + size * directions * sum(shape)
+    return max(needs) + held + 6 * size * job.template.numel() + curvature.bytes
 
 
 def forecasts(methods: Methods | None, kind: str) -> dict[str, dict[str, Any]]:

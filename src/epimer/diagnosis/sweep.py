@@ -99,9 +99,12 @@ class Sweep:
 class Merges:
     """Merges of the same models by many methods: tensors are read once and kept, bases are built once per rank."""
 
-    def __init__(self, participants: Participants, rules: Sequence[tuple[str, str]], run: RunOptions) -> None:
+    def __init__(
+        self, participants: Participants, rules: Sequence[tuple[str, str]], run: RunOptions, widest: int = 0
+    ) -> None:
         self.rules, self.run = rules, run
-        self.participants = participants.kept_in_memory(memory_budget(run.max_memory, ()) // 2)
+        budget = memory_budget(run.max_memory, ())
+        self.participants = participants.kept_in_memory(min(budget // 2, budget - widest))  # beside the widest merge
         self._bases: dict[tuple[int | None, Partial], dict[str, Tagged]] = {}
 
     def merge(self, plan: Plan) -> dict[str, Tensor]:
@@ -170,21 +173,36 @@ def sweep_plans(
         evaluation: what to call the evaluation.
         progress: called with a line after every setting.
     """
+    check_memory(merges.run, rows, ranks, planner)
     cautions: dict[str, None] = {}
 
     def ways() -> Iterator[Way]:
-        for row in rows:
-            for rank in (ranks or (None,)) if "rank" in row.defaults else (None,):
+        for row, rank in _settings(rows, ranks):
 
-                def at(scale: float, row: Method = row, rank: int | None = rank) -> State:
-                    plan = planner(row, rank, scale)
-                    cautions.update(dict.fromkeys(plan.cautions))
-                    return merges.merge(plan)
+            def at(scale: float, row: Method = row, rank: int | None = rank) -> State:
+                plan = planner(row, rank, scale)
+                cautions.update(dict.fromkeys(plan.cautions))
+                return merges.merge(plan)
 
-                yield row.name, shown_rank(row, rank), at_scales(row, base, at)
+            yield row.name, shown_rank(row, rank), at_scales(row, base, at)
 
     found = compare(ways(), evaluate, scales=scales, evaluation=evaluation, progress=progress)
     return replace(found, notes=[*found.notes, *cautions])
+
+
+def _settings(rows: Sequence[Method], ranks: Sequence[int] | None) -> list[tuple[Method, int | None]]:
+    """Return every method with every rank that it is tried at."""
+    return [(row, rank) for row in rows for rank in ((ranks or (None,)) if "rank" in row.defaults else (None,))]
+
+
+def check_memory(run: RunOptions, rows: Sequence[Method], ranks: Sequence[int] | None, planner: Planner) -> int:
+    """Refuse merges that need more memory than there is, before any work; return the bytes that the widest needs."""
+    widest = 0
+    for row, rank in _settings(rows, ranks):
+        plan = planner(row, rank, 1.0)
+        run.budget(plan.parts)
+        widest = max(widest, plan.memory)
+    return widest
 
 
 def compare(
@@ -285,16 +303,17 @@ def sweep_recipe(
         raise RecipeError("a sweep scales task vectors, so the recipe needs a base_model.")
     assigned = assign_rules(opened.participants, recipe.rules).checked()
     rows = check_methods(methods, opened.kind)
-    merges = Merges(opened.participants, recipe.rules, run)
-    opened = replace(opened, participants=merges.participants)
-    base = merges.participants.base
-    assert base is not None
 
     def plan(row: Method, rank: int | None, scale: float) -> Plan:
         chosen = recipe.settled(row.name, None if keep_scale else scale, rank)
         planned = plan_recipe(chosen.model_copy(update={"dtype": None, "out_dtype": "float32"}), opened)
         planned.check()
         return planned
+
+    merges = Merges(opened.participants, recipe.rules, run, check_memory(run, rows, ranks, plan))
+    opened = replace(opened, participants=merges.participants)
+    base = merges.participants.base
+    assert base is not None
 
     def shown_rank(row: Method, rank: int | None) -> int | None:
         shown = rank if rank is not None else recipe.settled(row.name).parameters.get("rank")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from epimer.engine.merge import Tensors, read_tensors, task_vectors
 from epimer.engine.options import RunOptions, in_memory
 from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
 from epimer.methods.options import MethodOptions
-from epimer.methods.registry import Method, describe_method
+from epimer.methods.registry import describe_method
 from epimer.methods.rules import matrix_shape, stored_inputs_first
 from epimer.plan.inputs import TensorRules, assign_rules
-from epimer.plan.jobs import Job, memory_of, precision
+from epimer.plan.jobs import Job, precision
+from epimer.plan.memory import TensorInputs, bytes_to_read, memory_of, smaller_settings
 from epimer.plan.participants import Participants
 from epimer.progress import Progress
 from epimer.recipe.model import depths
@@ -50,14 +52,12 @@ class BasisWalk:
 
 
 def matrix_jobs(
-    participants: Participants,
-    assigned: TensorRules,
-    method: Method,
-    rank: int | None,
-    weights: WeightsOf | None = None,
+    participants: Participants, assigned: TensorRules, rank: int | None, weights: WeightsOf | None = None
 ) -> list[Job]:
-    """Return a job for every matrix that can give each task a direction, with the memory that `method` takes on it."""
+    """Return a job for every matrix that can give each task a direction, with the memory that its basis takes."""
     tasks, jobs = len(participants.models), []
+    method = describe_method("tsv")
+    options = method.resolve({"rank": rank})
     depth, inputs_first = depths(list(assigned.rules)), stored_inputs_first(participants.template.headers)
     for name in assigned.matrices:
         W = participants.template.headers[name]
@@ -71,13 +71,18 @@ def matrix_jobs(
             MethodOptions(),
             [1 / tasks] * tasks if weights is None else list(weights(name, depth[name])),
             reads,
-            memory_of(method, "matrix", reads, W, dtype, 0, tasks),
+            0,
             dtype,
             device=torch.device("cpu") if W.is_meta else W.device,
             inputs=0 if name in inputs_first else 1,
         )
-        if clamp_rank(matrix_shape(W), len(job.models), rank):
-            jobs.append(job)
+        count = len(job.models)
+        if not clamp_rank(matrix_shape(W), count, rank):
+            continue
+        sizes = TensorInputs(count, dtype, bytes_to_read(participants, name), left_out=tasks - count)
+        estimate = partial(memory_of, method, "matrix", job.template, sizes)
+        smaller = partial(smaller_settings, options, estimate)
+        jobs.append(replace(job, memory=estimate(options), smaller=smaller))
     return jobs
 
 
@@ -109,7 +114,7 @@ def build_bases(
         progress: where to show how far it is.
     """
     assigned = assign_rules(participants, rules).checked()
-    jobs = matrix_jobs(participants, assigned, describe_method("tsv"), rank, weights)
+    jobs = matrix_jobs(participants, assigned, rank, weights)
     engine = (run or in_memory(jobs[0].device if jobs else torch.device("cpu"), len(jobs))).start(jobs)
     stage = (progress or Progress(False)).begin("building", sum(job.reads for job in jobs))
     for job, basis in engine.map(BasisWalk(participants, jobs, rank, kind)):

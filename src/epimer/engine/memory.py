@@ -18,17 +18,27 @@ SLACK = 1 << 26  # bytes kept free for what is not counted: Python, headers, the
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def memory_budget(max_memory: str | int | None, jobs: Iterable[Any]) -> int:
-    """Return the bytes that jobs may take together; refuse a limit that the widest job exceeds.
+def memory_budget(max_memory: str | int | None, jobs: Iterable[Any], *, elsewhere: bool = False) -> int:
+    """Return the bytes that jobs may take together; refuse a job that needs more than the limit, or than is free.
 
     Args:
-        max_memory: most memory of the whole process, as "3GB"; None takes four fifths of what is free.
-        jobs: each with its `name` and `memory`.
+        max_memory: most memory of the whole process, as "3GB"; None takes four fifths of what is free, or what the
+            widest job needs.
+        jobs: each with its `name` and `memory`, and perhaps `smaller()`: settings that take less, and their bytes.
+        elsewhere: jobs are computed in a device's own memory, so that they may need more than is free here.
     """
     widest = max(jobs, key=lambda job: job.memory, default=None)
     needed = 0 if widest is None else widest.memory
     if max_memory is None:
-        return max(int(0.8 * available_memory()), needed)
+        free = available_memory()
+        if widest is not None and needed > free and not elsewhere:
+            raise ParameterError(
+                f"{widest.name!r} needs {needed / 1e9:.2f} GB of memory and {free / 1e9:.2f} GB are free; "
+                f"{_remedy(widest, free)}."
+            )
+        if needed > free // 4:
+            _return_freed_memory()
+        return max(int(0.8 * free), needed)
     _return_freed_memory()
     most, used = parse_size(max_memory, "max_memory"), resident_memory() + SLACK
     if widest is not None and used + needed > most:
@@ -37,6 +47,15 @@ def memory_budget(max_memory: str | int | None, jobs: Iterable[Any]) -> int:
             f"beside {used / 1e9:.2f} GB for Python and torch; give {(used + needed) / 1e9 + 0.01:.2f}GB."
         )
     return most - used
+
+
+def _remedy(job: Any, free: int) -> str:
+    """Return what to do where a job needs more than is free: the nearest value of each setting that fits."""
+    fitting: dict[str, str] = {}
+    for setting, value, needed in getattr(job, "smaller", tuple)():
+        if needed <= free:
+            fitting.setdefault(setting, f"{setting}: {value} ({needed / 1e9:.2f} GB)")
+    return f"take {' or '.join(fitting.values())}" if fitting else "free some, or take a method that needs less"
 
 
 def parse_size(text: str | int, name: str) -> int:
@@ -70,6 +89,6 @@ def available_memory() -> int:
 
 
 def _return_freed_memory() -> None:
-    """Let the C library give every freed block of four megabytes or more back at once, not keep it for later."""
+    """Let the C library give every freed block of a megabyte or more back at once, not keep it for later."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 22)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)

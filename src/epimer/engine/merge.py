@@ -124,7 +124,8 @@ class MergeWalk:
                 start = None if base is None else base.to(device, job.precision)
                 del base
                 deltas = task_vectors(self.plan.participants, job, start, tensors, device)
-                result, record = self._merge_deltas(job, start, deltas, job.template, tensors.curvature)
+                curvature = tensors.curvature.converted(deltas[0])
+                result, record = self._merge_deltas(job, start, deltas, job.template, curvature)
         seconds = time.perf_counter() - started
         return result.to(job.device), replace(record, shape=tuple(job.template.shape), seconds=seconds)
 
@@ -186,7 +187,7 @@ class MergeWalk:
 
 
 def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
-    """Return the merged task vector of one tensor under its rule."""
+    """Return the merged task vector of one tensor under its rule; its curvature is in the task vectors' precision."""
     if len(job.models) < len(job.weights):
         job, layer, curvature = without_zero_weights(job, layer, curvature)
     assert job.method is not None
@@ -194,13 +195,7 @@ def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
         return average(layer, job.options)
     if job.method.needs_curvature and not curvature.metrics:
         return replace(average(layer, job.options), note="no curvature: averaged")
-    like, base_metric = layer.deltas[0], curvature.base_metric
-    layer = replace(
-        layer,
-        metrics=[metric.to(like.device, like.dtype) for metric in curvature.metrics],
-        base_metric=None if base_metric is None else base_metric.to(like.device, like.dtype),
-        basis=None if curvature.basis is None else curvature.basis.to(like),
-    )
+    layer = replace(layer, metrics=curvature.metrics, base_metric=curvature.base_metric, basis=curvature.basis)
     return fisher(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
 
 
@@ -223,7 +218,7 @@ def without_zero_weights(job: Job, layer: Layer, curvature: LayerCurvature) -> t
         weights=weights,
         context=None if layer.context is None else [layer.context[t] for t in models],
     )
-    metrics = tuple(curvature.metrics[t] for t in models) if curvature.metrics else ()
+    metrics = [curvature.metrics[t] for t in models] if curvature.metrics else []
     job = replace(job, weights=weights, options=job.method.options_of(job.options, models))
     return job, layer, replace(curvature, metrics=metrics, basis=basis)
 

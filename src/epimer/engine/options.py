@@ -28,22 +28,30 @@ class RunOptions:
     threads: int = 1
     """torch's threads for each of them"""
     max_memory: str | int | None = None
-    """most memory of the process, as "3GB"; by default four fifths of what is free"""
+    """most memory of the process, as "3GB"; by default four fifths of what is free, more for a single job"""
     progress: bool = False
     engine: str = "local"
 
     def start(self, jobs: Sequence[Any], reserved: int = 0) -> Engine:
         """Return an engine for jobs; `reserved` bytes of its memory will be used by others.
 
-        A memory limit that the widest job exceeds is refused by the name of its tensor.
+        A job that exceeds the memory limit, or what is free, is refused by the name of its tensor.
         """
         if self.engine not in ENGINES:
             raise ParameterError(f"There is no engine {self.engine!r}; engines: {', '.join(ENGINES)}.")
-        devices = worker_devices(self.device, self.workers, self.threads)
         widest = max((job.memory for job in jobs), default=0)
-        memory = max(memory_budget(self.max_memory, jobs) - reserved, widest)
-        engine: Engine = ENGINES[self.engine](devices, threads=self.threads, memory=memory)
+        memory = max(self.budget(jobs) - reserved, widest)
+        engine: Engine = ENGINES[self.engine](self.devices, threads=self.threads, memory=memory)
         return engine
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of every worker."""
+        return worker_devices(self.device, self.workers, self.threads)
+
+    def budget(self, jobs: Sequence[Any]) -> int:
+        """Return the bytes that jobs may take together; refuse one that exceeds the limit, or what is free."""
+        return memory_budget(self.max_memory, jobs, elsewhere=self.devices[0].type != "cpu")
 
 
 def in_memory(device: torch.device, jobs: int) -> RunOptions:

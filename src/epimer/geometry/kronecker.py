@@ -57,8 +57,10 @@ class KroneckerSum(SubspaceOperator):
         joint = self.max_steps is None
         P = _diagonaliser([G for _, G, _ in self.terms], b.shape[0], b, single=single, joint=joint)
         Q = _diagonaliser([A for _, _, A in self.terms], b.shape[1], b, single=single, joint=joint)
-        terms = [(c, _congruent(P, G), _congruent(Q, A)) for c, G, A in (*self.terms, (shift, None, None)) if c]
-        y = P @ _preconditioned(terms, P.T @ b @ Q, single=single, max_steps=self.max_steps) @ Q.T
+        terms = [term for term in (*self.terms, (shift, None, None)) if term[0]]
+        G_tpp = _stacked(P, [(c, G) for c, G, _ in terms])
+        A_tqq = _stacked(Q, [(1.0, A) for _, _, A in terms])
+        y = P @ _preconditioned(G_tpp, A_tqq, P.T @ b @ Q, single=single, max_steps=self.max_steps) @ Q.T
         return solved(y, self.relative_residual(y, b, shift), iterative=True)
 
     def _singular(self) -> float:
@@ -106,25 +108,28 @@ def _diagonaliser(factors: list[Tensor | None], size: int, like: Tensor, *, sing
     return torch.linalg.eigh(mean).eigenvectors
 
 
-def _congruent(P: Tensor, factor: Tensor | None) -> Tensor:
-    return P.T @ P if factor is None else P.T @ factor @ P
+def _stacked(P: Tensor, factors: list[tuple[float, Tensor | None]]) -> Tensor:
+    """Return c PᵀFP of every factor, [T, p, p]; filled one by one, so that none is in memory twice."""
+    size = P.shape[1]
+    stack = P.new_empty(len(factors), size, size)
+    for target, (c, factor) in zip(stack, factors, strict=True):
+        torch.mul(P.T @ P if factor is None else P.T @ factor @ P, c, out=target)
+    return stack
 
 
-def _preconditioned(
-    terms: list[tuple[float, Tensor, Tensor]], b: Tensor, *, single: bool, max_steps: int | None
-) -> Tensor:
-    """Solve Σ c G Y A = b by conjugate gradients, preconditioned by the operator's diagonal.
+def _preconditioned(G_tpp: Tensor, A_tqq: Tensor, b: Tensor, *, single: bool, max_steps: int | None) -> Tensor:
+    """Solve Σ G Y A = b by conjugate gradients, preconditioned by the operator's diagonal.
 
     Factors known in single precision are iterated in it, under a residual that is kept in float64.
     """
     diagonal = torch.zeros_like(b)
-    for c, G, A in terms:
-        diagonal += c * G.diagonal()[:, None] * A.diagonal()[None, :]
+    for G, A in zip(G_tpp, A_tqq, strict=True):
+        diagonal += G.diagonal()[:, None] * A.diagonal()[None, :]
     diagonal = diagonal.clamp_min(1e-30 * float(diagonal.max()))
-    exact = _stacked(terms, torch.float64)
+    exact = _summed(G_tpp, A_tqq)
     if not single:
         return conjugate_gradients(exact, b, lambda r: r / diagonal, max_steps=max_steps).value
-    quick, diagonal = _stacked(terms, torch.float32), diagonal.float()
+    quick, diagonal = _summed(G_tpp.float(), A_tqq.float()), diagonal.float()
     y, r, norm = torch.zeros_like(b), b, float(torch.linalg.vector_norm(b))
     size = norm
     for _ in range(8):
@@ -140,10 +145,9 @@ def _preconditioned(
     return y
 
 
-def _stacked(terms: list[tuple[float, Tensor, Tensor]], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return X -> Σ c G X A as two large products instead of two per term: [G_1 X, G_2 X, …] [A_1; A_2; …]."""
-    G_tpp = torch.stack([(c * G).to(dtype) for c, G, _ in terms])
-    A_sq = torch.cat([A.to(dtype) for _, _, A in terms])
+def _summed(G_tpp: Tensor, A_tqq: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return X -> Σ G X A as two large products instead of two per term: [G_1 X, G_2 X, …] [A_1; A_2; …]."""
+    A_sq = A_tqq.flatten(0, 1)
     return lambda x: torch.matmul(G_tpp, x).transpose(0, 1).flatten(1) @ A_sq
 
 

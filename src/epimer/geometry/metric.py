@@ -106,10 +106,11 @@ def _not_psd(name: str, M: Tensor, size: int | None) -> str | None:
     if not M64.any():
         return None
     slack = max(ROUNDING, 8 * torch.finfo(M.dtype).eps if M.is_floating_point() else 0.0)
-    if (M64 - M64.T).abs().max() > slack * M64.abs().max():
+    if (M64 - M64.T).abs_().max() > slack * M64.abs().max():
         return f"{name} must be symmetric; its largest asymmetry is {float((M64 - M64.T).abs().max()):.3g}"
     slack *= float(M64.diagonal().abs().sum())
-    shifted = M64 + slack * torch.eye(len(M64), dtype=M64.dtype, device=M64.device)
+    shifted = M64.clone()
+    shifted.diagonal().add_(slack)
     if torch.linalg.cholesky_ex(shifted).info:
         lowest = float(torch.linalg.eigvalsh(M64)[0])
         if lowest < -slack:
@@ -241,7 +242,8 @@ class EKFAC(Metric):
             if tuple(E.shape) != (size, size) or _not_finite(name, E):
                 return f"{name} must be a finite {size} x {size} matrix, got shape {tuple(E.shape)}"
             z = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(E.device)
-            if float((E.double() @ (E.double().T @ z) - z).abs().max()) > 1e-3:
+            E64 = E.double()
+            if float((E64 @ (E64.T @ z) - z).abs().max()) > 1e-3:
                 return f"{name} must be orthogonal"
         return None
 

@@ -25,6 +25,7 @@ from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Basis, Full, Subspace, Tagged, atoms_of, clamp_rank, tagged, tensor_product
+from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
 from epimer.methods.spectral import clamped, rank_note
@@ -118,6 +119,7 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         max_steps=options.iterations,
     )
     solution = _aggregator(layer, options, atoms).aggregate(problem)
+    del problem  # a calibration needs its memory
     if options.calibrate is not None and len(shape) == 2:
         solution = replace(solution, value=_calibrated(solution.value, layer, options.calibrate))
     if layer.basis is not None:
@@ -224,7 +226,7 @@ METHODS: tuple[Method, ...] = (
         needs_base=False,
         curvature="diagonal",
         elementwise=True,
-        workspace=(2.0, 14.0),
+        workspace=workspace.elementwise,
         sweep=True,
         laws=MEAN_LAWS,
     ),
@@ -237,8 +239,7 @@ METHODS: tuple[Method, ...] = (
         options=RegMeanOptions(basis="full", normalize="none", damping=0.0),
         needs_base=False,
         curvature="kronecker",
-        workspace=(5.5, 12.0),
-        squares=True,
+        workspace=workspace.one_sided,
         sweep=True,
         forecast=True,
         laws=MEAN_LAWS,
@@ -253,8 +254,7 @@ METHODS: tuple[Method, ...] = (
         needs_base=False,
         curvature="kronecker",
         accepts=KRONECKER,
-        workspace=(6.0, 20.0),
-        squares=True,
+        workspace=workspace.frechet,
         laws=MEAN_LAWS | {"curvature_scale"},
     ),
     Method(
@@ -265,8 +265,7 @@ METHODS: tuple[Method, ...] = (
         merge=wudi,
         options=FrechetOptions(basis="full"),
         curvature="task-gram",
-        workspace=(4.5, 12.0),
-        squares=True,
+        workspace=workspace.one_sided,
         laws=MEAN_LAWS,
     ),
     Method(
@@ -279,7 +278,7 @@ METHODS: tuple[Method, ...] = (
         options=FrechetOptions(basis="tagged", aggregator="sum"),
         curvature="diagonal",
         accepts=("diagonal", "projected"),
-        workspace=(0.2, 9.0),
+        workspace=workspace.frechet,
         factored=True,
         sweep=True,
         forecast=True,
@@ -294,8 +293,7 @@ METHODS: tuple[Method, ...] = (
         options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
         curvature="kronecker",
         accepts=KRONECKER,
-        workspace=(2.0, 3.0),
-        squares=True,
+        workspace=workspace.frechet,
         factored=True,
         sweep=True,
         forecast=True,
@@ -310,7 +308,7 @@ METHODS: tuple[Method, ...] = (
         options=FrechetOptions(basis="tagged", aggregator="sum"),
         curvature="samples",
         accepts=("samples", "projected"),
-        workspace=(0.5, 5.0),
+        workspace=workspace.frechet,
         factored=True,
         sweep=True,
         forecast=True,
@@ -324,7 +322,7 @@ METHODS: tuple[Method, ...] = (
         merge=epimer_free,
         options=FrechetOptions(basis="tensor", aggregator="anchored", anchor="tsv", damping=1.0, calibrate=0.5),
         curvature="task-gram",
-        workspace=(0.6, 5.0),
+        workspace=workspace.frechet,
         factored=True,
         sweep=True,
         forecast=True,

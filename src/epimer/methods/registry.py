@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from epimer.geometry.metric import Metric
     from epimer.geometry.solution import Solution
     from epimer.geometry.subspace import Basis
+    from epimer.methods.workspace import Workload
 
 BUILT_IN = ("epimer.methods.averaging", "epimer.methods.spectral", "epimer.methods.frechet")
 GROUP = "epimer.methods"
@@ -127,10 +128,11 @@ class Method(Generic[OptionsT]):
     """how often the pre-pass reads float32 models"""
     whole_model: frozenset[str] = frozenset()
     """options that the pre-pass reads, so that they cannot differ between tensors"""
-    workspace: tuple[float, float] = (0.0, 4.0)
-    """memory of a merge apart from its task vectors, as measured: tensors per model, and tensors in any case"""
+    workspace: tuple[float, float] | Callable[[Workload], int] = (0.0, 4.0)
+    """memory of a merge apart from its task vectors and curvature: tensors per model and tensors in any case, or a
+    function of a tensor's size and options that returns bytes"""
     squares: bool = False
-    """forms matrices of the longer side squared, so that its workspace grows with the tensor's aspect ratio"""
+    """tensors of the workspace have the longer side twice"""
     factored: bool = False
     """takes task vectors of low rank as they are, where its basis is not the full space"""
     laws: frozenset[str] = frozenset()

@@ -12,6 +12,7 @@ from epimer.geometry.aggregator import iso_c_delta, tsv_delta
 from epimer.geometry.linalg import Svd, polar, rounding_share, top_svd, weighted_sum
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import atoms_of, clamp_rank, tagged
+from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
 from epimer.records import Status
@@ -94,7 +95,7 @@ METHODS: tuple[Method, ...] = (
         citation="Gargiulo et al., Task Singular Vectors, CVPR 2025",
         merge=tsv,
         options=TsvOptions(),
-        workspace=(0.6, 9.0),
+        workspace=workspace.tsv,
         factored=True,
         sweep=True,
         forecast=True,
@@ -107,7 +108,7 @@ METHODS: tuple[Method, ...] = (
         citation="Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
         merge=iso_c,
         options=MethodOptions(),
-        workspace=(0.0, 10.0),
+        workspace=workspace.iso_c,
         factored=True,
         sweep=True,
         laws=frozenset({"permutation", "scale_zero"}),
@@ -119,7 +120,7 @@ METHODS: tuple[Method, ...] = (
         citation="Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
         merge=iso_cts,
         options=IsoCtsOptions(),
-        workspace=(1.0, 11.0),
+        workspace=workspace.iso_cts,
         laws=frozenset({"permutation", "scale_zero"}),
     ),
 )

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,11 +20,20 @@ from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, TensorError
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions, Rules
-from epimer.methods.registry import Method, describe_method
-from epimer.methods.rules import matrix_shape, stored_inputs_first
+from epimer.methods.registry import Method
+from epimer.methods.rules import stored_inputs_first
 from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.layer_curvature import Curvatures
+from epimer.plan.memory import (
+    CurvatureSize,
+    Smaller,
+    TensorInputs,
+    bytes_to_read,
+    curvature_size,
+    memory_of,
+    smaller_settings,
+)
 from epimer.plan.participants import Participants, public_recipe
 from epimer.recipe.model import Recipe, depths
 
@@ -58,6 +67,8 @@ class Job:
     """where the result goes"""
     inputs: int = 1
     """the dimension of the stored tensor that the layer's inputs belong to"""
+    smaller: Callable[[], Iterable[Smaller]] = tuple
+    """returns the settings under which it takes less memory"""
 
     @property
     def key(self) -> str:
@@ -227,8 +238,7 @@ def plan_jobs(
     for name, rule in {} if known else assigned.rules.items():
         try:
             if rule != "skip":
-                job = _plan_job(plan, name, settings, depth[name])
-                plan.jobs.append(replace(job, inputs=0) if name in inputs_first else job)
+                plan.jobs.append(_plan_job(plan, name, settings, depth[name], 0 if name in inputs_first else 1))
         except EpimerError as error:
             if str(error) not in map(str, plan.problems):
                 plan.problems.append(error)
@@ -236,7 +246,7 @@ def plan_jobs(
     return plan
 
 
-def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float) -> Job:
+def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float, inputs: int) -> Job:
     participants, method, rule, recipe = plan.participants, plan.method, plan.assigned.rules[name], plan.recipe
     W, tied = participants.template.headers[name], name in plan.ties
     out_dtype = None if recipe is None else recipe.out_dtype or recipe.dtype
@@ -246,29 +256,24 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float) -> Job:
         if participants.base is None and W.is_floating_point() and W.numel():
             raise TensorError(f"The rule 'copy' takes {name!r} from base, but there is none; pass base.")
         reads = 0 if tied else nbytes(W)
-        return Job(name, rule, result, None, MethodOptions(), [], reads, 2 * nbytes(W), device=device)
+        return Job(name, rule, result, None, MethodOptions(), [], reads, 2 * nbytes(W), device=device, inputs=inputs)
     options, weights = settings(name, depth)
-    tensors, tasks = [one.headers[name] for one in participants.all], len(participants.models)
-    extra = reads = 0
-    if not tied:
-        extra = curvature_bytes(name, rule, W, method, plan.curvatures)
-        extra += basis_bytes(name, rule, W, sum(map(bool, weights)) or tasks, getattr(options, "basis", None))
-        reads = sum(map(nbytes, tensors)) + extra
+    tensors = [one.headers[name] for one in participants.all]
     dtype = torch.float64 if recipe is not None and recipe.dtype == "float64" else precision(tensors)
-    memory = memory_of(method, rule, reads, W, dtype, extra, tasks)
-    return Job(name, rule, result, method, options, weights, reads, memory, dtype, device=device)
+    job = Job(name, rule, result, method, options, weights, 0, 0, dtype, device=device, inputs=inputs)
+    if tied:
+        return job
+    measured = curvature_bytes(name, rule, W, method, plan.curvatures)
+    basis = basis_bytes(name, rule, W, len(job.models), getattr(options, "basis", None))
+    reads = sum(map(nbytes, tensors)) + measured + basis
+    curvature = curvature_size(plan.curvatures, name) if measured else CurvatureSize(inputs=inputs)
+    sizes = TensorInputs(
+        len(job.models), dtype, bytes_to_read(participants, name), basis, curvature, len(weights) - len(job.models)
+    )
+    estimate = partial(memory_of, method, rule, header(W.shape, W.dtype), sizes)
+    return replace(job, reads=reads, memory=estimate(options), smaller=partial(smaller_settings, options, estimate))
 
 
 def precision(tensors: Iterable[Tensor]) -> torch.dtype:
     """Return the precision to compute in: float64 if any input is, float32 otherwise."""
     return torch.float64 if any(W.dtype == torch.float64 for W in tensors) else torch.float32
-
-
-def memory_of(method: Method, rule: str, reads: int, W: Tensor, dtype: torch.dtype, curvature: int, tasks: int) -> int:
-    """Estimate the memory one tensor's merge takes: what is read, the task vectors, and the method's own workspace."""
-    method = method if rule != "average" else describe_method("average")
-    per_task, fixed = method.workspace
-    m, n = matrix_shape(W) if W.numel() and W.dim() else (1, 1)
-    aspect = max(m, n) / min(m, n) if method.squares else 1.0
-    tensors = tasks + aspect * (tasks * per_task + fixed)
-    return int(reads + W.numel() * dtype.itemsize * tensors + 2 * curvature)

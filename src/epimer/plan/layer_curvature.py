@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +32,15 @@ CLASSES = {"diagonal": "epimer.Diagonal", "kronecker": "epimer.Kronecker", "samp
 class LayerCurvature:
     """The curvature and the basis that the merge of one tensor uses."""
 
-    metrics: tuple[Metric, ...] = ()
+    metrics: list[Metric] = field(default_factory=list)
     base_metric: Metric | None = None
     basis: Basis | None = None
+
+    def converted(self, like: Any) -> LayerCurvature:
+        """Return the same on the device and in the precision of a task vector, letting go of each metric on the way."""
+        metrics = [self.metrics.pop(0).to(like.device, like.dtype) for _ in range(len(self.metrics))]
+        base_metric = None if self.base_metric is None else self.base_metric.to(like.device, like.dtype)
+        return LayerCurvature(metrics, base_metric, None if self.basis is None else self.basis.to(like))
 
 
 NO_CURVATURE = LayerCurvature()
@@ -61,7 +67,7 @@ def layer_curvature(job: Job, participants: Participants, curvatures: Curvatures
         basis = layer_basis(job.options.basis, metrics, name, W, len(job.models))
         if basis is not None and participants.base is None:
             raise CurvatureError(f"{method.name} without a base model cannot use a basis for {name!r}; pass base.")
-    return LayerCurvature(metrics, base_metric, basis)
+    return LayerCurvature(list(metrics), base_metric, basis)
 
 
 def accepted_kinds(method: Method, rule: str) -> tuple[str, ...]:
@@ -109,20 +115,20 @@ def check_metric(metric: Any, where: str, W: Tensor, *, matrix: bool, kinds: Seq
             f"{where} is {type(metric).__name__}, but {user} needs {wanted} here; "
             "measure that kind, or take a method that uses this one."
         )
-    for field in fields(metric):  # type: ignore[arg-type]
-        value = getattr(metric, field.name)
-        if field.name in ("basis", "inputs") or (value is None and metric.kind in ("kronecker", "projected")):
+    for part in fields(metric):  # type: ignore[arg-type]
+        value = getattr(metric, part.name)
+        if part.name in ("basis", "inputs") or (value is None and metric.kind in ("kronecker", "projected")):
             continue
         if not isinstance(value, Tensor):
-            raise CurvatureError(f"{where}: {field.name} must be a tensor, got {type(value).__name__}.")
+            raise CurvatureError(f"{where}: {part.name} must be a tensor, got {type(value).__name__}.")
         if value.is_complex() or value.layout != torch.strided or value.is_meta:
-            raise CurvatureError(f"{where}: {field.name} must be a dense, real tensor, got {value.dtype}.")
+            raise CurvatureError(f"{where}: {part.name} must be a dense, real tensor, got {value.dtype}.")
         if W.dtype == torch.float64 or value.dtype != torch.float64 or not value.numel():
             continue
         largest = float(value.abs().max())
         if 0 < largest < 1e-35 or 1e38 < largest < float("inf"):
             raise CurvatureError(
-                f"{where}: {field.name} reaches {largest:.1e}, which float32 cannot hold; "
+                f"{where}: {part.name} reaches {largest:.1e}, which float32 cannot hold; "
                 "multiply every model's curvature by one constant, or pass models in float64."
             )
     shape = matrix_shape(W) if matrix else tuple(W.shape)

@@ -1,0 +1,216 @@
+"""The memory that a method's arithmetic takes beside the task vectors and the curvature, counted before any is used.
+
+Matrices are m x n with a long side l and a short side s, p = kT directions of a basis; N = mn. What is counted is what
+is alive together where most is: a result never exceeds it, and `benchmarks/plans_hold.py` measures how near it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from epimer.methods.registry import Method
+
+DOUBLE = 8  # bytes of what is solved and decomposed
+PAIRS = 1 << 24  # entries of the largest temporary of an exact projection of a diagonal
+JOINT = 1024  # factors up to this size are decomposed for every task
+SMALL_PIECES = 1.25  # what the heap keeps of matrices under a megabyte
+PIECE = 1 << 20  # bytes from where on a freed matrix is given back at once
+ITERATE = 10  # vectors of conjugate gradients, with the solution and the reference of the solve
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One tensor to merge, as far as memory depends on it."""
+
+    shape: tuple[int, int]
+    """m x n; a tensor that is no matrix has one row"""
+    tasks: int
+    itemsize: int
+    """bytes of an entry of the task vectors"""
+    options: Any
+    """the method's options for this tensor"""
+    kind: str | None = None
+    """of the curvature: diagonal, kronecker, ekfac, samples, projected or task-gram"""
+    curvature: int = 0
+    """bytes of all models' curvature, in the precision of the task vectors"""
+    inputs: int = 1
+    """the dimension that the layer's inputs belong to"""
+
+    @property
+    def entries(self) -> int:
+        m, n = self.shape
+        return m * n
+
+    @property
+    def basis(self) -> str:
+        """tagged, tensor or full; a given basis of which no more is known counts as tensor, which takes most."""
+        chosen = getattr(self.options, "basis", "tagged")
+        return chosen if isinstance(chosen, str) else getattr(chosen, "kind", None) or "tensor"
+
+    @property
+    def rank(self) -> int:
+        """Directions per task."""
+        built = getattr(getattr(self.options, "basis", None), "rank", None)
+        ceiling, rank = min(self.shape) // self.tasks, built or getattr(self.options, "rank", None)
+        return ceiling if rank is None else min(rank, ceiling)
+
+    @property
+    def directions(self) -> int:
+        return self.rank * self.tasks
+
+
+def workspace_bytes(method: Method, load: Workload) -> int:
+    """Return the bytes of a method's workspace, from its row: a function, or tensors per model and in any case."""
+    if callable(method.workspace):
+        return method.workspace(load)
+    per_task, fixed = method.workspace
+    entries = max(load.shape) ** 2 if method.squares else load.entries
+    return int(entries * load.itemsize * (load.tasks * per_task + fixed))
+
+
+# --- entry by entry ---
+
+
+def elementwise(load: Workload) -> int:
+    """Return the bytes of a solve with a diagonal on the full space: every task vector in float64, and some more."""
+    return DOUBLE * load.entries * (load.tasks + 9)
+
+
+# --- singular vectors ---
+
+
+def svd(load: Workload, k: int) -> int:
+    """Return the bytes of `k` triples of one task vector, by the eigenvectors of its Gram matrix."""
+    short, long = sorted(load.shape)
+    if load.itemsize == DOUBLE:
+        return DOUBLE * (3 * load.entries + 8 * short**2)
+    return DOUBLE * (load.entries + 5 * short**2 + 2 * k * long)
+
+
+def polar(load: Workload, p: int) -> int:
+    """Return the bytes of the polar factor of `p` stacked columns of the long side, in float64 where it must be."""
+    return DOUBLE * (5 * max(load.shape) * p + 5 * p**2)
+
+
+def triples(load: Workload) -> int:
+    """Return the bytes of every task's leading singular triples; in float64 they are views of all of them."""
+    width = min(load.shape) * load.tasks if load.itemsize == DOUBLE else load.directions
+    return load.itemsize * width * sum(load.shape)
+
+
+def basis(load: Workload) -> int:
+    """Return the bytes of building a tagged basis: SVDs one after the other, then the stacks' polar factors."""
+    stacks = 2 * load.itemsize * load.directions * sum(load.shape)
+    return triples(load) + max(svd(load, load.rank), stacks + polar(load, load.directions))
+
+
+def tsv(load: Workload) -> int:
+    """Return the bytes of TSV-M: its basis, and the merge."""
+    return max(basis(load), load.itemsize * (2 * load.directions * sum(load.shape) + 4 * load.entries))
+
+
+def iso_c(load: Workload) -> int:
+    """Return the bytes of Iso-C: a whole SVD of the sum."""
+    side = min(load.shape)
+    return svd(load, side) + (DOUBLE + 2 * load.itemsize) * load.entries
+
+
+def iso_cts(load: Workload) -> int:
+    """Return the bytes of Iso-CTS: a weighted copy of every task vector, a whole SVD, and polar factors of its size."""
+    side = min(load.shape)
+    vectors = load.itemsize * side * sum(load.shape)
+    work = max(svd(load, side) + 2 * load.itemsize * load.entries, 2 * vectors + polar(load, side))
+    return load.itemsize * load.tasks * load.entries + vectors + work
+
+
+# --- the one equation ---
+
+
+def frechet(load: Workload) -> int:
+    """Return the bytes of the one equation."""
+    return equation(load, solve(load))
+
+
+def equation(load: Workload, solving: int) -> int:
+    """Return the bytes of building the basis, of solving in it or of calibrating the merge, whichever is most."""
+    options, given = load.options, not isinstance(load.options.basis, str)
+    anchor = options.anchor if options.aggregator == "anchored" else None
+    atoms = load.basis != "full" or anchor == "tsv"  # other anchors need no singular vectors of the tasks
+    held = load.itemsize * load.directions * sum(load.shape) if atoms else 0
+    building = basis(load) if atoms and not given else 0
+    solving += iso_c(load) if anchor == "iso_c" else 0
+    calibrating = 0 if options.calibrate is None else calibration(load)
+    merged = 4 * load.itemsize * load.entries
+    return max(building, held + max(solving, calibrating, merged))
+
+
+def calibration(load: Workload) -> int:
+    """Return the bytes of calibrating a merge: a whole SVD of it, then its products with one task vector at a time.
+
+    The heap still has the solve's small matrices then: about four of every task.
+    """
+    side, small = min(load.shape), load.directions**2
+    kept = 4 * DOUBLE * load.tasks * small if load.basis != "full" and load.itemsize * small < PIECE else 0
+    products = load.itemsize * (7 * load.entries + side**2)
+    return kept + max(svd(load, side) + 2 * load.itemsize * load.entries, products)
+
+
+def solve(load: Workload) -> int:
+    """Return the bytes of restricting every task's curvature to the subspace, and of the solve there."""
+    full = load.basis == "full"
+    p, q = load.shape if full else (load.directions, load.directions)
+    tagged = load.basis == "tagged"
+    match load.kind:
+        case "diagonal" if full:
+            return elementwise(load)
+        case "diagonal" if tagged:
+            return DOUBLE * 4 * load.entries + pairs(load)
+        case "diagonal":
+            return (DOUBLE * 3 + load.itemsize * 4) * load.entries + DOUBLE * ITERATE * p * q
+        case "ekfac" if tagged:
+            return DOUBLE * load.tasks * p**2 + pairs(load)
+        case "ekfac":
+            factors = 0 if full else load.itemsize * load.tasks * p * sum(load.shape)
+            diagonals = load.tasks * (DOUBLE + load.itemsize) * load.entries
+            return factors + diagonals + 3 * load.itemsize * load.entries + DOUBLE * (load.tasks + ITERATE) * p * q
+        case "samples":
+            return 3 * load.curvature + DOUBLE * (load.tasks + ITERATE) * (p if tagged else p * q)
+        case _ if tagged:
+            return DOUBLE * (load.tasks + 6) * p**2 + load.itemsize * 2 * p * max(load.shape)
+        case _ if full:
+            return kronecker(load, p, q)
+        case _:
+            return int(SMALL_PIECES * kronecker(load, p, q))
+
+
+def pairs(load: Workload) -> int:
+    """Return the bytes of an exact projection of a diagonal on atoms, where no low rank is enough."""
+    short, long = sorted(load.shape)
+    entries = min(PAIRS, long * load.directions**2)
+    return int(load.itemsize * entries * (1 + 2 * short / long))
+
+
+def kronecker(load: Workload, p: int, q: int) -> int:
+    """Return the bytes of a solve with both factors of every task, on p x q coordinates.
+
+    The factors are held in float64 and, in the preconditioner's coordinates, once more; where they are known in single
+    precision, there too. A product forms [G_1 X, G_2 X, …] and its transpose.
+    """
+    factors, terms = p**2 + q**2, load.tasks + 1
+    single = load.itemsize < DOUBLE
+    held = 0 if load.itemsize == DOUBLE and load.kind != "task-gram" else load.tasks * factors
+    stacks = terms * factors * (1.5 if single else 1) + factors
+    decomposed = (load.tasks if max(p, q) <= JOINT else 0) * max(p, q) ** 2 + 6 * max(p, q) ** 2 + factors
+    vectors = (load.tasks + 2 * terms + ITERATE) * p * q
+    return int(DOUBLE * (held + max(stacks, decomposed) + vectors))
+
+
+def one_sided(load: Workload) -> int:
+    """Return the bytes of a solve with the inputs' factors alone, which are formed anew for every task."""
+    square = load.shape[load.inputs] ** 2
+    solving = solve(load)
+    if load.basis == "full":
+        solving = DOUBLE * ((load.tasks + 7) * square + (load.tasks + 8) * load.entries)
+    return load.itemsize * load.tasks * square + equation(load, solving)

@@ -1,0 +1,119 @@
+"""How much memory one tensor's merge takes, from its reading until its result is consumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epimer.curvature.curvature import Curvature
+from epimer.geometry.linalg import CHUNK
+from epimer.geometry.metric import Metric
+from epimer.methods.frechet import FISHER
+from epimer.methods.registry import Method, describe_method
+from epimer.methods.rules import matrix_shape
+from epimer.methods.workspace import Workload, workspace_bytes
+from epimer.plan.curvature_inputs import metric_bytes
+from epimer.plan.layer_curvature import Curvatures
+from epimer.plan.participants import Participants
+
+MARGIN = 1.2  # for what libraries take, and what the heap keeps in pieces too small to use
+CHECKED = {"kronecker": 3 * 8, "ekfac": 8}  # bytes per entry of a factor while it is checked
+RANK = 256  # from where on lower ranks are proposed where none is set
+STORED = 4  # bytes per entry of curvature in a folder
+
+Smaller = tuple[str, Any, int]
+"""an option, a value of it, and the bytes that the merge takes with it"""
+
+
+@dataclass(frozen=True)
+class CurvatureSize:
+    """One tensor's curvature, all models' together, as far as memory depends on it."""
+
+    bytes: int = 0
+    kind: str | None = None
+    inputs: int = 1
+    """the dimension that the layer's inputs belong to"""
+    in_memory: bool = False
+    """nothing is read: it is the caller's"""
+
+
+def curvature_size(curvatures: Curvatures | None, name: str) -> CurvatureSize:
+    """Return what is known of a tensor's curvature without reading it."""
+    known = [one for one in curvatures or () if name in one]
+    if not known:
+        return CurvatureSize()
+    total = sum(metric_bytes(one, name) for one in known)
+    stored = isinstance(known[0], Curvature) and known[0].file is not None
+    return CurvatureSize(total, *_kind(known[0], name), in_memory=not stored)
+
+
+def _kind(curvature: Mapping[str, Metric], name: str) -> tuple[str, int]:
+    if isinstance(curvature, Curvature) and curvature.file is not None:
+        kind = curvature.kind if curvature.provenance.basis is None else "projected"
+        return kind, 0 if name in getattr(curvature.metrics, "inputs_first", ()) else 1
+    metric: Any = curvature[name]
+    return getattr(metric, "kind", "diagonal"), getattr(metric, "inputs", 1)
+
+
+def bytes_to_read(participants: Participants, name: str) -> int:
+    """Return the bytes of one tensor, of the base and of every model, that are not in memory yet."""
+    return sum(one.headers[name].nbytes for one in participants.all if not one.checkpoint.in_memory)
+
+
+@dataclass(frozen=True)
+class TensorInputs:
+    """What one tensor's merge is made from, as far as memory depends on it."""
+
+    tasks: int
+    """models that take part"""
+    dtype: torch.dtype
+    """precision of the task vectors"""
+    to_read: int
+    """bytes of the models' tensors that are not in memory yet"""
+    basis: int = 0
+    """bytes of a basis that is read for it"""
+    curvature: CurvatureSize = CurvatureSize()
+    left_out: int = 0
+    """models of weight 0, which are read and not merged"""
+
+
+def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options: Any) -> int:
+    """Return the bytes that one tensor's merge takes at most: while it is read, converted or merged.
+
+    `rule` is matrix, average, fisher or elementwise, `W` has the tensor's shape and dtype.
+    """
+    tasks, size, basis, curvature = inputs.tasks, inputs.dtype.itemsize, inputs.basis, inputs.curvature
+    if rule in ("average", "fisher"):
+        method, options = describe_method(rule), FISHER if rule == "fisher" else options
+    chunked = rule == "average" or (rule == "elementwise" and method.separable)
+    shape = matrix_shape(W) if rule == "matrix" and W.numel() else (1, min(W.numel(), CHUNK) if chunked else W.numel())
+    measured = 0 if rule == "average" else curvature.bytes * size // STORED
+    kind = curvature.kind if measured else method.curvature
+    load = Workload(shape, tasks, size, options, kind, measured, curvature.inputs)
+    models = tasks + inputs.left_out
+    held = (models + 1) * load.entries * size + basis
+    if chunked:
+        return int(MARGIN * (inputs.to_read + W.nbytes + held + workspace_bytes(method, load)))
+    reads = 0 if curvature.in_memory else curvature.bytes
+    factor = max(shape) ** 2 if kind in CHECKED and measured else 0
+    reading = inputs.to_read + basis + reads + CHECKED.get(str(kind), 0) * factor
+    converting = held + max(reads, measured) + measured // models + 2 * size * factor
+    merging = held + measured + workspace_bytes(method, load)
+    return int(MARGIN * max(reading, converting, merging))
+
+
+def smaller_settings(options: Any, estimate: Callable[[Any], int]) -> Iterator[Smaller]:
+    """Yield values of a method's options under which a merge may take less memory, the nearest first."""
+    basis = getattr(options, "basis", "tagged")
+    if basis == "full":
+        for narrower in ("tensor", "tagged"):
+            yield "basis", narrower, estimate(replace(options, basis=narrower))
+    elif hasattr(options, "rank") and isinstance(basis, str):
+        rank = options.rank or RANK
+        while rank > 1:
+            rank //= 2
+            yield "rank", rank, estimate(replace(options, rank=rank))
