@@ -92,25 +92,8 @@ def plan_merge(
     """Open what a recipe names, choose what it leaves to `auto`, and plan its merge; problems are collected."""
     loaded, folder = open_recipe(recipe, folder)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
-    again, run = loaded.rounds or loaded.refine, RunOptions(progress=progress)
-    inputs = choice.inputs_of(loaded, opened, folder) if again or (loaded.auto and loaded.eval is None) else None
-    if again and inputs is None:
-        raise RecipeError(
-            "'rounds' and 'refine' need the inputs that curvature was measured on; measure it for every model with "
-            "`epimer curvature`, which keeps them, and name the folders under 'curvature'."
-        )
-    judge = _recipe_judge(loaded, folder, progress=progress) or (by_agreement(inputs) if inputs else None)
-    chosen, why = choice.resolve(loaded, opened, judge, run)
-    if again and inputs is not None:
-        plan = choice.improved_plan(loaded, chosen, opened, inputs, run)
-    else:
-        plan = plan_recipe(chosen, opened)
-        if why and inputs is not None:
-            plan = replace(plan, unlabelled=choice.samples_of(inputs), choices=(why,))
-    if why:
-        plan.notes.append(f"auto took {why}.")
-    plan.notes.extend(line for line in plan.choices if line != why)
-    return plan
+    judge = _recipe_judge(loaded, folder, progress=progress)
+    return choice.choose_and_plan(loaded, opened, judge, folder, RunOptions(progress=progress))
 
 
 def _recipe_judge(recipe: Recipe, folder: Path | None, *, progress: bool) -> Evaluate | None:

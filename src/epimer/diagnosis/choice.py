@@ -14,7 +14,7 @@ from epimer.diagnosis.suite_merge import applied
 from epimer.diagnosis.sweep import Merges, at_scales, sweep_recipe
 from epimer.engine.options import RunOptions
 from epimer.errors import RecipeError
-from epimer.evaluation.judges import Evaluate
+from epimer.evaluation.judges import Evaluate, by_agreement
 from epimer.evaluation.suite import State, Suite
 from epimer.evaluation.unlabelled import suite_of_inputs
 from epimer.geometry.linalg import as_compute_dtype
@@ -45,6 +45,39 @@ def inputs_of(recipe: Recipe, opened: OpenedModels, folder: Path | None) -> Suit
 def samples_of(suite: Suite) -> int:
     """Return the inputs that each task has, the most where tasks differ."""
     return max(len(task.splits["train"]) for task in suite.tasks)
+
+
+def choose_and_plan(
+    recipe: Recipe, opened: OpenedModels, evaluate: Evaluate | None, folder: Path | None, run: RunOptions
+) -> Plan:
+    """Choose what a recipe leaves open, do its rounds and its refinement, and plan its merge.
+
+    Args:
+        recipe: as it was written.
+        opened: what it names.
+        evaluate: what its `eval` names, if something is open; else inputs that were kept with curvature choose, or a
+            forecast.
+        folder: where relative paths are looked for too.
+        run: where and within which limits.
+    """
+    again = recipe.rounds or recipe.refine
+    inputs = inputs_of(recipe, opened, folder) if again or (recipe.auto and recipe.eval is None) else None
+    if again and inputs is None:
+        raise RecipeError(
+            "'rounds' and 'refine' need the inputs that curvature was measured on; measure it for every model with "
+            "`epimer curvature`, which keeps them, and name the folders under 'curvature'."
+        )
+    chosen, why = resolve(recipe, opened, evaluate or (by_agreement(inputs) if inputs else None), run)
+    if again and inputs is not None:
+        plan = improved_plan(recipe, chosen, opened, inputs, run)
+    else:
+        plan = plan_recipe(chosen, opened)
+        if why and inputs is not None:
+            plan = replace(plan, unlabelled=samples_of(inputs), choices=(why,))
+    if why:
+        plan.notes.append(f"auto took {why}.")
+    plan.notes.extend(line for line in plan.choices if line != why)
+    return plan
 
 
 def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: Suite, run: RunOptions) -> Plan:
