@@ -23,6 +23,7 @@ from epimer.plan.inputs import check_weights
 from epimer.plan.jobs import Plan
 from epimer.plan.merge import OpenedModels, plan_recipe
 from epimer.plan.participants import locate
+from epimer.progress import Progress
 from epimer.recipe.model import Recipe
 from epimer.score_format import format_score
 
@@ -109,9 +110,18 @@ def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: S
         return at_scales(row, base, at) if free else at
 
     weights = check_weights(chosen.weights("", 0.0), len(chosen.models), "a refinement")
-    found = improve(
-        suite, merge_with, given, weights, scale=None if free else 1.0, rounds=recipe.rounds, steps=recipe.refine
-    )
+    with Progress(run.progress, unit="steps") as bar:
+        stage = bar.begin("improving by inputs", 1 + recipe.rounds + recipe.refine)
+        found = improve(
+            suite,
+            merge_with,
+            given,
+            weights,
+            scale=None if free else 1.0,
+            rounds=recipe.rounds,
+            steps=recipe.refine,
+            progress=lambda line: stage.advance(1, line),
+        )
     if found.curvatures is not given:
         for measured, first in zip(found.curvatures, given or (), strict=True):
             measured.file = first.file  # what the merge depends on, so that another measurement is another merge
