@@ -16,6 +16,7 @@ from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import HEADER, StoredBasis, save_basis
 from epimer.diagnosis import choice
 from epimer.diagnosis.diagnose import Methods, diagnose_models, diagnose_recipe
+from epimer.diagnosis.suite_merge import samples_of
 from epimer.diagnosis.sweep import Merges, Sweep, check_methods, sweep_plans, sweep_recipe
 from epimer.engine.basis import KINDS, build_bases
 from epimer.engine.merge import MergedState, merge_in_memory
@@ -105,8 +106,8 @@ def plan_merge(
         plan = choice.improved_plan(loaded, chosen, opened, inputs, run)
     else:
         plan = plan_recipe(chosen, opened)
-        if why and inputs is not None:
-            plan = replace(plan, unlabelled=choice.samples_of(inputs), choices=(why,))
+    if why and inputs is not None:
+        plan = replace(plan, unlabelled=samples_of(inputs), choices=(why, *plan.choices))
     if why:
         plan.notes.append(f"auto took {why}.")
     plan.notes.extend(line for line in plan.choices if line != why)

@@ -10,7 +10,7 @@ from typing import Any
 from epimer.diagnosis.advice import choice
 from epimer.diagnosis.diagnose import diagnose_recipe
 from epimer.diagnosis.rounds import improve
-from epimer.diagnosis.suite_merge import applied
+from epimer.diagnosis.suite_merge import applied, refinable, samples_of
 from epimer.diagnosis.sweep import Merges, at_scales, sweep_recipe
 from epimer.engine.options import RunOptions
 from epimer.errors import RecipeError
@@ -42,22 +42,22 @@ def inputs_of(recipe: Recipe, opened: OpenedModels, folder: Path | None) -> Suit
     return suite_of_inputs(models, opened.participants, opened.curvatures)
 
 
-def samples_of(suite: Suite) -> int:
-    """Return the inputs that each task has, the most where tasks differ."""
-    return max(len(task.splits["train"]) for task in suite.tasks)
+def scaled_in_rounds(recipe: Recipe) -> bool:
+    """Whether inputs without labels choose the scale in every round, `improved_plan` that is, and nothing before."""
+    return "scale" in recipe.auto and recipe.eval is None and bool(recipe.rounds or recipe.refine)
 
 
 def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: Suite, run: RunOptions) -> Plan:
     """Plan a recipe's merge after its rounds of measuring at the merge and its refinement.
 
     Args:
-        recipe: as it was written; where it leaves the scale open, every round chooses it.
+        recipe: as it was written; where it leaves the scale open and names no evaluation, every round chooses it.
         chosen: the same with nothing left open.
         opened: what it names.
         suite: its tasks on inputs without labels.
         run: where and within which limits.
     """
-    row, free = describe_method(chosen.merge_method), "scale" in recipe.auto
+    row, free = describe_method(chosen.merge_method), scaled_in_rounds(recipe)
     merges = Merges(opened.participants, chosen.rules, run)
     opened = replace(opened, participants=merges.participants)
     template, given = merges.participants.template, opened.curvatures
@@ -75,10 +75,19 @@ def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: S
 
         return at_scales(row, base, at) if free else at
 
-    weights = check_weights(chosen.weights("", 0.0), len(chosen.models), "a refinement")
+    measurable = row.curvature == "kronecker" and row.needs_curvature
     found = improve(
-        suite, merge_with, given, weights, scale=None if free else 1.0, rounds=recipe.rounds, steps=recipe.refine
+        suite,
+        merge_with,
+        given,
+        check_weights(chosen.weights("", 0.0), len(chosen.models), "a refinement") if recipe.refine else [],
+        scale=None if free else 1.0,
+        rounds=recipe.rounds if measurable else 0,
+        steps=recipe.refine,
+        refinable=refinable(plan(given, 1.0)),
     )
+    if recipe.rounds and not measurable:
+        found.notes.insert(0, f"rounds were left out: {row.name} does not use kronecker curvature.")
     if found.curvatures is not given:
         for measured, first in zip(found.curvatures, given or (), strict=True):
             measured.file = first.file  # what the merge depends on, so that another measurement is another merge
@@ -92,6 +101,8 @@ def resolve(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate | None, run
         return recipe, ""
     if recipe.base_model is None:
         raise RecipeError("a recipe with 'auto' needs the base model that the others were fine-tuned from.")
+    if scaled_in_rounds(recipe) and "merge_method" not in recipe.auto:
+        return recipe.settled(recipe.merge_method), ""
     if evaluate is not None:
         return by_sweep(recipe, opened, evaluate, run)
     return by_forecast(recipe, opened, run)
@@ -137,6 +148,6 @@ def by_sweep(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate, run: RunO
     why = f"{format_score(best.validation.unit, best.validation.trusted.average)} on validation data of {recipe.eval}"
     if recipe.eval is None:
         why = f"divergence {1 - best.validation.order:.3f} from the models on their {INPUTS}"
-    if not free:
+    if not free or scaled_in_rounds(recipe):
         return recipe.settled(best.method), f"{best.method}: {why}"
     return recipe.settled(best.method, best.scale), f"{best.method} at scale {best.scale:g}: {why}"

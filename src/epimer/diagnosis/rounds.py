@@ -106,7 +106,8 @@ def improve(
         refined, divergences = refine(suite, merged, local, weights, steps, progress)
         taken = len(divergences) - 1
         change = f"KL on held-out inputs {divergences[0]:.4f} -> {divergences[-1]:.4f}"
-        notes.append(f"{taken} natural-gradient steps: {change}." if taken else "no natural-gradient step helped.")
+        count = f"{taken} natural-gradient step{'s' if taken > 1 else ''}"
+        notes.append(f"{count}: {change}." if taken else "no natural-gradient step helped.")
     return Improved(chosen, curvatures, merged, refined, notes)
 
 
