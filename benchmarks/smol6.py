@@ -229,7 +229,7 @@ def rounded(values: Tensor) -> list[float]:
 
 
 def scale_without_labels(bench: RecordingBench, candidate: Candidate, inputs: Evaluate) -> Row:
-    """Return the scale at which a merge diverges least from each task's own model on train inputs, and its test loss."""
+    """Return the scale where a merge diverges least from each task's own model on train inputs, and its test loss."""
     at = bench.at_scales(candidate)
     scale = climb(lambda scale: inputs(at(scale), FIT).order, SCALES)
     return {"scale": scale, "loss": -bench.score(at(scale), "test").average}

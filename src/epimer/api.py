@@ -24,7 +24,7 @@ from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.output import check_output, merge_record, warn_of, write_merge
 from epimer.engine.threads import check_device
 from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, short
-from epimer.evaluation.judges import Evaluate, by_agreement
+from epimer.evaluation.judges import Evaluate, by_agreement, evaluator
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, Tagged
 from epimer.methods.options import RULES_PARAMETER
@@ -100,7 +100,7 @@ def plan_merge(
             "'rounds' and 'refine' need the inputs that curvature was measured on; measure it for every model with "
             "`epimer curvature`, which keeps them, and name the folders under 'curvature'."
         )
-    judge = _recipe_judge(loaded, folder, progress=progress) or (by_agreement(inputs) if inputs else None)
+    judge = choice.judge_of(loaded, folder, progress=progress) or (by_agreement(inputs) if inputs else None)
     chosen, why = choice.resolve(loaded, opened, judge, run)
     if again and inputs is not None:
         plan = choice.improved_plan(loaded, chosen, opened, inputs, run)
@@ -112,21 +112,6 @@ def plan_merge(
         plan.notes.append(f"auto took {why}.")
     plan.notes.extend(line for line in plan.choices if line != why)
     return plan
-
-
-def _recipe_judge(recipe: Recipe, folder: Path | None, *, progress: bool) -> Evaluate | None:
-    """Return what a recipe's `eval` names, where something is to be chosen by it."""
-    from epimer.evaluation.judges import evaluator
-    from epimer.evaluation.user_code import is_entry_point
-
-    if not recipe.auto or recipe.eval is None:
-        return None
-    if is_entry_point(recipe.eval.removeprefix("agreement:")):
-        raise RecipeError(
-            f"'eval: {recipe.eval}' names Python code, which a recipe may not run; "
-            f"use `epimer sweep --eval {recipe.eval}`."
-        )
-    return evaluator(recipe.eval, folder, count=len(recipe.models), progress=progress)
 
 
 @torch.no_grad()
@@ -291,8 +276,6 @@ def sweep(
         max_memory: most memory for merging, as "3GB"; by default four fifths of what is free. What the evaluation takes
             comes on top.
     """
-    from epimer.evaluation.judges import evaluator
-
     loaded, folder = open_recipe(recipe)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if keep_best is not None:  # before any work

@@ -1,4 +1,4 @@
-"""Recipes that are merged by the inputs kept with curvature: `scale: auto`, `rounds`, `refine`, and `sweep` without --eval.
+"""Recipes merged by the inputs that curvature keeps: `scale: auto`, `rounds`, `refine`; `sweep` without --eval.
 
 Divergences are computed anew, text by text, by transformers.
 """
@@ -60,9 +60,7 @@ def made(tmp_path_factory) -> Path:
             "bare": ("--no-inputs",),
             "diagonal": ("--kind", "diagonal"),
         }.items():
-            assert_done(
-                run("curvature", root / task, *on, "--samples", SAMPLES, *more, "-o", root / f"{name}-{task}")
-            )
+            assert_done(run("curvature", root / task, *on, "--samples", SAMPLES, *more, "-o", root / f"{name}-{task}"))
     return root
 
 
@@ -151,7 +149,8 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
     state = load_file(Path("out", "model.safetensors"))
     name = "encoder.layer.0.output.dense.weight"
     assert torch.equal(model.state_dict()[name], state[f"bert.{name}"])
-    assert torch.equal(state["cls.seq_relationship.bias"], load_file(made / "base" / "model.safetensors")["cls.seq_relationship.bias"])  # fmt: skip
+    base = load_file(made / "base" / "model.safetensors")
+    assert torch.equal(state["cls.seq_relationship.bias"], base["cls.seq_relationship.bias"])
 
     assert "out is already there" in assert_done(run("merge", write(made, scale="auto", rounds=1, refine=2), "out"))
     assert_refused(run("merge", write(made, "other", scale="auto", rounds=1, refine=2), "out"), "--overwrite")
@@ -225,7 +224,9 @@ def test_counts_that_are_none_are_refused_with_their_line(made, here, key, value
     recipe = write(made)
     recipe.write_text(f"{key}: {value}\n" + recipe.read_text())
     shown = {"x": "'x'", "true": "True"}.get(value, value)
-    assert_refused(run("merge", recipe, "out"), f"recipe.yaml:1: {key} must be an integer at least 0. Got {shown} instead")
+    assert_refused(
+        run("merge", recipe, "out"), f"recipe.yaml:1: {key} must be an integer at least 0. Got {shown} instead"
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from epimer.diagnosis.suite_merge import applied, refinable, samples_of
 from epimer.diagnosis.sweep import Merges, at_scales, sweep_recipe
 from epimer.engine.options import RunOptions
 from epimer.errors import RecipeError
-from epimer.evaluation.judges import Evaluate
+from epimer.evaluation.judges import Evaluate, evaluator
 from epimer.evaluation.suite import State, Suite
 from epimer.evaluation.unlabelled import suite_of_inputs
+from epimer.evaluation.user_code import is_entry_point
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.methods.registry import describe_method
 from epimer.plan.inputs import check_weights
@@ -32,6 +33,18 @@ Choice = tuple[Recipe, str]
 
 INPUTS = "inputs without labels"
 """what an evaluation by the inputs that were kept with curvature is called"""
+
+
+def judge_of(recipe: Recipe, folder: Path | None, *, progress: bool) -> Evaluate | None:
+    """Return what a recipe's `eval` names, where something is to be chosen by it."""
+    if not recipe.auto or recipe.eval is None:
+        return None
+    if is_entry_point(recipe.eval.removeprefix("agreement:")):
+        raise RecipeError(
+            f"'eval: {recipe.eval}' names Python code, which a recipe may not run; "
+            f"use `epimer sweep --eval {recipe.eval}`."
+        )
+    return evaluator(recipe.eval, folder, count=len(recipe.models), progress=progress)
 
 
 def inputs_of(recipe: Recipe, opened: OpenedModels, folder: Path | None) -> Suite | None:

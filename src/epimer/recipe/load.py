@@ -147,7 +147,9 @@ class _Reader:
             problem = f"measure kronecker curvature again, which {self.method_name} does not use"
             raise self.error((key,), f"{key!r} {problem}; take epimer_kron.")
         if not self.method.needs_base:
-            raise self.error((key,), f"{key!r} is for methods with a base, and {self.method_name} needs none; take tsv.")
+            raise self.error(
+                (key,), f"{key!r} is for methods with a base, and {self.method_name} needs none; take tsv."
+            )
         return value
 
     @property

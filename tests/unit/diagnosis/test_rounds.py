@@ -1,5 +1,6 @@
 """Merges by inputs without labels: steps against dense float64, scales and rounds against choices made by hand."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -103,7 +104,9 @@ def test_a_step_is_the_damped_natural_gradient(suite):
     gradients = dict(zip(MEASURED, torch.autograd.grad(total, [leaves[name] for name in MEASURED]), strict=True))
     lengths = []
     for name, gradient in gradients.items():
-        H = sum(w * torch.kron(c[name].G.double(), c[name].A.double()) for w, c in zip(WEIGHTS, curvatures, strict=True))
+        H = sum(
+            w * torch.kron(c[name].G.double(), c[name].A.double()) for w, c in zip(WEIGHTS, curvatures, strict=True)
+        )
         H += DAMPING * H.diagonal().mean() * torch.eye(len(H), dtype=torch.float64)
         direction = -torch.linalg.solve(H, gradient.flatten()).reshape(gradient.shape)
         step = (found[name] - state[name]).double()
@@ -148,7 +151,9 @@ def tug_of_war(pulls):
     tasks = []
     for t in range(2):
         sizes = {"train": 1.0, "val": float(pulls[0] == t), "test": float(pulls[1] == t)}
-        splits = {name: Split(torch.full((8, 1), size), torch.zeros(8, dtype=torch.long)) for name, size in sizes.items()}
+        splits = {
+            name: Split(torch.full((8, 1), size), torch.zeros(8, dtype=torch.long)) for name, size in sizes.items()
+        }
         tasks.append(SuiteTask(f"{t}", ["a", "b"], splits))
     return Suite("tug", {"weight": torch.zeros(2, 1)}, weights, tasks, lambda state, task: Line(state).eval())
 
@@ -200,7 +205,7 @@ def test_rounds_measure_at_the_merge_and_are_given_up_where_they_do_not_help(sui
     one, two = (epimer.merge_suite(suite, scale=scale, samples=SAMPLES, rounds=rounds) for rounds in (1, 2))
     assert_close(one, states[1])
     assert_close(two, states[1])
-    notes = [f"1 - divergence on held-out inputs {a:.4f} -> {b:.4f}." for a, b in zip(orders, orders[1:], strict=False)]
+    notes = [f"1 - divergence on held-out inputs {a:.4f} -> {b:.4f}." for a, b in itertools.pairwise(orders)]
     assert one.record.choices == (f"round 1 of measuring at the merge: {notes[0]}",)
     given_up = f"round 2 of measuring at the merge was given up: {notes[1]}"
     assert two.record.choices == (*one.record.choices, given_up)
@@ -282,7 +287,9 @@ def test_a_merge_leaves_no_graph(suite):
 def test_weights_of_a_sum_may_be_negative(suite):
     weights = [1.0, -0.2, 0.5]
     merged = epimer.merge_suite(suite, "task_arithmetic", scale=0.5, samples=SAMPLES, weights=weights)
-    assert_close(merged, epimer.merge_state_dicts(suite.base, suite.models, "task_arithmetic", scale=0.5, weights=weights))
+    assert_close(
+        merged, epimer.merge_state_dicts(suite.base, suite.models, "task_arithmetic", scale=0.5, weights=weights)
+    )
 
 
 REFUSED = {
@@ -310,5 +317,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(suite, case):
 
 def test_a_suite_without_training_data_is_refused(suite):
     tasks = [replace(task, splits={"val": task.splits["val"]}) for task in suite.tasks]
-    with pytest.raises(DataError, match=r"^small: task 'task0' has no train data, which inputs are taken from; add it\.$"):
+    with pytest.raises(
+        DataError, match=r"^small: task 'task0' has no train data, which inputs are taken from; add it\.$"
+    ):
         epimer.merge_suite(replace(suite, tasks=tasks))
