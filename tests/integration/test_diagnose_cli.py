@@ -487,7 +487,7 @@ def test_a_suite_of_other_models_is_refused(here, monkeypatch):
         (["--eval", "agreement:one.yaml"], ("one.yaml has 1 tasks, and 2 models are merged",)),
         (["--eval", "no-val.yaml", "--methods", "tsv"], ("words: task 'pace' has no val data, which a sweep needs",)),
         (["--eval", "no-test.yaml", "--methods", "tsv"], ("words: task 'pace' has no test data, which a sweep needs",)),
-        ([], ("Missing option '--eval'",)),
+        ([], ("a sweep needs something to compare merges by: --eval",)),
     ],
 )
 def test_a_sweep_that_cannot_be_made_is_refused_in_one_line(here, options, words):

@@ -104,11 +104,7 @@ def test_a_step_is_the_damped_natural_gradient(suite):
     gradients = dict(zip(MEASURED, torch.autograd.grad(total, [leaves[name] for name in MEASURED]), strict=True))
     lengths = []
     for name, gradient in gradients.items():
-        H = sum(
-            w * torch.kron(c[name].G.double(), c[name].A.double()) for w, c in zip(WEIGHTS, curvatures, strict=True)
-        )
-        H += DAMPING * H.diagonal().mean() * torch.eye(len(H), dtype=torch.float64)
-        direction = -torch.linalg.solve(H, gradient.flatten()).reshape(gradient.shape)
+        direction = dense_direction([each[name] for each in curvatures], gradient)
         step = (found[name] - state[name]).double()
         lengths.append(float(step.norm() / direction.norm()))
         torch.testing.assert_close(step, lengths[-1] * direction, rtol=1e-3, atol=1e-4 * float(step.abs().max()))
@@ -123,6 +119,13 @@ def test_a_step_is_the_damped_natural_gradient(suite):
         assert found[name] is state[name]
 
 
+def dense_direction(metrics, gradient, weights=WEIGHTS):
+    """Return -(Σ λ_t G_t ⊗ A_t + εI)⁻¹ ∇, the whole matrix formed."""
+    H = sum(w * torch.kron(m.G.double(), m.A.double()) for w, m in zip(weights, metrics, strict=True))
+    H += DAMPING * H.diagonal().mean() * torch.eye(len(H), dtype=torch.float64)
+    return -torch.linalg.solve(H, gradient.double().flatten()).reshape(gradient.shape)
+
+
 def moved(state, found, length):
     return {name: state[name] + length * (found[name] - state[name]) for name in MEASURED}
 
@@ -135,6 +138,48 @@ def test_every_step_lowers_the_divergence_on_held_out_inputs(suite):
     assert divergences == sorted(divergences, reverse=True)
     assert len(set(divergences)) == len(divergences)
     assert divergences[-1] == pytest.approx(kl_by_hand(suite, found, 2, WEIGHTS), rel=1e-4)
+
+
+class Conv1D(nn.Module):
+    """A layer as GPT-2 stores it: inputs x outputs."""
+
+    def __init__(self, outputs, inputs):
+        super().__init__()
+        self.nf = outputs
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def test_steps_of_convolutions_and_of_layers_stored_inputs_first():
+    torch.manual_seed(0)
+    shape = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), Conv1D(4, 12))
+
+    def make(state, task):
+        shape.load_state_dict(dict(state))
+        return shape.eval()
+
+    base = {name: W.clone() for name, W in shape.state_dict().items()}
+    model = {name: W + 0.3 * torch.randn(W.shape) for name, W in base.items()}
+    splits = {name: Split(torch.randn(24, 2, 3, 3), torch.zeros(24, dtype=torch.long)) for name in ("train", "test")}
+    task = SuiteTask("pixels", list("abcd"), splits | {"val": splits["train"]})
+    suite = Suite("pixels", base, [model], [task], make)
+    curvatures = measure_curvature(suite, [base])
+    found, divergences = refine(suite, base, curvatures, [1.0], 1)
+    assert divergences[1] < divergences[0]
+
+    x = splits["train"].x
+    p = make(model, task)(x).detach().log_softmax(1)
+    q = make(base, task)(x).log_softmax(1)
+    names = {"0.weight": (3, 2, 2, 2), "3.weight": (12, 4)}
+    parameters = dict(shape.named_parameters())
+    gradients = torch.autograd.grad((p.exp() * (p - q)).sum(1).mean(), [parameters[name] for name in names])
+    for (name, size), gradient in zip(names.items(), gradients, strict=True):
+        direction, step = dense_direction([curvatures[0][name]], gradient, [1.0]), (found[name] - base[name]).double()
+        assert step.shape == size
+        length = min(LENGTHS, key=lambda one: abs(one - float(step.norm() / direction.norm())))
+        torch.testing.assert_close(step, length * direction, rtol=1e-3, atol=1e-3 * float(step.abs().max()))
 
 
 class Line(nn.Linear):
@@ -276,6 +321,15 @@ def test_inputs_only_divides_the_training_inputs(suite):
             (batch,) = task.splits[name].batches(1000)
             assert torch.equal(batch[0], expected)
             assert len(task.splits[name]) == len(expected) == {"train": 64, "val": 48, "test": 16}[name]
+
+
+def test_of_texts_only_the_places_that_count_are_kept():
+    targets = torch.arange(24).reshape(8, 3).masked_fill(torch.rand(8, 3) < 0.5, -100)
+    task = SuiteTask("texts", [], {"train": Split(torch.arange(24).reshape(8, 3), targets)})
+    (only,) = Suite("texts", {}, [{}], [task], None).inputs_only(8).tasks
+    for inputs, places in only.splits["val"].batches(2):
+        kept = targets[inputs[:, 0] // 3] != -100
+        assert torch.equal(places, torch.where(kept, 0, -100))
 
 
 def test_a_merge_leaves_no_graph(suite):
