@@ -23,7 +23,7 @@ from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.output import check_output, merge_record, warn_of, write_merge
 from epimer.engine.threads import check_device
 from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, short
-from epimer.evaluation.judges import Evaluate, by_agreement
+from epimer.evaluation.judges import Evaluate, by_agreement, evaluator
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, Tagged
 from epimer.methods.options import RULES_PARAMETER
@@ -92,23 +92,7 @@ def plan_merge(
     """Open what a recipe names, choose what it leaves to `auto`, and plan its merge; problems are collected."""
     loaded, folder = open_recipe(recipe, folder)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
-    judge = _recipe_judge(loaded, folder, progress=progress)
-    return choice.choose_and_plan(loaded, opened, judge, folder, RunOptions(progress=progress))
-
-
-def _recipe_judge(recipe: Recipe, folder: Path | None, *, progress: bool) -> Evaluate | None:
-    """Return what a recipe's `eval` names, where something is to be chosen by it."""
-    from epimer.evaluation.judges import evaluator
-    from epimer.evaluation.user_code import is_entry_point
-
-    if not recipe.auto or recipe.eval is None:
-        return None
-    if is_entry_point(recipe.eval.removeprefix("agreement:")):
-        raise RecipeError(
-            f"'eval: {recipe.eval}' names Python code, which a recipe may not run; "
-            f"use `epimer sweep --eval {recipe.eval}`."
-        )
-    return evaluator(recipe.eval, folder, count=len(recipe.models), progress=progress)
+    return choice.choose_and_plan(loaded, opened, folder, RunOptions(progress=progress))
 
 
 @torch.no_grad()
@@ -273,8 +257,6 @@ def sweep(
         max_memory: most memory for merging, as "3GB"; by default four fifths of what is free. What the evaluation takes
             comes on top.
     """
-    from epimer.evaluation.judges import evaluator
-
     loaded, folder = open_recipe(recipe)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if keep_best is not None:  # before any work

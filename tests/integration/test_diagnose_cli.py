@@ -79,6 +79,8 @@ def made(tmp_path_factory) -> Path:
     for task in tiny.TASKS:
         on = ["--task", "text-classification", "--data", root / f"{task}-train.jsonl", "--text", "sentence"]
         assert_done(run("curvature", root / task, *on, "--samples", "32", "-o", root / f"curvature-{task}", "-q"))
+        bare = [*on, "--samples", "32", "--no-inputs"]
+        assert_done(run("curvature", root / task, *bare, "-o", root / f"bare-{task}", "-q"))
     return root
 
 
@@ -236,7 +238,9 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(here, monkeyp
 
 @pytest.mark.parametrize("curved", [False, True])
 def test_auto_by_forecast_is_the_merge_that_the_diagnosis_ranks_first(here, curved):
-    recipe = write(here, curved=curved, merge_method="auto", scale="auto")
+    bare = [{"model": task, "curvature": f"bare-{task}"} for task in tiny.TASKS]  # with inputs it would go by them
+    models = {"models": bare} if curved else {}
+    recipe = write(here, merge_method="auto", scale="auto", **models)
     out = assert_done(run("merge", recipe, "auto"))
     assert_done(run("diagnose", recipe, "--json", "found.json", "-q"))
     forecast = json.loads((here / "found.json").read_text())["forecast"]
@@ -245,7 +249,8 @@ def test_auto_by_forecast_is_the_merge_that_the_diagnosis_ranks_first(here, curv
     assert f"auto took {best} at scale {fair[best]['scale']:g}: the lowest forecast" in " ".join(out.split())
     needed = epimer.describe_method(best).needs_curvature
     assert needed == curved
-    assert_done(run("merge", write(here, curved=needed, merge_method=best, scale=fair[best]["scale"]), "same", "-q"))
+    scale = {"scale": fair[best]["scale"]} if fair[best]["scale"] != 1 else {}
+    assert_done(run("merge", write(here, merge_method=best, **scale, **models), "same", "-q"))
     assert (here / "auto" / "epimer.json").read_bytes() == (here / "same" / "epimer.json").read_bytes()
     assert (here / "auto" / "model.safetensors").read_bytes() == (here / "same" / "model.safetensors").read_bytes()
 
@@ -482,7 +487,7 @@ def test_a_suite_of_other_models_is_refused(here, monkeypatch):
         (["--eval", "agreement:one.yaml"], ("one.yaml has 1 tasks, and 2 models are merged",)),
         (["--eval", "no-val.yaml", "--methods", "tsv"], ("words: task 'pace' has no val data, which a sweep needs",)),
         (["--eval", "no-test.yaml", "--methods", "tsv"], ("words: task 'pace' has no test data, which a sweep needs",)),
-        ([], ("Missing option '--eval'",)),
+        ([], ("a sweep needs something to compare merges by: --eval",)),
     ],
 )
 def test_a_sweep_that_cannot_be_made_is_refused_in_one_line(here, options, words):

@@ -10,13 +10,14 @@ from typing import Any
 from epimer.diagnosis.advice import choice
 from epimer.diagnosis.diagnose import diagnose_recipe
 from epimer.diagnosis.rounds import improve
-from epimer.diagnosis.suite_merge import applied
+from epimer.diagnosis.suite_merge import applied, refinable, samples_of
 from epimer.diagnosis.sweep import Merges, at_scales, sweep_recipe
 from epimer.engine.options import RunOptions
 from epimer.errors import RecipeError
-from epimer.evaluation.judges import Evaluate, by_agreement
+from epimer.evaluation.judges import Evaluate, by_agreement, evaluator
 from epimer.evaluation.suite import State, Suite
 from epimer.evaluation.unlabelled import suite_of_inputs
+from epimer.evaluation.user_code import is_entry_point
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.methods.registry import describe_method
 from epimer.plan.inputs import check_weights
@@ -35,6 +36,18 @@ INPUTS = "inputs without labels"
 """what an evaluation by the inputs that were kept with curvature is called"""
 
 
+def judge_of(recipe: Recipe, folder: Path | None, *, progress: bool) -> Evaluate | None:
+    """Return what a recipe's `eval` names, where something is to be chosen by it."""
+    if not recipe.auto or recipe.eval is None:
+        return None
+    if is_entry_point(recipe.eval.removeprefix("agreement:")):
+        raise RecipeError(
+            f"'eval: {recipe.eval}' names Python code, which a recipe may not run; "
+            f"use `epimer sweep --eval {recipe.eval}`."
+        )
+    return evaluator(recipe.eval, folder, count=len(recipe.models), progress=progress)
+
+
 def inputs_of(recipe: Recipe, opened: OpenedModels, folder: Path | None) -> Suite | None:
     """Return the recipe's tasks on the inputs that were kept with their curvature; None where there are not any."""
     if not opened.curvatures or len(opened.curvatures) != len(recipe.models):
@@ -43,21 +56,19 @@ def inputs_of(recipe: Recipe, opened: OpenedModels, folder: Path | None) -> Suit
     return suite_of_inputs(models, opened.participants, opened.curvatures)
 
 
-def samples_of(suite: Suite) -> int:
-    """Return the inputs that each task has, the most where tasks differ."""
-    return max(len(task.splits["train"]) for task in suite.tasks)
+def scaled_in_rounds(recipe: Recipe) -> bool:
+    """Whether inputs without labels choose the scale in every round, `improved_plan` that is, and nothing before."""
+    return "scale" in recipe.auto and recipe.eval is None and bool(recipe.rounds or recipe.refine)
 
 
-def choose_and_plan(
-    recipe: Recipe, opened: OpenedModels, evaluate: Evaluate | None, folder: Path | None, run: RunOptions
-) -> Plan:
+def choose_and_plan(recipe: Recipe, opened: OpenedModels, folder: Path | None, run: RunOptions) -> Plan:
     """Choose what a recipe leaves open, do its rounds and its refinement, and plan its merge.
+
+    What its `eval` names chooses; without one the inputs that were kept with curvature, and without these a forecast.
 
     Args:
         recipe: as it was written.
         opened: what it names.
-        evaluate: what its `eval` names, if something is open; else inputs that were kept with curvature choose, or a
-            forecast.
         folder: where relative paths are looked for too.
         run: where and within which limits.
     """
@@ -68,13 +79,14 @@ def choose_and_plan(
             "'rounds' and 'refine' need the inputs that curvature was measured on; measure it for every model with "
             "`epimer curvature`, which keeps them, and name the folders under 'curvature'."
         )
-    chosen, why = resolve(recipe, opened, evaluate or (by_agreement(inputs) if inputs else None), run)
+    judge = judge_of(recipe, folder, progress=run.progress) or (by_agreement(inputs) if inputs else None)
+    chosen, why = resolve(recipe, opened, judge, run)
     if again and inputs is not None:
         plan = improved_plan(recipe, chosen, opened, inputs, run)
     else:
         plan = plan_recipe(chosen, opened)
-        if why and inputs is not None:
-            plan = replace(plan, unlabelled=samples_of(inputs), choices=(why,))
+    if why and inputs is not None:
+        plan = replace(plan, unlabelled=samples_of(inputs), choices=(why, *plan.choices))
     if why:
         plan.notes.append(f"auto took {why}.")
     plan.notes.extend(line for line in plan.choices if line != why)
@@ -85,13 +97,13 @@ def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: S
     """Plan a recipe's merge after its rounds of measuring at the merge and its refinement.
 
     Args:
-        recipe: as it was written; where it leaves the scale open, every round chooses it.
+        recipe: as it was written; where it leaves the scale open and names no evaluation, every round chooses it.
         chosen: the same with nothing left open.
         opened: what it names.
         suite: its tasks on inputs without labels.
         run: where and within which limits.
     """
-    row, free = describe_method(chosen.merge_method), "scale" in recipe.auto
+    row, free = describe_method(chosen.merge_method), scaled_in_rounds(recipe)
     merges = Merges(opened.participants, chosen.rules, run, plan_recipe(chosen, opened).memory)
     opened = replace(opened, participants=merges.participants)
     template, given = merges.participants.template, opened.curvatures
@@ -109,19 +121,22 @@ def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: S
 
         return at_scales(row, base, at) if free else at
 
-    weights = check_weights(chosen.weights("", 0.0), len(chosen.models), "a refinement")
+    measurable = row.curvature == "kronecker" and row.needs_curvature
     with Progress(run.progress, unit="steps") as bar:
         stage = bar.begin("improving by inputs", 1 + recipe.rounds + recipe.refine)
         found = improve(
             suite,
             merge_with,
             given,
-            weights,
+            check_weights(chosen.weights("", 0.0), len(chosen.models), "a refinement") if recipe.refine else [],
             scale=None if free else 1.0,
-            rounds=recipe.rounds,
+            rounds=recipe.rounds if measurable else 0,
             steps=recipe.refine,
+            refinable=refinable(plan(given, 1.0)),
             progress=lambda line: stage.advance(1, line),
         )
+    if recipe.rounds and not measurable:
+        found.notes.insert(0, f"rounds were left out: {row.name} does not use kronecker curvature.")
     if found.curvatures is not given:
         for measured, first in zip(found.curvatures, given or (), strict=True):
             measured.file = first.file  # what the merge depends on, so that another measurement is another merge
@@ -135,6 +150,8 @@ def resolve(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate | None, run
         return recipe, ""
     if recipe.base_model is None:
         raise RecipeError("a recipe with 'auto' needs the base model that the others were fine-tuned from.")
+    if scaled_in_rounds(recipe) and "merge_method" not in recipe.auto:
+        return recipe.settled(recipe.merge_method), ""
     if evaluate is not None:
         return by_sweep(recipe, opened, evaluate, run)
     return by_forecast(recipe, opened, run)
@@ -180,6 +197,6 @@ def by_sweep(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate, run: RunO
     why = f"{format_score(best.validation.unit, best.validation.trusted.average)} on validation data of {recipe.eval}"
     if recipe.eval is None:
         why = f"divergence {1 - best.validation.order:.3f} from the models on their {INPUTS}"
-    if not free:
+    if not free or scaled_in_rounds(recipe):
         return recipe.settled(best.method), f"{best.method}: {why}"
     return recipe.settled(best.method, best.scale), f"{best.method} at scale {best.scale:g}: {why}"

@@ -6,7 +6,7 @@ the inputs that curvature is measured on, rounds and steps by the held-out rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,8 @@ def improve(
     scale: float | None,
     rounds: int = 0,
     steps: int = 0,
+    seed: int = 0,
+    refinable: Collection[str] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Improved:
     """Choose a merge's scale, measure its curvature again `rounds` times, and refine it by `steps` steps at most.
@@ -72,6 +74,8 @@ def improve(
         rounds: how often curvature is measured at the merge and the models are merged again under it; given up where
             held-out inputs say that it does not help.
         steps: natural-gradient steps, see `refine`.
+        seed: of the labels that curvature is measured with.
+        refinable: the tensors that steps may change; None: all that have curvature.
         progress: called with a line after everything that takes long.
     """
     judge = by_agreement(suite)
@@ -86,7 +90,7 @@ def improve(
     chosen, merged, order = made(curvatures)
     notes = []
     for number in range(1, rounds + 1):
-        measured = measure_curvature(suite, [merged] * len(suite.tasks))
+        measured = measure_curvature(suite, [merged] * len(suite.tasks), seed=seed)
         again = made(measured)
         change = f"1 - divergence on held-out inputs {order:.4f} -> {again[2]:.4f}"
         if again[2] <= order:
@@ -96,11 +100,14 @@ def improve(
         notes.append(f"round {number} of measuring at the merge: {change}.")
     refined = None
     if steps:
-        measured = measure_curvature(suite, [merged] * len(suite.tasks))
-        refined, divergences = refine(suite, merged, measured, weights, steps, progress)
+        names = merged.keys() if refinable is None else refinable
+        measured = measure_curvature(suite, [merged] * len(suite.tasks), seed=seed)
+        local = [{name: metric for name, metric in each.items() if name in names} for each in measured]
+        refined, divergences = refine(suite, merged, local, weights, steps, progress)
         taken = len(divergences) - 1
         change = f"KL on held-out inputs {divergences[0]:.4f} -> {divergences[-1]:.4f}"
-        notes.append(f"{taken} natural-gradient steps: {change}." if taken else "no natural-gradient step helped.")
+        count = f"{taken} natural-gradient step{'s' if taken > 1 else ''}"
+        notes.append(f"{count}: {change}." if taken else "no natural-gradient step helped.")
     return Improved(chosen, curvatures, merged, refined, notes)
 
 

@@ -14,9 +14,10 @@ from epimer.diagnosis.sweep import Merges, at_scales
 from epimer.engine.merge import MergedState, merge_in_memory
 from epimer.engine.options import in_memory
 from epimer.engine.output import merge_record
-from epimer.errors import ParameterError
+from epimer.errors import ParameterError, short
 from epimer.evaluation.suite import State, Suite
 from epimer.geometry.metric import Metric
+from epimer.methods.options import is_number
 from epimer.methods.registry import describe_method
 from epimer.plan.inputs import check_weights
 from epimer.plan.jobs import Plan
@@ -26,6 +27,7 @@ from epimer.plan.participants import state_dict_participants
 SAMPLES = 256  # inputs per task
 
 
+@torch.no_grad()
 def merge_suite(
     suite: Suite,
     method: str = "epimer_kron",
@@ -62,8 +64,11 @@ def merge_suite(
         The merged state dict; its `record` tells what was chosen and by how many inputs.
     """
     row = describe_method(method)
-    if scale != "auto" and isinstance(scale, str):
-        raise ParameterError(f"The 'scale' parameter must be a number or 'auto'. Got {scale!r} instead.")
+    if scale != "auto" and not is_number(scale):
+        raise ParameterError(f"The 'scale' parameter must be a number or 'auto'. Got {short(scale)} instead.")
+    for name, count in (("rounds", rounds), ("refine", refine)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ParameterError(f"The {name!r} parameter must be an integer at least 0. Got {short(count)} instead.")
     if rounds and (row.curvature != "kronecker" or not row.needs_curvature):
         raise ParameterError(
             f"rounds measure kronecker curvature again, which {method} does not use; take epimer_kron."
@@ -82,12 +87,32 @@ def merge_suite(
     def merge_with(curvatures: Any) -> Callable[[float], State]:
         return at_scales(row, suite.base, lambda scale: merges.merge(plan(curvatures, scale)))
 
-    shares = check_weights(weights, len(suite.models), method, absolute=False)
     fixed = None if scale == "auto" else float(scale)
-    found = improve(inputs, merge_with, curvature, shares, scale=fixed, rounds=rounds, steps=refine, progress=progress)
-    final = replace(plan(found.curvatures, found.scale), **applied(found, len(inputs.tasks[0].splits["train"]), fixed))
+    found = improve(
+        inputs,
+        merge_with,
+        curvature,
+        check_weights(weights, len(suite.models), "a refinement") if refine else [],
+        scale=fixed,
+        rounds=rounds,
+        steps=refine,
+        seed=seed,
+        refinable=refinable(plan(curvature, 1.0)),
+        progress=progress,
+    )
+    final = replace(plan(found.curvatures, found.scale), **applied(found, samples_of(inputs), fixed))
     tensors, records, prepared = merge_in_memory(final, run.start(final.parts))
     return MergedState(tensors, merge_record(final, prepared, records))
+
+
+def samples_of(suite: Suite) -> int:
+    """Return the inputs that each task has, the most where tasks differ."""
+    return max(len(task.splits["train"]) for task in suite.tasks)
+
+
+def refinable(plan: Plan) -> set[str]:
+    """Return the tensors that a refinement may change: those that are merged, not copied."""
+    return {job.name for job in plan.merged}
 
 
 def applied(found: Improved, samples: int, fixed: float | None) -> dict[str, Any]:

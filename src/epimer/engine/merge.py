@@ -90,7 +90,8 @@ class MergeWalk:
 
     def _common(self, job: Job, tensors: Tensors) -> object:
         """Return what jobs must have in common to be done as one; a job that cannot has itself."""
-        if not job.entrywise or not all(isinstance(W, Tensor) for W in tensors.models):
+        corrected = job.name in self.plan.corrections
+        if not job.entrywise or corrected or not all(isinstance(W, Tensor) for W in tensors.models):
             return job.key
         dtypes = [job.template.dtype, *(W.dtype for W in (tensors.base, *tensors.models) if isinstance(W, Tensor))]
         return id(job.options), job.rule, tuple(job.weights), tuple(dtypes), job.device
@@ -117,7 +118,7 @@ class MergeWalk:
                 job = replace(job, weights=self.prepared.weights or job.weights)
             if tensors.base is not None and not any(isinstance(W, Tensor) for W in tensors.models):
                 check_finite("base", job.name, tensors.base)
-            if job.entrywise and device.type == "cpu":
+            if job.entrywise and device.type == "cpu" and job.name not in self.plan.corrections:
                 result, record = self._merge_in_chunks(job, tensors)
             else:
                 base, tensors.base = tensors.base, None
@@ -168,7 +169,7 @@ class MergeWalk:
         if W0 is not None:
             total += as_compute_dtype(W0)
         if (correction := self.plan.corrections.get(job.name)) is not None:
-            total += correction.to(total)
+            total += (correction if job.rows is None else correction[slice(*job.rows)]).to(total)
         result = total.to(template.dtype)
         if nonfinite(result):
             raise TensorError(

@@ -58,5 +58,6 @@ def _log_probabilities(logits: Tensor, kept: Tensor | None) -> Tensor:
     if kept is None:
         return every
     some = every.gather(1, kept)
-    rest = every.scatter(1, kept, -torch.inf).logsumexp(1, keepdim=True)
+    nothing = torch.finfo(every.dtype).min  # not -inf, which has no gradient where all others are impossible
+    rest = every.scatter(1, kept, nothing).logsumexp(1, keepdim=True)
     return torch.cat([some, rest], 1)

@@ -144,9 +144,10 @@ def by_agreement(suite: Suite) -> Evaluate:
                 references[task.name, split] = list(map(Predictions.of, _logits(suite, model, task, split)))
             hits, divergences = [], []
             for own, logits in zip(references[task.name, split], _logits(suite, state, task, split), strict=True):
-                invalid = own.log_probabilities.isnan().any(1) | logits.isnan().any(1)  # NaN agrees with nothing
+                divergence = own.divergence(logits).double()
+                invalid = own.log_probabilities.isnan().any(1) | divergence.isnan()  # NaN agrees with nothing
                 hits.append((own.likeliest == logits.argmax(1)).double().masked_fill(invalid, math.nan))
-                divergences.append(own.divergence(logits).double())
+                divergences.append(divergence)
             who = "a merge or the fine-tuned model"
             scores[task.name] = suite.check_finite(torch.cat(hits).cpu(), task, split, "agreement", who)
             kl[task.name] = float(torch.cat(divergences).mean())

@@ -19,9 +19,10 @@ from torch.nn.functional import cross_entropy
 from epimer.errors import DataError
 from epimer.geometry.linalg import nonfinite
 from epimer.tasks.batches import Batch
-from epimer.tasks.labels import logits_of
+from epimer.tasks.labels import IGNORED, logits_of
 
 BATCH = 500  # samples evaluated at a time
+HELD_OUT = 4  # of inputs without labels every fourth is held out
 
 State = Mapping[str, Tensor]
 SampleFunction = Callable[[Any, Any], Tensor]
@@ -70,6 +71,21 @@ class Subset:
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Any, Any]]:
         return self.data.batches(size, self.indices if order is None else self.indices[order])
+
+
+@dataclass(frozen=True)
+class Unlabelled:
+    """Samples without their labels: targets are None or, of texts, say which tokens count."""
+
+    data: Data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Any, Any]]:
+        for inputs, targets in self.data.batches(size, order):
+            tokens = isinstance(targets, Tensor) and targets.dim() > 1 and not targets.is_floating_point()
+            yield inputs, torch.where(targets == IGNORED, IGNORED, 0) if tokens else None
 
 
 def correct(outputs: Any, targets: Tensor) -> Tensor:
@@ -155,12 +171,24 @@ class Suite:
         return replace(self, tasks=[cut(task) for task in self.tasks])
 
     def inputs_only(self, samples: int, seed: int = 0) -> Suite:
-        """Return the suite on some training inputs: all of them as train, three of four as val, the others as test."""
+        """Return the suite on some training inputs: all of them as train, three of four as val, the others as test.
+
+        Their labels are left out, so that nothing can read them.
+        """
 
         def cut(task: SuiteTask) -> SuiteTask:
-            data = task.splits["train"]
-            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:samples]
-            held_out = torch.arange(len(order)) % 4 == 3
+            if "train" not in task.splits:
+                raise DataError(
+                    f"{self.name}: task {task.name!r} has no train data, which inputs are taken from; add it."
+                )
+            data = Unlabelled(task.splits["train"])
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[: max(samples, 0)]
+            if len(order) < HELD_OUT:
+                raise DataError(
+                    f"{self.name}: task {task.name!r} has {len(order)} inputs to choose by, and {HELD_OUT} are the "
+                    "fewest that can be divided; take more samples."
+                )
+            held_out = torch.arange(len(order)) % HELD_OUT == HELD_OUT - 1
             parts = {"train": order, "val": order[~held_out], "test": order[held_out]}
             return replace(task, splits={name: Subset(data, indices) for name, indices in parts.items()})
 

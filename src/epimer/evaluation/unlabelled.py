@@ -14,14 +14,13 @@ from epimer.checkpoints.lazy_tensors import LazyTensors
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.kept_inputs import MASK, PIXELS, KeptInputs
 from epimer.errors import DataError
-from epimer.evaluation.suite import Subset, Suite, SuiteTask, classification_loss
+from epimer.evaluation.suite import HELD_OUT, Subset, Suite, SuiteTask, classification_loss
 from epimer.plan.participants import Participant, Participants
 from epimer.tasks.labels import IGNORED
 from epimer.tasks.loading import CAUSAL_LM, DTYPES
 from epimer.tasks.task import load_task, sample_losses
 from epimer.tasks.task_network import TaskNetwork, task_network
 
-HELD_OUT = 4  # every fourth sample is in the test split
 BATCH = 32  # samples evaluated at a time: a language model's predictions are large
 
 

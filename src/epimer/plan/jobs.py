@@ -231,7 +231,8 @@ def plan_jobs(
     assigned = assign_rules(participants, patterns, elementwise=method.elementwise)
     known = [*problems, *assigned.problems]
     plan = Plan(participants, method, curvatures, [], assigned, known, list(notes), recipe, tokenizer, basis)
-    if curvatures is not None and not method.needs_curvature and "fisher" not in assigned.rules.values():
+    used = method.needs_curvature or "fisher" in assigned.rules.values() or (recipe is not None and recipe.refine)
+    if curvatures is not None and not used:
         source = "was given" if recipe is None else "the recipe gives"
         plan.notes.append(f"{method.name} uses no curvature; what {source} is ignored.")
     depth, inputs_first = depths(list(assigned.rules)), stored_inputs_first(participants.template.headers)

@@ -141,9 +141,15 @@ class _Reader:
         value = data.get(key, 0)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.wrong((key,), value, "an integer at least 0")
-        rounds = key == "rounds" and self.method is not None and self.method.curvature != "kronecker"
-        if value and (rounds or (self.method is not None and not self.method.needs_base)):
-            raise self.error((key,), f"{key!r} is for methods with kronecker curvature and a base; take epimer_kron.")
+        if not value or self.method is None:
+            return value
+        if key == "rounds" and self.method.curvature != "kronecker":
+            problem = f"measure kronecker curvature again, which {self.method_name} does not use"
+            raise self.error((key,), f"{key!r} {problem}; take epimer_kron.")
+        if not self.method.needs_base:
+            raise self.error(
+                (key,), f"{key!r} is for methods with a base, and {self.method_name} needs none; take tsv."
+            )
         return value
 
     @property

@@ -102,6 +102,7 @@ class Recipe(_Frozen):
         from epimer.methods.registry import describe_method
 
         row = describe_method(method)
+        measured = row.needs_curvature or self.rounds or self.refine  # which take the inputs kept with curvature
         own = "merge_method" in self.auto or method == self.merge_method
         known = {*(row.defaults if own else ()), "weight"}
         parameters = {key: value for key, value in self.parameters.items() if key in known}
@@ -115,7 +116,7 @@ class Recipe(_Frozen):
         models = []
         for entry in self.models:
             kept: dict[str, Any] = {"parameters": {k: v for k, v in entry.parameters.items() if k in known}}
-            models.append(entry.model_copy(update=kept if row.needs_curvature else {**kept, "curvature": None}))
+            models.append(entry.model_copy(update=kept if measured else {**kept, "curvature": None}))
         return self.model_copy(
             update={
                 "merge_method": method,

@@ -13,16 +13,20 @@ from epimer.diagnosis.sweep import climb
 from epimer.errors import DataError
 from epimer.evaluation.metrics import CLASSIFIER_SCORES
 from epimer.evaluation.statistics import Scores
+from epimer.evaluation.suite import Split
 from epimer.experiments import paper as experiments
 from epimer.experiments.bench import (
     AS_PUBLISHED,
+    CANDIDATES,
     CURVATURE_VERSION,
     SCALES,
+    STEPS,
     Bench,
     Candidate,
     all_candidates,
 )
 from epimer.experiments.results import write
+from epimer.experiments.unlabelled import IMPROVEMENTS
 from trained import make_suite, network
 
 pytestmark = pytest.mark.slow
@@ -126,6 +130,31 @@ def test_experiments_write_tables_and_figures(bench, tmp_path, name, monkeypatch
     done, total, _ = told[-1]
     assert done == total == max(total for _, total, _ in told)
     assert [done for done, of, _ in told if of == total][-total:] == list(range(1, total + 1))
+
+
+def test_unlabelled_has_every_methods_scale_and_what_inputs_gain(suite):
+    wrong = [
+        replace(task, splits={n: Split(s.x, s.y if n != "train" else (s.y + 1) % 3) for n, s in task.splits.items()})
+        for task in suite.tasks
+    ]
+    bench = Bench(replace(suite, tasks=wrong, folder=None), samples=64)  # nothing depends on labels to train by
+    result = experiments.EXPERIMENTS["unlabelled"](bench)
+    methods = [candidate.name for candidate in CANDIDATES]
+    assert [row["method"] for row in result.data] == methods + list(IMPROVEMENTS)
+    assert len(result.rows) == len(result.data)
+    for row in result.data[: len(methods)]:
+        assert row["regret"] == pytest.approx(row["best"] - row["average"])
+        assert row["best"] >= max(row["at 1"], row["average"])
+    tsv = next(row for row in result.data if row["method"] == "tsv")
+    state = epimer.merge_state_dicts(suite.base, suite.models, "tsv", scale=tsv["scale"])
+    assert tsv["average"] == pytest.approx(Scores(suite.scores(state, "test")).average)
+    for row in result.data[len(methods) :]:
+        settings = {"samples": 64, "iterations": STEPS, **IMPROVEMENTS[row["method"]]}
+        merged = epimer.merge_suite(suite, **settings)
+        assert row["average"] == pytest.approx(Scores(suite.scores(merged, "test")).average)
+        assert row["scale"] == merged.record.parameters["scale"]
+        assert row["choices"][0] == f"scale {row['scale']:g}, by 64 inputs per task without labels"
+        assert len(row["choices"]) == len(merged.record.choices)
 
 
 def test_samples_and_metrics(bench, monkeypatch):

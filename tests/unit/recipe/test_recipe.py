@@ -402,6 +402,18 @@ def test_what_is_auto_is_kept_open_and_reads_back(load, given, auto):
     assert load(yaml.safe_dump(data)) == found
 
 
+def test_rounds_and_refinement_read_back_and_stay_when_the_rest_is_settled(load):
+    data = {"merge_method": "epimer_kron", "base_model": "b", "models": [{"model": "a", "curvature": "c"}]}
+    found = load_recipe(data | {"rounds": 1, "refine": 8, "scale": "auto"})
+    assert (found.rounds, found.refine) == (1, 8)
+    assert load(found.to_yaml()) == found
+    settled = found.settled("tsv", 0.7)
+    assert (settled.rounds, settled.refine, settled.models[0].curvature) == (1, 8, "c")  # refined by its inputs
+    plain = load_recipe(data | {"rounds": None, "refine": 0})
+    assert (plain.rounds, plain.refine, plain.settled("tsv").models[0].curvature) == (0, 0, None)
+    assert not {"rounds", "refine"} & plain.to_dict().keys()
+
+
 def test_a_recipe_with_nothing_open_says_nothing_of_it():
     assert not {"auto", "eval"} & recipe().to_dict().keys()
     assert (recipe().auto, recipe().eval) == ((), None)

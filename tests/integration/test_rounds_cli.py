@@ -1,0 +1,239 @@
+"""Recipes merged by the inputs that curvature keeps: `scale: auto`, `rounds`, `refine`; `sweep` without --eval.
+
+Divergences are computed anew, text by text, by transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import epimer
+
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file  # noqa: E402
+
+import tiny  # noqa: E402
+from commands import Ran, run  # noqa: E402
+
+RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
+SAMPLES = 32
+
+
+def assert_done(ran: Ran) -> str:
+    assert (ran.code, ran.err) == (0, ""), ran
+    return " ".join(ran.out.split())
+
+
+def assert_refused(ran: Ran, *words: str) -> None:
+    assert ran.err.startswith("error: "), ran
+    assert ran.err.count("\n") == 1, ran.err
+    assert all(word in ran.err for word in words), ran.err
+    assert (ran.code, ran.out) == (2, "")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A base, two classifiers, their suite, and curvature: with its inputs, on others, and without any."""
+    root = tmp_path_factory.mktemp("made")
+    tiny.make_classifiers(root)
+    (root / "suite.yaml").write_text(yaml.safe_dump(tiny.suite_of(), sort_keys=False))
+    for task in tiny.TASKS:
+        on = ["--task", "text-classification", "--data", root / f"{task}-train.jsonl", "--text", "sentence", "-q"]
+        for name, more in {
+            "curvature": (),
+            "other": ("--seed", "1"),
+            "bare": ("--no-inputs",),
+            "diagonal": ("--kind", "diagonal"),
+        }.items():
+            assert_done(run("curvature", root / task, *on, "--samples", SAMPLES, *more, "-o", root / f"{name}-{task}"))
+    return root
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(made: Path, curvature: str | None = "curvature", **changes: Any) -> Path:
+    """Write a recipe beside the models."""
+    models = [{"model": task} | ({"curvature": f"{curvature}-{task}"} if curvature else {}) for task in tiny.TASKS]
+    recipe = {"merge_method": "epimer_kron", "base_model": "base", "models": models, "rules": RULES} | changes
+    (made / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return made / "recipe.yaml"
+
+
+def record(out: str) -> dict:
+    return json.loads(Path(out, "epimer.json").read_text())
+
+
+@torch.no_grad()
+def by_hand(made: Path, out: str, part: str) -> tuple[float, float]:
+    """Return 1 - (disagreement + KL) and the KL of a merge from each task's own model, both means over tasks."""
+    disagreement = divergence = 0.0
+    for task in tiny.TASKS:
+        kept = load_file(made / f"curvature-{task}" / "inputs.safetensors")
+        own = transformers.BertForSequenceClassification.from_pretrained(made / task).eval()
+        merged, count = tiny.loaded(made, task, Path(out)), 0
+        misses = total = 0.0
+        for i in range(SAMPLES):
+            if (i % 4 == 3) is (part == "test"):
+                ids = kept["input_ids"][i : i + 1].long()[:, : int(kept["attention_mask"][i].sum())]
+                p, q = (model(ids).logits.double().log_softmax(1) for model in (own, merged))
+                misses += float(p.argmax() != q.argmax())
+                total += float((p.exp() * (p - q)).sum())
+                count += 1
+        disagreement += misses / count / len(tiny.TASKS)
+        divergence += total / count / len(tiny.TASKS)
+    return 1 - disagreement - divergence, divergence
+
+
+def test_the_scale_is_chosen_by_kept_inputs(made, here):
+    said = assert_done(run("merge", write(made, scale="auto"), "out"))
+    found = record("out")
+    scale = found["parameters"]["scale"]
+    orders = {}
+    for one in {0.7, 1.0, scale, 1.5}:
+        assert_done(run("merge", write(made, scale=one), f"at-{one}", "-q"))
+        orders[one] = by_hand(made, f"at-{one}", "val")[0]
+    assert max(orders, key=orders.get) == scale
+    why = f"epimer_kron at scale {scale:g}: divergence {1 - orders[scale]:.3f} from the models on their inputs"
+    assert f"auto took {why} without labels." in said
+    assert (found["unlabelled"], found["choices"]) == (SAMPLES, [f"{why} without labels"])
+    same = Path(f"at-{scale}", "model.safetensors").read_bytes()
+    assert Path("out", "model.safetensors").read_bytes() == same
+    assert record(f"at-{scale}").get("unlabelled") is None
+
+
+def test_rounds_and_steps_are_merged_written_and_told(made, here):
+    recipe = write(made, scale="auto", rounds=1, refine=2)
+    said = assert_done(run("merge", recipe, "out"))
+    found = record("out")
+    scale, (first, round_1, steps) = found["parameters"]["scale"], found["choices"]
+    assert found["unlabelled"] == SAMPLES
+    assert first == f"scale {scale:g}, by {SAMPLES} inputs per task without labels"
+    assert all(choice.rstrip(".") in said for choice in found["choices"])
+    assert "auto took" not in said  # every round chose: there is one scale, and it is said once
+    assert "rounds: 1" in found["recipe"]
+    assert "refine: 2" in found["recipe"]
+
+    plain = assert_done(run("merge", write(made, scale="auto"), "plain"))
+    assert "auto took" in plain
+    assert_done(run("merge", write(made, scale="auto", rounds=1), "round", "-q"))
+    before, after = (by_hand(made, out, "test")[0] for out in ("plain", "round"))
+    assert round_1 in record("round")["choices"]
+    assert ("given up" in round_1) == (after == before)
+    if "given up" not in round_1:
+        assert round_1.endswith(f"1 - divergence on held-out inputs {before:.4f} -> {after:.4f}.")
+        assert after > before
+    unrefined, refined = (by_hand(made, out, "test")[1] for out in ("round", "out"))
+    assert steps == f"1 natural-gradient step: KL on held-out inputs {unrefined:.4f} -> {refined:.4f}."
+    assert refined < unrefined
+
+    model = transformers.BertModel.from_pretrained("out")
+    state = load_file(Path("out", "model.safetensors"))
+    name = "encoder.layer.0.output.dense.weight"
+    assert torch.equal(model.state_dict()[name], state[f"bert.{name}"])
+    base = load_file(made / "base" / "model.safetensors")
+    assert torch.equal(state["cls.seq_relationship.bias"], base["cls.seq_relationship.bias"])
+
+    assert "out is already there" in assert_done(run("merge", write(made, scale="auto", rounds=1, refine=2), "out"))
+    assert_refused(run("merge", write(made, "other", scale="auto", rounds=1, refine=2), "out"), "--overwrite")
+    assert_refused(run("merge", write(made, scale=scale), "out"), "--overwrite")
+
+
+@pytest.mark.parametrize("method", ["tsv", "auto"])
+def test_what_was_refined_without_curvature_is_of_its_inputs_too(made, here, method):
+    """tsv uses no curvature, but its refinement is by the inputs that were kept with it."""
+    rank = {"rank": 2} if method == "tsv" else {}
+    said = assert_done(run("merge", write(made, "diagonal", merge_method=method, refine=1, parameters=rank), "out"))
+    assert "is ignored" not in said
+    assert record("out")["unlabelled"] == SAMPLES
+    assert record("out")["choices"][-1].startswith("1 natural-gradient step: KL on held-out inputs ")
+    assert len(record("out")["choices"]) == (1 if method == "tsv" else 2)
+    again = write(made, "diagonal", merge_method=method, refine=1, parameters=rank)
+    assert "already there" in assert_done(run("merge", again, "out"))
+    taken = record("out")["method"]
+    other = "other" if not epimer.describe_method(taken).needs_curvature else "curvature"
+    recipe = write(made, other, merge_method=taken, refine=1, parameters=rank)
+    assert run("merge", recipe, "out").code == 2
+
+
+def test_a_scale_chosen_on_validation_data_stays_through_the_rounds(made, here):
+    plain = assert_done(run("merge", write(made, scale="auto", eval="suite.yaml"), "plain"))
+    said = assert_done(run("merge", write(made, scale="auto", eval="suite.yaml", rounds=1), "out"))
+    why = plain[plain.index("auto took") :].split(" on validation data")[0]
+    assert why in said
+    assert record("out")["parameters"]["scale"] == record("plain")["parameters"]["scale"]
+    assert not any(choice.startswith("scale") for choice in record("out")["choices"])
+
+
+def test_rounds_are_left_out_where_the_chosen_method_has_no_kronecker_curvature(made, here):
+    said = assert_done(run("merge", write(made, "diagonal", merge_method="auto", rounds=1), "out"))
+    method = record("out")["method"]
+    assert f"rounds were left out: {method} does not use kronecker curvature." in said
+
+
+def test_without_kept_inputs_there_are_no_rounds(made, here):
+    for curvature in ("bare", None):
+        changes = {"rounds": 1} if curvature else {"merge_method": "tsv", "refine": 1}
+        assert_refused(
+            run("merge", write(made, curvature, **changes), "out"),
+            "'rounds' and 'refine' need the inputs that curvature was measured on; measure it for every model",
+        )
+    assert list(here.iterdir()) == []
+
+
+def test_a_sweep_without_an_evaluation_goes_by_kept_inputs(made, here):
+    asked = ["--methods", "epimer_kron,average", "--scale", "0.7,1.2"]
+    said = assert_done(run("sweep", write(made), *asked, "--out", "sweep.json", "--keep-best", "best"))
+    assert "inputs without labels: the best scale" in said
+    found = json.loads(Path("sweep.json").read_text())
+    assert found["eval"] == "inputs without labels"
+    orders = {}
+    for i, trial in enumerate(found["data"]):
+        assert_done(run("merge", write(made, merge_method=trial["method"], scale=trial["scale"]), f"{i}", "-q"))
+        orders[i] = by_hand(made, f"{i}", "val")[0]
+        assert trial["validation"] - trial["kl"] == pytest.approx(orders[i], abs=1e-4)
+    best = max(orders, key=orders.get)
+    assert found["best"]["scale"] == found["data"][best]["scale"]
+    assert Path("best", "model.safetensors").read_bytes() == Path(f"{best}", "model.safetensors").read_bytes()
+    words = ("a sweep needs something to compare merges by: --eval, or curvature of every model that kept its inputs.",)
+    for curvature in ("bare", None):
+        assert_refused(run("sweep", write(made, curvature, merge_method="tsv")), *words)
+
+
+@pytest.mark.parametrize("key", ["rounds", "refine"])
+@pytest.mark.parametrize("value", ["-1", "1.5", "true", "x", "[1]"])
+def test_counts_that_are_none_are_refused_with_their_line(made, here, key, value):
+    recipe = write(made)
+    recipe.write_text(f"{key}: {value}\n" + recipe.read_text())
+    shown = {"x": "'x'", "true": "True"}.get(value, value)
+    assert_refused(
+        run("merge", recipe, "out"), f"recipe.yaml:1: {key} must be an integer at least 0. Got {shown} instead"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "method"), [("rounds", "tsv"), ("rounds", "epimer"), ("rounds", "average"), ("refine", "average")]
+)
+def test_counts_that_a_method_has_no_use_for_are_refused_with_their_line(made, here, key, method):
+    recipe = write(made, merge_method=method)
+    recipe.write_text(f"{key}: 1\n" + recipe.read_text())
+    words = {"rounds": "measure kronecker curvature again, which", "refine": "is for methods with a base, and"}
+    assert_refused(run("merge", recipe, "out"), f"recipe.yaml:1: '{key}' {words[key]} {method} ")
