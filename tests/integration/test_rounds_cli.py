@@ -139,7 +139,7 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
     assert round_1 in record("round")["choices"]
     assert ("given up" in round_1) == (after == before)
     if "given up" not in round_1:
-        assert round_1.endswith(f"1 - divergence on held-out inputs {before:.4f} -> {after:.4f}.")
+        assert round_1.endswith(f"divergence on held-out inputs {1 - before:.4f} -> {1 - after:.4f}.")
         assert after > before
     unrefined, refined = (by_hand(made, out, "test")[1] for out in ("round", "out"))
     assert steps == f"1 natural-gradient step: KL on held-out inputs {unrefined:.4f} -> {refined:.4f}."

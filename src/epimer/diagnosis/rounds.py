@@ -31,6 +31,7 @@ DAMPING = 10.0  # mean diagonals of curvature added to it in a natural-gradient 
 ITERATIONS = 30  # of conjugate gradients in such a step
 LENGTHS = tuple(10 ** (exponent / 2) for exponent in range(-10, 1))
 """of a natural-gradient step that are tried, 1 being the whole of it"""
+LEAST_GAIN = 1e-3  # share of the divergence that a step must take off, so that rounding does not decide on one more
 
 Curvatures = Sequence[Mapping[str, Metric]]
 MergeWith = Callable[[Any], Callable[[float], State]]
@@ -92,7 +93,7 @@ def improve(
     for number in range(1, rounds + 1):
         measured = measure_curvature(suite, [merged] * len(suite.tasks), seed=seed)
         again = made(measured)
-        change = f"1 - divergence on held-out inputs {order:.4f} -> {again[2]:.4f}"
+        change = f"divergence on held-out inputs {1 - order:.4f} -> {1 - again[2]:.4f}"
         if again[2] <= order:
             notes.append(f"round {number} of measuring at the merge was given up: {change}.")
             break
@@ -162,7 +163,7 @@ def refine(
                 best, length = value, tried
             elif length and worse > 1:
                 break
-        if not length:
+        if best > (1 - LEAST_GAIN) * divergences[-1]:
             break
         current = _moved(current, direction, length)
         divergences.append(best)

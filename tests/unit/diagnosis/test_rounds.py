@@ -250,7 +250,7 @@ def test_rounds_measure_at_the_merge_and_are_given_up_where_they_do_not_help(sui
     one, two = (epimer.merge_suite(suite, scale=scale, samples=SAMPLES, rounds=rounds) for rounds in (1, 2))
     assert_close(one, states[1])
     assert_close(two, states[1])
-    notes = [f"1 - divergence on held-out inputs {a:.4f} -> {b:.4f}." for a, b in itertools.pairwise(orders)]
+    notes = [f"divergence on held-out inputs {1 - a:.4f} -> {1 - b:.4f}." for a, b in itertools.pairwise(orders)]
     assert one.record.choices == (f"round 1 of measuring at the merge: {notes[0]}",)
     given_up = f"round 2 of measuring at the merge was given up: {notes[1]}"
     assert two.record.choices == (*one.record.choices, given_up)
