@@ -31,7 +31,7 @@ DAMPING = 10.0  # mean diagonals of curvature added to it in a natural-gradient 
 ITERATIONS = 30  # of conjugate gradients in such a step
 LENGTHS = tuple(10 ** (exponent / 2) for exponent in range(-10, 1))
 """of a natural-gradient step that are tried, 1 being the whole of it"""
-LEAST_GAIN = 1e-3  # share of the divergence that a step must take off, so that rounding does not decide on one more
+LEAST_GAIN = 1e-5  # share of the divergence that a step must take off, so that rounding does not decide on one more
 
 Curvatures = Sequence[Mapping[str, Metric]]
 MergeWith = Callable[[Any], Callable[[float], State]]
