@@ -31,7 +31,6 @@ DAMPING = 10.0  # mean diagonals of curvature added to it in a natural-gradient 
 ITERATIONS = 30  # of conjugate gradients in such a step
 LENGTHS = tuple(10 ** (exponent / 2) for exponent in range(-10, 1))
 """of a natural-gradient step that are tried, 1 being the whole of it"""
-LEAST_GAIN = 1e-5  # share of the divergence that a step must take off, so that rounding does not decide on one more
 
 Curvatures = Sequence[Mapping[str, Metric]]
 MergeWith = Callable[[Any], Callable[[float], State]]
@@ -163,7 +162,7 @@ def refine(
                 best, length = value, tried
             elif length and worse > 1:
                 break
-        if best > (1 - LEAST_GAIN) * divergences[-1]:
+        if not length:
             break
         current = _moved(current, direction, length)
         divergences.append(best)
