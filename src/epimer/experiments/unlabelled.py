@@ -18,6 +18,7 @@ from epimer.experiments.results import (
     against,
     comparison_notes,
     correct_for_number,
+    dots,
     number,
     summary,
     tabulate,
@@ -69,7 +70,8 @@ def unlabelled(bench: Bench) -> Experiment:
         "judged by the other quarter of the inputs.",
         *comparison_notes(bench.metric, data, suite.tasks),
     ]
-    return tabulate("unlabelled", "scales and gains without labels", columns, data, notes + bench.notes)
+    figure = dots(data, bench.metric, metric=bench.metric)
+    return tabulate("unlabelled", "scales and gains without labels", columns, data, notes + bench.notes, figure)
 
 
 def _scale_row(bench: Bench, candidate: Candidate, judge: Evaluate) -> Row:

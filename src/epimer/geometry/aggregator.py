@@ -17,6 +17,8 @@ from epimer.geometry.linalg import top_svd, weighted_sum
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Tagged
 
+FAINT = 0.01  # share of the merge's energy along a direction below which a task's own is next to nothing
+
 
 class Aggregator(ABC):
     """The third factor of a method: turns the problem that subspace and metric pose into one merged task vector."""
@@ -81,15 +83,18 @@ def calibrated(delta: Tensor, deltas: Sequence[Tensor], least: float) -> Tensor:
     """Return a merged task vector whose singular values are divided by how often the tasks count each direction.
 
     Singular value calibration: along the left singular vector u_r the merge is s_rt = ⟨u_rᵀΔ, u_rᵀD_t⟩ / ‖u_rᵀD_t‖²
-    times task t, so σ_r is multiplied by γ_r = T / Σ_t max(`least`, s_rt).
+    times task t, so σ_r is multiplied by γ_r = T / Σ_t max(`least`, s_rt). With 1 as least, only what is counted more
+    than once is shortened: copies added up become the model again, and tasks that share no direction stay their sum.
+    A task whose energy along u_r is below `FAINT` of the merge's is taken at that, so that next to nothing of a task
+    does not decide how long a direction of others may be.
     """
     U, sigma, V = top_svd(delta, min(delta.shape))
     rows = sigma[:, None] * V.T
+    faint = FAINT * sigma.square()
     counted = torch.zeros_like(sigma)
     for D in deltas:
         own = U.T @ D
-        energy = own.square().sum(1)
-        counted += torch.where(energy > 0, (rows * own).sum(1) / torch.where(energy > 0, energy, 1), 0).clamp_min(least)
+        counted += ((rows * own).sum(1) / torch.maximum(own.square().sum(1), faint)).clamp_min(least)
     return (U * (len(deltas) / counted)) @ rows
 
 

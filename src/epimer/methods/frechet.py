@@ -68,7 +68,7 @@ class FrechetOptions(MethodOptions):
     calibrate: Annotated[
         float | None,
         Option(
-            "singular value calibration: least share of itself that a task counts as kept, 0.5; None: none",
+            "singular value calibration: what a task counts of a direction at least, 1 or less; None: none",
             low=0,
             open_low=True,
         ),
@@ -320,7 +320,7 @@ METHODS: tuple[Method, ...] = (
         equation="tensor x task-gram x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
         citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=epimer_free,
-        options=FrechetOptions(basis="tensor", aggregator="anchored", anchor="tsv", damping=1.0, calibrate=0.5),
+        options=FrechetOptions(basis="tensor", aggregator="anchored", anchor="tsv", damping=1.0, calibrate=1.0),
         curvature="task-gram",
         workspace=workspace.frechet,
         factored=True,

@@ -122,15 +122,24 @@ def test_the_stretched_average():
     assert kept == pytest.approx(sum(w * float(D.square().sum()) for w, D in zip(weights, models, strict=True)))
 
 
-def test_singular_value_calibration():
+@pytest.mark.parametrize("least", [0.5, 1.0])
+def test_singular_value_calibration(least):
     models = [decaying(t) for t in range(3)]
     merged = sum(models)
     U, sigma, Vh = torch.linalg.svd(merged, full_matrices=False)
     expected = torch.zeros_like(merged)
     for r in range(N):
         u, row = U[:, r], sigma[r] * Vh[r]
-        counted = sum(max(0.5, float(row @ (u @ D)) / float((u @ D).square().sum())) for D in models)
+        energies = [max(float((u @ D).square().sum()), 0.01 * float(sigma[r] ** 2)) for D in models]
+        counted = sum(max(least, float(row @ (u @ D)) / e) for D, e in zip(models, energies, strict=True))
         expected += 3 / counted * torch.outer(u, row)
-    assert close(calibrated(merged, models, 0.5), expected, 1e-9)
+    assert close(calibrated(merged, models, least), expected, 1e-9)
+
+
+def test_calibration_keeps_copies_and_strangers_as_they_are():
     D = decaying(5)
-    assert close(calibrated(3 * D, [D, D, D], 0.5), D, 1e-9)  # copies, added up, are the model again
+    assert close(calibrated(3 * D, [D, D, D], 1.0), D, 1e-9)
+    left, right = torch.zeros_like(D), torch.zeros_like(D)
+    left[:20, :20], right[20:, 20:] = decaying(1)[:20, :20], decaying(2)[20:, 20:]
+    right += 1e-9 * decaying(3)  # next to nothing of a direction that is the other's
+    assert close(calibrated(left + right, [left, right], 1.0), left + right, 1e-6)

@@ -152,7 +152,7 @@ def test_free_curvature_is_the_task_vectors_own_gram():
         vectors = {k: model[k] - BASE[k] for k in MATRICES}
         grams.append({k: epimer.Kronecker(A=D.T @ D, G=D @ D.T) for k, D in vectors.items()})
     assert equal(
-        merge("epimer_free", rank=4), merge("epimer_kron", curvature=grams, rank=4, anchor="tsv", calibrate=0.5)
+        merge("epimer_free", rank=4), merge("epimer_kron", curvature=grams, rank=4, anchor="tsv", calibrate=1.0)
     )
     inputs = [{k: epimer.Kronecker(A=v.A) for k, v in one.items()} for one in grams]
     assert equal(merge("wudi"), merge("mats", curvature=inputs))
