@@ -164,7 +164,8 @@ def test_what_was_refined_without_curvature_is_of_its_inputs_too(made, here, met
     said = assert_done(run("merge", write(made, "diagonal", merge_method=method, refine=1, parameters=rank), "out"))
     assert "is ignored" not in said
     assert record("out")["unlabelled"] == SAMPLES
-    assert record("out")["choices"][-1].startswith("1 natural-gradient step: KL on held-out inputs ")
+    helped, idle = "1 natural-gradient step: KL on held-out inputs ", "no natural-gradient step helped."
+    assert record("out")["choices"][-1].startswith(helped if method == "tsv" else (helped, idle))
     assert len(record("out")["choices"]) == (1 if method == "tsv" else 2)
     again = write(made, "diagonal", merge_method=method, refine=1, parameters=rank)
     assert "already there" in assert_done(run("merge", again, "out"))
