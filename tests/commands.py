@@ -50,3 +50,12 @@ def start(*arguments: object, cwd: Path) -> Ran:
         check=False,
     )
     return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def assert_refused(ran: Ran, *words: str) -> None:
+    """One line on stderr that holds these words, exit code 2, nothing printed."""
+    assert ran.err.startswith("error: "), ran
+    assert ran.err.count("\n") == 1, ran.err
+    for word in words:
+        assert word in ran.err
+    assert (ran.code, ran.out) == (2, "")

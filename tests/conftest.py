@@ -14,3 +14,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(WHOLE):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def quiet_transformers():
+    """No progress bars and no warnings of transformers while a module's tests run."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.enable_progress_bar()

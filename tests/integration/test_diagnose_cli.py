@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 import tiny  # noqa: E402
-from commands import Ran, run, start  # noqa: E402
+from commands import Ran, assert_refused, run, start  # noqa: E402
 
 RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
 JUDGE = """
@@ -53,21 +53,7 @@ def assert_done(ran: Ran) -> str:
     return ran.out
 
 
-def assert_refused(ran: Ran, *words: str) -> None:
-    """One line on stderr that holds these words, exit code 2, nothing printed."""
-    assert ran.err.startswith("error: "), ran
-    assert ran.err.count("\n") == 1, ran.err
-    for word in words:
-        assert word in ran.err
-    assert (ran.code, ran.out) == (2, "")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.enable_progress_bar()
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 @pytest.fixture(scope="module")

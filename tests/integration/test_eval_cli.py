@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny  # noqa: E402
-from commands import ENVIRONMENT, Ran, run, start  # noqa: E402
+from commands import ENVIRONMENT, Ran, assert_refused, run, start  # noqa: E402
 from epimer.cli.bench import EXPERIMENTS as NAMED  # noqa: E402
 from epimer.experiments.paper import EXPERIMENTS  # noqa: E402
 
@@ -40,21 +40,7 @@ def found(*arguments: object) -> dict:
     return json.loads(ran.out)
 
 
-def assert_refused(ran: Ran, *words: str) -> None:
-    """One line on stderr that holds these words, exit code 2, nothing printed."""
-    assert ran.err.startswith("error: "), ran
-    assert ran.err.count("\n") == 1, ran.err
-    for word in words:
-        assert word in ran.err
-    assert (ran.code, ran.out) == (2, "")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.enable_progress_bar()
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 import tiny  # noqa: E402
-from commands import Ran, run  # noqa: E402
+from commands import Ran, assert_refused, run  # noqa: E402
 
 RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
 SAMPLES = 32
@@ -31,19 +31,7 @@ def assert_done(ran: Ran) -> str:
     return " ".join(ran.out.split())
 
 
-def assert_refused(ran: Ran, *words: str) -> None:
-    assert ran.err.startswith("error: "), ran
-    assert ran.err.count("\n") == 1, ran.err
-    assert all(word in ran.err for word in words), ran.err
-    assert (ran.code, ran.out) == (2, "")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.enable_progress_bar()
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: S
 
         return at_scales(row, base, at) if free else at
 
-    measurable = row.curvature == "kronecker" and row.needs_curvature
+    measurable = row.curvature == "kronecker"
     with Progress(run.progress, unit="steps") as bar:
         stage = bar.begin("improving by inputs", 1 + recipe.rounds + recipe.refine)
         found = improve(

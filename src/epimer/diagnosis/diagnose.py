@@ -18,6 +18,7 @@ from epimer.engine.basis import matrix_jobs, read_deltas
 from epimer.engine.merge import Tensors, read_tensors
 from epimer.engine.options import RunOptions, in_memory
 from epimer.errors import ParameterError, TensorError
+from epimer.evaluation.unlabelled import task_names
 from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Basis, Tagged, atoms_of, clamp_rank
 from epimer.geometry.theory import total
@@ -299,7 +300,7 @@ def diagnose_recipe(
         damping=damping,
         methods=wanted,
         scales={recipe.merge_method: float(scale)} if isinstance(scale, int | float) else {},
-        names=_names(recipe),
+        names=task_names([entry.model for entry in recipe.models]),
         base=Path(recipe.base_model or "base").name,
         recipe=public_recipe(recipe, participants, opened.tokenizer),
         run=run,
@@ -340,9 +341,3 @@ def _rank(recipe: Recipe, asked: int | None) -> int | None:
         return int(known_parameters(AUTO)["rank"].check("a diagnosis", asked))
     known, rank = known_parameters(recipe.merge_method), recipe.parameters.get("rank")
     return 32 if rank is None or "rank" not in known else known["rank"].check(recipe.merge_method, rank)
-
-
-def _names(recipe: Recipe) -> list[str]:
-    """Return what to call the models: the last part of where they are, numbered where that is not enough."""
-    short = [Path(entry.model).name or entry.model for entry in recipe.models]
-    return [name if short.count(name) == 1 else f"{name} ({t})" for t, name in enumerate(short)]

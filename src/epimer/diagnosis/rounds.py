@@ -88,21 +88,22 @@ def improve(
         return best, merged, judge(merged, HELD_OUT).order
 
     chosen, merged, order = made(curvatures)
-    notes = []
+    notes, at_merge = [], None  # curvature at the merge, where a round that was given up measured it
     for number in range(1, rounds + 1):
         measured = measure_curvature(suite, [merged] * len(suite.tasks), seed=seed)
         again = made(measured)
         change = f"divergence on held-out inputs {1 - order:.4f} -> {1 - again[2]:.4f}"
         if again[2] <= order:
             notes.append(f"round {number} of measuring at the merge was given up: {change}.")
+            at_merge = measured
             break
         curvatures, (chosen, merged, order) = measured, again
         notes.append(f"round {number} of measuring at the merge: {change}.")
     refined = None
     if steps:
         names = merged.keys() if refinable is None else refinable
-        measured = measure_curvature(suite, [merged] * len(suite.tasks), seed=seed)
-        local = [{name: metric for name, metric in each.items() if name in names} for each in measured]
+        at_merge = at_merge or measure_curvature(suite, [merged] * len(suite.tasks), seed=seed)
+        local = [{name: metric for name, metric in each.items() if name in names} for each in at_merge]
         refined, divergences = refine(suite, merged, local, weights, steps, progress)
         taken = len(divergences) - 1
         change = f"KL on held-out inputs {divergences[0]:.4f} -> {divergences[-1]:.4f}"
@@ -157,10 +158,11 @@ def refine(
         best, length, worse = divergences[-1], 0.0, 0
         for tried in LENGTHS:
             value = objective.value(_moved(current, direction, tried), HELD_OUT)
-            worse = 0 if value < best else worse + 1
             if value < best:
-                best, length = value, tried
-            elif length and worse > 1:
+                best, length, worse = value, tried, 0
+                continue
+            worse += 1
+            if length and worse > 1:
                 break
         if not length:
             break

@@ -69,7 +69,7 @@ def merge_suite(
     for name, count in (("rounds", rounds), ("refine", refine)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise ParameterError(f"The {name!r} parameter must be an integer at least 0. Got {short(count)} instead.")
-    if rounds and (row.curvature != "kronecker" or not row.needs_curvature):
+    if rounds and row.curvature != "kronecker":
         raise ParameterError(
             f"rounds measure kronecker curvature again, which {method} does not use; take epimer_kron."
         )

@@ -88,6 +88,13 @@ class Unlabelled:
             yield inputs, torch.where(targets == IGNORED, IGNORED, 0) if tokens else None
 
 
+def divided(data: Data, order: Tensor) -> dict[str, Data]:
+    """Return the samples with the indices `order` as train, and divided into val and, every fourth, test."""
+    held_out = torch.arange(len(order)) % HELD_OUT == HELD_OUT - 1
+    parts = {"train": order, "val": order[~held_out], "test": order[held_out]}
+    return {name: Subset(data, indices) for name, indices in parts.items()}
+
+
 def correct(outputs: Any, targets: Tensor) -> Tensor:
     """Return 1 for each sample that a classifier predicts correctly, else 0; NaN where its logits hold NaN."""
     top = logits_of(outputs).max(1)
@@ -188,9 +195,7 @@ class Suite:
                     f"{self.name}: task {task.name!r} has {len(order)} inputs to choose by, and {HELD_OUT} are the "
                     "fewest that can be divided; take more samples."
                 )
-            held_out = torch.arange(len(order)) % HELD_OUT == HELD_OUT - 1
-            parts = {"train": order, "val": order[~held_out], "test": order[held_out]}
-            return replace(task, splits={name: Subset(data, indices) for name, indices in parts.items()})
+            return replace(task, splits=divided(data, order))
 
         return replace(self, tasks=[cut(task) for task in self.tasks])
 

@@ -14,7 +14,7 @@ from epimer.checkpoints.lazy_tensors import LazyTensors
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.kept_inputs import MASK, PIXELS, KeptInputs
 from epimer.errors import DataError
-from epimer.evaluation.suite import HELD_OUT, Subset, Suite, SuiteTask, classification_loss
+from epimer.evaluation.suite import HELD_OUT, Suite, SuiteTask, classification_loss, divided
 from epimer.plan.participants import Participant, Participants
 from epimer.tasks.labels import IGNORED
 from epimer.tasks.loading import CAUSAL_LM, DTYPES
@@ -103,12 +103,11 @@ class Networks:
     def task(self, name: str) -> SuiteTask:
         """Return a task without labels."""
         inputs = self.sources[name].inputs
-        data, order = KeptSplit(inputs, self.device, self._dtype(name)), torch.arange(len(inputs))
-        held_out = order % HELD_OUT == HELD_OUT - 1
+        data = KeptSplit(inputs, self.device, self._dtype(name))
         return SuiteTask(
             name,
             (),
-            {"train": data, "val": Subset(data, order[~held_out]), "test": Subset(data, order[held_out])},
+            divided(data, torch.arange(len(data))),
             head=inputs.head,
             score=_no_labels,
             loss=sample_losses if inputs.task == CAUSAL_LM else classification_loss,

@@ -18,9 +18,7 @@ from epimer.geometry.operator import Dense, SubspaceOperator
 
 NEAR_DUPLICATE = 0.02  # where a stack's weakest direction is below this, SVDs are taken exactly
 DISTINCT, COPIES = 0.5, 0.9  # cosine up to which task vectors count as distinct, and from which on as copies
-LEAST = (
-    0.5  # singular values of a stack of copies below this are what the copies differ by, not directions of their own
-)
+LEAST = 0.5  # a stack's singular values below this are what copies differ by, not directions of their own
 
 
 def clamp_rank(shape: Sequence[int], tasks: int, rank: int | None) -> int:

@@ -22,13 +22,7 @@ from safetensors.torch import save_file  # noqa: E402
 import tiny  # noqa: E402
 from epimer.evaluation.hf_suite import read_suite  # noqa: E402
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.enable_progress_bar()
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 @pytest.fixture(scope="module")
