@@ -74,6 +74,9 @@ def load_base(folder: Path, device: str, layers: int | None) -> LlamaForCausalLM
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     config.num_hidden_layers = layers or config.num_hidden_layers
     network = LlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
+    # Forward passes of a GPU multiply in TF32, which is some times faster; merges and curvature do not.
+    network.register_forward_pre_hook(lambda *_: torch.set_float32_matmul_precision("high"))
+    network.register_forward_hook(lambda *_: torch.set_float32_matmul_precision("highest"), always_call=True)
     return network.to(device).eval()
 
 

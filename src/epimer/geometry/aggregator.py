@@ -6,16 +6,16 @@ Damping ε is counted in mean diagonals of curvature.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from epimer.geometry.frechet import Problem
-from epimer.geometry.linalg import top_svd, weighted_sum
+from epimer.geometry.linalg import Delta, squared_norm, top_svd, weighted_sum
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import Tagged
+from epimer.geometry.subspace import Full, Tagged
 
 FAINT = 0.01  # share of the merge's energy along a direction below which a task's own is next to nothing
 
@@ -52,31 +52,34 @@ class Sum(Aggregator):
 
 @dataclass(frozen=True)
 class Anchored(Aggregator):
-    """x_a + (H̄ + εI)⁻¹ Σ λ_t H̃_t (x_t - x_a): directions without curvature stay at the anchor x_a."""
+    """x_a + (H̄ + εI)⁻¹ Σ λ_t H̃_t (x_t - x_a): what has no curvature, or is not in the subspace, stays at x_a."""
 
-    anchor: Callable[[Problem], Tensor]
-    """the coordinates x_a"""
+    anchor: Delta
+    """x_a, of the layer's shape"""
     damping: float
 
     def aggregate(self, problem: Problem) -> Solution:
-        solution = problem.solve(self.anchor(problem), self.damping * problem.mean_unit)
-        return replace(solution, value=problem.subspace.lift(solution.value))
+        subspace, epsilon = problem.subspace, self.damping * problem.mean_unit
+        start = subspace.project(self.anchor)
+        solution = problem.solve(start, epsilon)
+        if isinstance(subspace, Full):
+            return replace(solution, value=subspace.lift(solution.value))
+        return replace(solution, value=self.anchor + subspace.lift(solution.value - start))
 
 
-def stretched_mean(problem: Problem) -> Tensor:
-    """Return s·x̄, the flat mean stretched until the tasks keep their whole length on average.
+def stretched_mean(deltas: Sequence[Delta], weights: Sequence[float]) -> Delta:
+    """Return s·D̄, the mean of task vectors stretched until the tasks keep their whole length on average.
 
-    s = Σ λ_t ‖x_t‖² / ‖x̄‖² solves Σ λ_t ⟨s x̄, x_t⟩ = Σ λ_t ‖x_t‖²: T, so the sum, for T orthogonal tasks of equal
+    s = Σ λ_t ‖D_t‖² / ‖D̄‖² solves Σ λ_t ⟨s D̄, D_t⟩ = Σ λ_t ‖D_t‖²: T, so the sum, for T orthogonal tasks of equal
     weight, and 1, so the model itself, for copies. It is at most 1 / Σ λ_t², the number of models that the weights
     amount to, which opposing tasks would exceed.
     """
-    flat = problem.flat_mean()
-    length = float(flat.square().sum())
-    lengths = [float(point.square().sum()) for point in problem.points]
-    most = 1 / sum(w * w for w in problem.weights)
+    mean = weighted_sum(deltas, weights)
+    length, most = squared_norm(mean), 1 / sum(w * w for w in weights)
     if length * most <= 0:
-        return flat
-    return min(most, sum(w * each for w, each in zip(problem.weights, lengths, strict=True)) / length) * flat
+        return mean
+    kept = sum(w * squared_norm(D) for w, D in zip(weights, deltas, strict=True))
+    return min(most, kept / length) * mean
 
 
 def calibrated(delta: Tensor, deltas: Sequence[Tensor], least: float) -> Tensor:

@@ -113,6 +113,14 @@ def dense(D: Delta) -> Tensor:
     return D.dense() if isinstance(D, LowRank) else D
 
 
+def squared_norm(D: Delta) -> float:
+    """Return ‖D‖² in float64; of a product of factors without the product."""
+    if isinstance(D, LowRank):
+        B, A = D.B.double(), D.A.double()
+        return float(((B.T @ B) * (A @ A.T)).sum())
+    return float(torch.linalg.vector_norm(D, dtype=torch.float64)) ** 2
+
+
 class Svd(NamedTuple):
     """The leading triples: A ≈ U_mk diag(sigma_k) V_nkᵀ; triples with σ = 0 are left out."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -20,8 +20,8 @@ from epimer.geometry.aggregator import (
     stretched_mean,
     tsv_delta,
 )
-from epimer.geometry.frechet import Problem, build_problem
-from epimer.geometry.linalg import as_compute_dtype
+from epimer.geometry.frechet import build_problem
+from epimer.geometry.linalg import Delta, as_compute_dtype, weighted_sum
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Basis, Full, Subspace, Tagged, atoms_of, clamp_rank, tagged, tensor_product
@@ -150,20 +150,20 @@ def _aggregator(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> 
             return Anchored(_anchor(layer, options, atoms), options.damping)
 
 
-def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Callable[[Problem], Tensor]:
-    """Return what gives the anchor's coordinates in a problem's subspace."""
+def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Delta:
+    """Return the anchor, of the layer's shape."""
     match options.anchor:
         case "stretched":
-            return stretched_mean
+            return stretched_mean(layer.deltas, layer.weights)
         case "average":
-            return Problem.flat_mean
+            return weighted_sum(layer.deltas, layer.weights)
         case "sum":
-            return lambda problem: len(problem.points) * problem.flat_mean()
+            return len(layer.deltas) * weighted_sum(layer.deltas, layer.weights)
         case "iso_c":
-            return lambda problem: problem.subspace.project(iso_c_delta(layer.deltas, layer.weights))
+            return iso_c_delta(layer.deltas, layer.weights)
         case "tsv":
             assert atoms is not None
-            return lambda problem: problem.subspace.project(tsv_delta(atoms, layer.weights))
+            return tsv_delta(atoms, layer.weights)
 
 
 def fisher(layer: Layer, options: FisherOptions) -> Solution:

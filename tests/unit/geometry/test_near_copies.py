@@ -11,7 +11,7 @@ from epimer.geometry.aggregator import Anchored, calibrated, stretched_mean, tsv
 from epimer.geometry.frechet import build_problem
 from epimer.geometry.linalg import polar
 from epimer.geometry.metric import Kronecker
-from epimer.geometry.subspace import Full, tagged, tensor_product
+from epimer.geometry.subspace import tagged, tensor_product
 
 M, N, K, T = 48, 40, 6, 4
 EQUAL = [1 / T] * T
@@ -49,13 +49,14 @@ def test_near_copies_merge_to_the_model_they_are_copies_of(noise):
     D, models = copies(noise)
     atoms = tagged(models, K)
     problem = build_problem(tensor_product(atoms), [kronecker(t) for t in range(T)], models, EQUAL)
-    merges = {
+    truncated = {
         "tsv": tsv_delta(atoms, EQUAL),
-        "stretched": Anchored(stretched_mean, 1.0).aggregate(problem).value,
-        "tsv anchor": Anchored(lambda p: p.subspace.project(tsv_delta(atoms, EQUAL)), 1.0).aggregate(problem).value,
+        "anchor": Anchored(tsv_delta(atoms, EQUAL), 1.0).aggregate(problem).value,
     }
-    for name, merged in merges.items():
+    for name, merged in truncated.items():
         assert apart(merged, D) <= 2 * noise + 1e-9, name
+    whole = Anchored(stretched_mean(models, EQUAL), 1.0).aggregate(problem).value
+    assert float((whole - D).norm() / D.norm()) <= 2 * noise + 1e-9
 
 
 @pytest.mark.parametrize("method", ["tsv", "epimer_kron", "epimer_free", "iso_cts"])
@@ -67,7 +68,9 @@ def test_methods_near_copies(method):
     if row.needs_curvature:
         given["curvature"] = [{"w": kronecker(t)} for t in range(T)]
     merged = epimer.merge_state_dicts(base, [{"w": W} for W in models], method, **given)["w"]
-    if "copies" in row.laws:
+    if method == "epimer_kron":  # what its basis does not keep stays at the anchor
+        assert float((merged - D).norm() / D.norm()) < 0.03
+    elif "copies" in row.laws:
         assert apart(merged, D) < 0.03
     else:
         assert method == "iso_cts"
@@ -103,21 +106,17 @@ def test_a_regularised_polar_factor():
 
 
 def test_the_stretched_average():
-    full = Full(torch.float64)
-
-    def stretched(models, weights):
-        metrics = [kronecker(t) for t in range(len(models))]
-        return stretched_mean(build_problem(full, metrics, models, weights))
-
     D = decaying(0)
-    assert close(stretched([D, D, D], [0.2, 0.3, 0.5]), D, 1e-12)
+    assert close(stretched_mean([D, D, D], [0.2, 0.3, 0.5]), D, 1e-12)
     left, right = torch.zeros_like(D), torch.zeros_like(D)
     left[:20], right[20:] = decaying(1)[:20], decaying(2)[20:]
     right *= left.norm() / right.norm()
-    assert close(stretched([left, right], [0.5, 0.5]), left + right, 1e-12)
-    assert close(stretched([D, -D + 1e-3 * left], [0.5, 0.5]), 2 * 0.5 * 1e-3 * left, 1e-9)  # never more than the sum
+    assert close(stretched_mean([left, right], [0.5, 0.5]), left + right, 1e-12)
+    assert close(
+        stretched_mean([D, -D + 1e-3 * left], [0.5, 0.5]), 2 * 0.5 * 1e-3 * left, 1e-9
+    )  # never more than the sum
     models, weights = copies(0.7)[1][:3], [0.5, 0.2, 0.3]
-    x = stretched(models, weights)
+    x = stretched_mean(models, weights)
     kept = sum(w * float((x * D).sum()) for w, D in zip(weights, models, strict=True))
     assert kept == pytest.approx(sum(w * float(D.square().sum()) for w, D in zip(weights, models, strict=True)))
 
