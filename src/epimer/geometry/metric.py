@@ -201,10 +201,8 @@ class Kronecker(Metric):
 
 
 def _sandwich(M: Tensor | None, U: Tensor | None) -> Tensor | None:
-    """Return UᵀMU in float64; None stands for the identity on either place (U has orthonormal columns)."""
-    if M is None:
-        return None
-    return M.double() if U is None else (U.T @ M @ U).double()
+    """Return UᵀMU in float64, or M as it is on the full space; None is the identity (U has orthonormal columns)."""
+    return M if M is None or U is None else (U.T @ M @ U).double()
 
 
 @dataclass(frozen=True, kw_only=True)
