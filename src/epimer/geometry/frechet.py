@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from epimer.errors import CurvatureError
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.linalg import weighted_sum
 from epimer.geometry.metric import Metric
@@ -118,6 +119,7 @@ def build_problem(
     jitter: float = 0.0,
     tolerance: float = 0.0,
     max_steps: int | None = None,
+    name: str = "",
 ) -> Problem:
     """Return the undamped problem of one layer: curvature projected on the subspace, `jitter`·I added, normalised.
 
@@ -125,9 +127,14 @@ def build_problem(
     their λ-weighted mean has it and tasks keep their relative sizes; "none" leaves them. A task without curvature, once
     damped, becomes damping·I under "trace" and "common", and nothing under "none". `tolerance` is the relative error of
     the low-rank projection that may start a large diagonal solve; 0 projects exactly. Conjugate gradients stop after
-    `max_steps`; None goes on until they converge.
+    `max_steps`; None goes on until they converge. Errors call the tensor `name`.
     """
-    operators = [subspace.restrict(metric, tolerance) for metric in metrics]
+    operators: list[SubspaceOperator] = []
+    for t, metric in enumerate(metrics):
+        try:
+            operators.append(subspace.restrict(metric, tolerance))
+        except CurvatureError as error:
+            raise CurvatureError(f"curvature[{t}][{name!r}]: {error}") from None
     operators = [replace(H, max_steps=max_steps) if isinstance(H, KroneckerSum) else H for H in operators]
     sizes = [H.mean_diagonal() + jitter for H in operators]
     mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True))

@@ -142,32 +142,32 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
     """
     (p, q), tasks = like.shape, len(terms)
     g_tk, E_tpk = _leading([G for _, G, _ in terms], p, like)
-    a_tl, F_tql = _leading([A for _, _, A in terms], q, like)
+    a_th, F_tqh = _leading([A for _, _, A in terms], q, like)
     c_t = torch.tensor([c for c, _, _ in terms], dtype=like.dtype, device=like.device)
-    values_tkl = c_t[:, None, None] * g_tk[:, :, None] * a_tl[:, None, :]
-    largest = torch.topk(values_tkl.flatten(), min(PAIRS, -(-p * q // 2), values_tkl.numel()))
+    values_tkh = c_t[:, None, None] * g_tk[:, :, None] * a_th[:, None, :]
+    largest = torch.topk(values_tkh.flatten(), min(PAIRS, -(-p * q // 2), values_tkh.numel()))
     kept = largest.values > torch.finfo(like.dtype).eps * largest.values[0]
     values, index = largest.values[kept], largest.indices[kept]
     trace = p * q * sum(c * _mean_diagonal(G) * _mean_diagonal(A) for c, G, A in terms)
     rest = shift + max(0.0, trace - float(values.sum(dtype=torch.float64))) / (p * q)
-    k, l = g_tk.shape[1], a_tl.shape[1]
-    task, i, j = index // (k * l), index // l % k, index % l
-    E_np, F_nq = E_tpk[task, :, i], F_tql[task, :, j]
+    k, h = g_tk.shape[1], a_th.shape[1]
+    task, i, j = index // (k * h), index // h % k, index % h
+    E_np, F_nq = E_tpk[task, :, i], F_tqh[task, :, j]
     inner = (E_np @ E_np.T) * (F_nq @ F_nq.T)
     inner.diagonal().add_(rest / values)
     L, info = torch.linalg.cholesky_ex(inner)
     if info or not values.numel() or not rest > 0:
         return lambda r: r
     inverse = torch.cholesky_inverse(L)
-    k, l = int(i.max()) + 1, int(j.max()) + 1
-    E_tpk, F_tql = E_tpk[:, :, :k].contiguous(), F_tql[:, :, :l].contiguous()
-    F_sq, place = F_tql.mT.flatten(0, 1), (task * k + i) * l + j
+    k, h = int(i.max()) + 1, int(j.max()) + 1
+    E_tpk, F_tqh = E_tpk[:, :, :k].contiguous(), F_tqh[:, :, :h].contiguous()
+    F_sq, place = F_tqh.mT.flatten(0, 1), (task * k + i) * h + j
 
     def precondition(r: Tensor) -> Tensor:
-        along = (torch.matmul(E_tpk.mT, r) @ F_tql).flatten()
+        along = (torch.matmul(E_tpk.mT, r) @ F_tqh).flatten()
         weights = torch.zeros_like(along)
         weights[place] = inverse @ along[place]
-        lifted = torch.matmul(E_tpk, weights.view(tasks, k, l)).transpose(0, 1).flatten(1) @ F_sq
+        lifted = torch.matmul(E_tpk, weights.view(tasks, k, h)).transpose(0, 1).flatten(1) @ F_sq
         return (r - lifted) / rest
 
     return precondition

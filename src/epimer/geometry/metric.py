@@ -7,23 +7,26 @@ A metric knows its own product (`apply`) and its restriction SᵀHS to two kinds
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from epimer.errors import CurvatureError
 from epimer.geometry.diagonal import TaggedDiagonal, TensorProductDiagonal, project_diagonal
 from epimer.geometry.kinds import SERVES
 from epimer.geometry.kronecker import KroneckerSum
-from epimer.geometry.linalg import nonfinite, null_share
+from epimer.geometry.linalg import as_compute_dtype, nonfinite, null_share
 from epimer.geometry.operator import Dense, Elementwise, OuterSum, SubspaceOperator
 
 if TYPE_CHECKING:
     from epimer.geometry.subspace import Tagged
 
 ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative
+WIDE = 1024  # side of a Kronecker factor from which on it is checked where it is used, which is cheaper
+BLOCK = 512  # side of a block of a matrix that is compared with its transpose in the cache
 
 
 class Metric(ABC):
@@ -76,11 +79,16 @@ def _on_atoms(H_pp: Tensor, atoms: Tagged) -> Dense:
     return Dense(atoms.orthonormal(H_pp.double()), null_share(atoms.U.dtype))
 
 
-def _symmetric(M: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    if M is None:
-        return None
-    M = M.to(device, dtype)
-    return 0.5 * (M + M.T)
+def _blocks(M: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the blocks on and above the diagonal of a square matrix, each with the transpose of its mirror image."""
+    for i in range(0, len(M), BLOCK):
+        for j in range(i, len(M), BLOCK):
+            yield M[i : i + BLOCK, j : j + BLOCK], M[j : j + BLOCK, i : i + BLOCK].T
+
+
+def _symmetric(M: Tensor) -> Tensor:
+    """Return the symmetric part of a square matrix: itself where it is symmetric."""
+    return M if all(torch.equal(block, mirrored) for block, mirrored in _blocks(M)) else 0.5 * (M + M.T)
 
 
 def _not_finite(name: str, x: Tensor) -> str | None:
@@ -95,27 +103,42 @@ def _negative(name: str, x: Tensor) -> str | None:
     return f"{name} must not be negative; its lowest entry is {float(x.min()):.3g}"
 
 
-def _not_psd(name: str, M: Tensor, size: int | None) -> str | None:
-    """Return why `M` is not a symmetric positive semi-definite matrix (of `size`), up to rounding."""
+def _not_psd(name: str, M: Tensor, size: int | None, wide: int | None = None) -> str | None:
+    """Return why `M` is not a symmetric positive semi-definite matrix (of `size`), up to rounding.
+
+    The eigenvalues of a matrix wider than `wide` are not looked at, only its diagonal.
+    """
     if M.dim() != 2 or M.shape[0] != M.shape[1] or (size is not None and len(M) != size):
         expected = "square" if size is None else f"{size} x {size}"
         return f"{name} must be {expected}, got shape {tuple(M.shape)}"
     if problem := _not_finite(name, M):
         return problem
-    M64 = M.double()
-    if not M64.any():
+    largest = float(M.abs().max()) if M.numel() else 0.0
+    if largest == 0:
         return None
-    slack = max(ROUNDING, 8 * torch.finfo(M.dtype).eps if M.is_floating_point() else 0.0)
-    if (M64 - M64.T).abs_().max() > slack * M64.abs().max():
-        return f"{name} must be symmetric; its largest asymmetry is {float((M64 - M64.T).abs().max()):.3g}"
-    slack *= float(M64.diagonal().abs().sum())
-    shifted = M64.clone()
-    shifted.diagonal().add_(slack)
-    if torch.linalg.cholesky_ex(shifted).info:
-        lowest = float(torch.linalg.eigvalsh(M64)[0])
-        if lowest < -slack:
-            return f"{name} must be positive semi-definite; its lowest eigenvalue is {lowest:.3g}"
-    return None
+    slack = _slack(M.dtype)
+    uneven = max(float((block.double() - mirrored.double()).abs_().max()) for block, mirrored in _blocks(M))
+    if uneven > slack * largest:
+        return f"{name} must be symmetric; its largest asymmetry is {uneven:.3g}"
+    diagonal = M.diagonal().double()
+    slack *= float(diagonal.abs().sum())
+    if wide is None or len(M) <= wide:
+        return _negative_eigenvalue(name, M, slack)
+    lowest = float(diagonal.min())
+    return f"{name} must not be negative on its diagonal; its lowest entry is {lowest:.3g}" if lowest < -slack else None
+
+
+def _negative_eigenvalue(name: str, M: Tensor, slack: float) -> str | None:
+    """Return that a symmetric matrix has an eigenvalue below -`slack`, or None; decided in float64 if need be."""
+    for dtype in dict.fromkeys((as_compute_dtype(M[:0]).dtype, torch.float64)):
+        shifted = M.to(dtype, copy=True)
+        shifted.diagonal().add_(slack)
+        if not torch.linalg.cholesky_ex(shifted).info:
+            return None
+    lowest = float(torch.linalg.eigvalsh(M.double())[0])
+    if lowest >= -slack:
+        return None
+    return f"{name} must be positive semi-definite; its lowest eigenvalue is {lowest:.3g}"
 
 
 @dataclass(frozen=True)
@@ -178,16 +201,16 @@ class Kronecker(Metric):
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         null = max((null_share(M.dtype) for M in (self.A, self.G) if M is not None), default=null_share(torch.float64))
-        return KroneckerSum(((1.0, _sandwich(self.G, U), _sandwich(self.A, V)),), null)
+        return KroneckerSum(((1.0, _sandwich("G", self.G, U), _sandwich("A", self.A, V)),), null)
 
     def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
-        U, V = atoms.U, atoms.V
-        left = U.T @ (U if self.G is None else self.G @ U)
-        right = V.T @ (V if self.A is None else self.A @ V)
-        return _on_atoms(left.double() * right.double(), atoms)
+        left, right = _sandwich("G", self.G, atoms.U), _sandwich("A", self.A, atoms.V)
+        left = (atoms.U.T @ atoms.U).double() if left is None else left
+        return _on_atoms(left * ((atoms.V.T @ atoms.V).double() if right is None else right), atoms)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Kronecker:
-        return Kronecker(A=_symmetric(self.A, device, dtype), G=_symmetric(self.G, device, dtype), inputs=self.inputs)
+        A, G = (None if M is None else M.to(device, dtype) for M in (self.A, self.G))
+        return Kronecker(A=A, G=G, inputs=self.inputs)
 
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2:
@@ -195,14 +218,31 @@ class Kronecker(Metric):
         if self.inputs not in (0, 1):
             return f"inputs must be 0 or 1, the dimension that the inputs belong to, got {self.inputs!r}"
         for name, factor, size in (("G", self.G, shape[0]), ("A", self.A, shape[1])):
-            if factor is not None and (problem := _not_psd(name, factor, size)):
+            if factor is not None and (problem := _not_psd(name, factor, size, WIDE)):
                 return problem
         return None
 
 
-def _sandwich(M: Tensor | None, U: Tensor | None) -> Tensor | None:
-    """Return UᵀMU in float64, or M as it is on the full space; None is the identity (U has orthonormal columns)."""
-    return M if M is None or U is None else (U.T @ M @ U).double()
+def _sandwich(name: str, M: Tensor | None, U: Tensor | None) -> Tensor | None:
+    """Return UᵀMU in float64, or M in its own precision where U is None; a wide M is checked here, for its directions.
+
+    None for M is the identity, and so is UᵀU where the columns of U are orthonormal.
+    """
+    if M is None:
+        return None
+    restricted = _symmetric(M) if U is None else _symmetric((U.T @ M @ U).double())
+    if len(M) > WIDE:
+        trace = float(M.diagonal().double().abs().sum())
+        if _negative_eigenvalue(name, restricted, ROUNDING * trace):
+            stored = next((d for d in (torch.bfloat16, torch.float16) if torch.equal(M.to(d).to(M.dtype), M)), M.dtype)
+            if problem := _negative_eigenvalue(name, restricted, _slack(stored) * trace):
+                raise CurvatureError(f"{problem} on the directions that are merged.")
+    return restricted
+
+
+def _slack(dtype: torch.dtype) -> float:
+    """Return the share of the trace by which the rounding of a matrix stored as `dtype` may make it indefinite."""
+    return max(ROUNDING, 8 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +419,7 @@ class Projected(Metric):
         return _on_atoms(left.double() * right.double(), atoms)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Projected:
-        H, A, G = (_symmetric(M, device, dtype) for M in (self.H, self.A, self.G))
+        H, A, G = (None if M is None else _symmetric(M.to(device, dtype)) for M in (self.H, self.A, self.G))
         return Projected(H=H, A=A, G=G, basis=self.basis, inputs=self.inputs)
 
     def problem(self, shape: Sequence[int]) -> str | None:

@@ -117,6 +117,7 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         jitter=options.jitter,
         tolerance=options.projection_tol,
         max_steps=options.iterations,
+        name=layer.name,
     )
     solution = _aggregator(layer, options, atoms).aggregate(problem)
     del problem  # a calibration needs its memory
