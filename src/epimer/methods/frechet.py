@@ -21,10 +21,20 @@ from epimer.geometry.aggregator import (
     tsv_delta,
 )
 from epimer.geometry.frechet import Problem, build_problem
-from epimer.geometry.linalg import as_compute_dtype
+from epimer.geometry.linalg import Svd, as_compute_dtype, rounding_share, top_svd
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import Basis, Full, Subspace, Tagged, atoms_of, clamp_rank, tagged, tensor_product
+from epimer.geometry.subspace import (
+    Basis,
+    Full,
+    Subspace,
+    Tagged,
+    TensorProduct,
+    atoms_of,
+    clamp_rank,
+    tagged,
+    tensor_product,
+)
 from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
@@ -120,19 +130,31 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         name=layer.name,
     )
     solution = _aggregator(layer, options, atoms).aggregate(problem)
+    subspace = problem.subspace
     del problem  # a calibration needs its memory
     if options.calibrate is not None and len(shape) == 2:
-        solution = replace(solution, value=_calibrated(solution.value, layer, options.calibrate))
+        solution = replace(solution, value=_calibrated(solution.value, subspace, layer, options.calibrate))
     if layer.basis is not None:
         return replace(solution, rank=layer.basis.rank)
     return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
 
 
-def _calibrated(delta: Tensor, layer: Layer, least: float) -> Tensor:
+def _calibrated(delta: Tensor, subspace: Subspace, layer: Layer, least: float) -> Tensor:
     """Return a merged task vector calibrated along the directions of its outputs, wherever they are stored."""
+    U, sigma, V = _triples(delta, subspace)
     if layer.inputs:
-        return calibrated(delta, layer.deltas, least)
-    return calibrated(delta.T, [D.T for D in layer.deltas], least).T
+        return calibrated(Svd(U, sigma, V), layer.deltas, least)
+    return calibrated(Svd(V, sigma, U), [D.T for D in layer.deltas], least).T
+
+
+def _triples(delta: Tensor, subspace: Subspace) -> Svd:
+    """Return all singular triples of an element of a subspace; of its p x q coordinates where these are a matrix."""
+    if not isinstance(subspace, TensorProduct):
+        return top_svd(delta, min(delta.shape))
+    core = subspace.project(delta)
+    left, sigma, right = (part.to(delta.dtype) for part in top_svd(core, min(core.shape)))
+    kept = sigma > rounding_share(delta) * sigma.max() if sigma.numel() else slice(0)
+    return Svd(subspace.U @ left[:, kept], sigma[kept], subspace.V @ right[:, kept])
 
 
 def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Subspace:
