@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -24,11 +25,31 @@ from epimer.geometry.linalg import weighted_sum
 from epimer.geometry.metric import Metric
 from epimer.geometry.operator import SubspaceOperator, linear_combination
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import Subspace
+from epimer.geometry.subspace import Full, Subspace
 
 MERGE_TOLERANCE = (
     3e-5  # share of the merge by which an iterative solve may miss it: less than the basis misses tasks by
 )
+
+
+@dataclass(frozen=True)
+class Coordinates(Sequence[Tensor]):
+    """The tasks' coordinates Sᵀ vec(D_t), each computed when it is asked for: all at once would be float64 copies."""
+
+    subspace: Subspace
+    deltas: Sequence[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.deltas)
+
+    @overload
+    def __getitem__(self, t: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, t: slice) -> Coordinates: ...
+    def __getitem__(self, t: int | slice) -> Tensor | Coordinates:
+        if isinstance(t, slice):
+            return Coordinates(self.subspace, self.deltas[t])
+        return self.subspace.project(self.deltas[t])
 
 
 @dataclass(frozen=True)
@@ -37,7 +58,7 @@ class Problem:
 
     subspace: Subspace
     """where x lives"""
-    points: list[Tensor]
+    points: Sequence[Tensor]
     """x_t, the tasks' coordinates"""
     operators: list[SubspaceOperator]
     weights: list[float]
@@ -54,8 +75,8 @@ class Problem:
 
     def product(self, t: int, x: Tensor) -> Tensor:
         """Return H̃_t x."""
-        image = self.operators[t].apply(x).mul(self.scales[t]) if self.scales[t] else torch.zeros_like(x)
-        return image + self.shifts[t] * x
+        image = self.operators[t].apply(x).mul_(self.scales[t]) if self.scales[t] else torch.zeros_like(x)
+        return image.add_(self.shifts[t] * x) if self.shifts[t] else image
 
     def flat_mean(self) -> Tensor:
         """Return x̄ = Σ λ_t x_t."""
@@ -73,7 +94,7 @@ class Problem:
         """Return Σ λ_t H̃_t (x_t - x), half the negative gradient of F."""
         total = torch.zeros_like(x)
         for t, (point, weight) in enumerate(zip(self.points, self.weights, strict=True)):
-            total += weight * self.product(t, point - x)
+            total += self.product(t, point - x).mul_(weight)
         return total
 
     @cached_property
@@ -143,7 +164,7 @@ def build_problem(
     scales = [1 / divisor if divisor > 0 else 0.0 for divisor in divisors]
     return Problem(
         subspace=subspace,
-        points=[subspace.project(D) for D in deltas],
+        points=Coordinates(subspace, deltas) if isinstance(subspace, Full) else list(map(subspace.project, deltas)),
         operators=operators,
         weights=list(weights),
         scales=scales,

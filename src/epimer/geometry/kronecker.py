@@ -20,7 +20,16 @@ PAIRS = 1024  # products of them that it inverts exactly
 SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
 FLOOR = 3e-6  # relative residual that single precision reaches without a correction
 
-Factor = Tensor | None
+
+@dataclass(frozen=True)
+class Formed:
+    """A symmetric positive semi-definite matrix formed anew for every use, so that no two tasks' are in memory."""
+
+    form: Callable[[], Tensor]
+    mean_diagonal: float
+
+
+Factor = Tensor | Formed | None
 """a symmetric positive semi-definite matrix; None is the identity"""
 Term = tuple[float, Factor, Factor]
 """c, G, A of X -> c G X A"""
@@ -93,13 +102,17 @@ class KroneckerSum(SubspaceOperator):
             highest += c * spectra[0][1] * spectra[1][1]
         return 0.0 if lowest > self.null * highest else self.null * highest
 
-    def _one_sided(
-        self, b: Tensor, factors: list[tuple[float, Tensor | None]], shift: float, *, right: bool
-    ) -> Solution:
-        H = _total(factors, b.shape[1] if right else b.shape[0], b)
-        solution = solve_spd(H, b.T if right else b, shift, self.null)
-        y, damping = solution.value.T if right else solution.value, solution.damping
-        return solved(y, self.relative_residual(y, b, shift + damping), damping)
+    def _one_sided(self, b: Tensor, factors: list[tuple[float, Factor]], shift: float, *, right: bool) -> Solution:
+        H, rhs = _total(factors, b.shape[1] if right else b.shape[0], b), b.T if right else b
+        y, damping = (solution := solve_spd(H, rhs, shift, self.null)).value, solution.damping
+        norm, residual = float(torch.linalg.vector_norm(b)), H @ y
+        residual.add_(y, alpha=shift + damping).sub_(rhs)
+        relative = float(torch.linalg.vector_norm(residual)) / norm if norm > 0 else 0.0
+        return solved(y.T if right else y, relative, damping)
+
+
+def _matrix(factor: Tensor | Formed) -> Tensor:
+    return factor.form() if isinstance(factor, Formed) else factor
 
 
 def _one_by_one(terms: Sequence[Term], shift: float) -> Callable[[Tensor], Tensor]:
@@ -108,8 +121,8 @@ def _one_by_one(terms: Sequence[Term], shift: float) -> Callable[[Tensor], Tenso
     def apply(x: Tensor) -> Tensor:
         total = shift * x
         for c, G, A in terms:
-            image = x if G is None else G.to(x.dtype) @ x
-            total.add_(image if A is None else image @ A.to(x.dtype), alpha=c)
+            image = x if G is None else _matrix(G).to(x.dtype) @ x
+            total.add_(image if A is None else image @ _matrix(A).to(x.dtype), alpha=c)
         return total
 
     return apply
@@ -129,7 +142,7 @@ def _stacked(factors: Sequence[Factor], size: int, like: Tensor) -> Tensor:
     """Return the factors as one tensor [T, p, p] in the precision of `like`."""
     stack = like.new_empty(len(factors), size, size)
     for target, factor in zip(stack, factors, strict=True):
-        target.copy_(torch.eye(size) if factor is None else factor)
+        target.copy_(torch.eye(size) if factor is None else _matrix(factor))
     return stack
 
 
@@ -181,23 +194,25 @@ def _leading(factors: Sequence[Factor], size: int, like: Tensor) -> tuple[Tensor
         if factor is None:
             values[t], vectors[t] = 1.0, torch.eye(size, k)
         elif size <= STACKED:
-            pairs = torch.linalg.eigh(factor.to(like.dtype))
+            pairs = torch.linalg.eigh(_matrix(factor).to(like.dtype))
             values[t], vectors[t] = pairs.eigenvalues.flip(-1)[:k], pairs.eigenvectors.flip(-1)[:, :k]
         else:
-            U, sigma, _ = top_svd(factor.float(), k)
+            U, sigma, _ = top_svd(_matrix(factor).float(), k)
             values[t, : len(sigma)], vectors[t, :, : len(sigma)] = sigma, U
     return values.clamp_min_(0), vectors
 
 
-def _mean_diagonal(factor: Tensor | None) -> float:
-    return 1.0 if factor is None else mean_of(factor.diagonal().double())
+def _mean_diagonal(factor: Factor) -> float:
+    if factor is None or isinstance(factor, Formed):
+        return 1.0 if factor is None else factor.mean_diagonal
+    return mean_of(factor.diagonal().double())
 
 
-def _total(factors: list[tuple[float, Tensor | None]], size: int, like: Tensor) -> Tensor:
+def _total(factors: list[tuple[float, Factor]], size: int, like: Tensor) -> Tensor:
     total = torch.zeros(size, size, dtype=like.dtype, device=like.device)
     for c, factor in factors:
         if factor is None:
             total.diagonal().add_(c)
         else:
-            total.add_(factor, alpha=c)
+            total.add_(_matrix(factor), alpha=c)
     return total

@@ -7,7 +7,7 @@ A metric knows its own product (`apply`) and its restriction SᵀHS to two kinds
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from epimer.errors import CurvatureError
 from epimer.geometry.diagonal import TaggedDiagonal, TensorProductDiagonal, project_diagonal
 from epimer.geometry.kinds import SERVES
-from epimer.geometry.kronecker import KroneckerSum
+from epimer.geometry.kronecker import Formed, KroneckerSum
 from epimer.geometry.linalg import as_compute_dtype, nonfinite, null_share
 from epimer.geometry.operator import Dense, Elementwise, OuterSum, SubspaceOperator
 
@@ -113,11 +113,12 @@ def _not_psd(name: str, M: Tensor, size: int | None, wide: int | None = None) ->
         return f"{name} must be {expected}, got shape {tuple(M.shape)}"
     if problem := _not_finite(name, M):
         return problem
-    largest = float(M.abs().max()) if M.numel() else 0.0
+    largest = max(abs(float(extreme)) for extreme in torch.aminmax(as_compute_dtype(M))) if M.numel() else 0.0
     if largest == 0:
         return None
     slack = _slack(M.dtype)
-    uneven = max(float((block.double() - mirrored.double()).abs_().max()) for block, mirrored in _blocks(M))
+    pairs = ((as_compute_dtype(block), as_compute_dtype(mirrored)) for block, mirrored in _blocks(M))
+    uneven = max(float((block - mirrored).abs_().max()) for block, mirrored in pairs)
     if uneven > slack * largest:
         return f"{name} must be symmetric; its largest asymmetry is {uneven:.3g}"
     diagonal = M.diagonal().double()
@@ -231,18 +232,53 @@ def _sandwich(name: str, M: Tensor | None, U: Tensor | None) -> Tensor | None:
     if M is None:
         return None
     restricted = _symmetric(M) if U is None else _symmetric((U.T @ M @ U).double())
-    if len(M) > WIDE:
-        trace = float(M.diagonal().double().abs().sum())
-        if _negative_eigenvalue(name, restricted, ROUNDING * trace):
-            stored = next((d for d in (torch.bfloat16, torch.float16) if torch.equal(M.to(d).to(M.dtype), M)), M.dtype)
-            if problem := _negative_eigenvalue(name, restricted, _slack(stored) * trace):
-                raise CurvatureError(f"{problem} on the directions that are merged.")
+    check_wide_factor(name, M, restricted)
     return restricted
+
+
+def check_wide_factor(name: str, M: Tensor, restricted: Tensor) -> None:
+    """Refuse a factor that is not positive semi-definite where it is used, which `problem` leaves open if it is wide."""
+    if len(M) <= WIDE:
+        return
+    trace = float(M.diagonal().double().abs().sum())
+    if _negative_eigenvalue(name, restricted, ROUNDING * trace):
+        stored = next((d for d in (torch.bfloat16, torch.float16) if torch.equal(M.to(d).to(M.dtype), M)), M.dtype)
+        if problem := _negative_eigenvalue(name, restricted, _slack(stored) * trace):
+            raise CurvatureError(f"{problem} on the directions that are merged.")
 
 
 def _slack(dtype: torch.dtype) -> float:
     """Return the share of the trace by which the rounding of a matrix stored as `dtype` may make it indefinite."""
     return max(ROUNDING, 8 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
+
+
+@dataclass(frozen=True)
+class InputGram(Metric):
+    """H: D -> DA, A of the layer's inputs (AD where they are dimension 0), which is formed anew for every use."""
+
+    form: Callable[[], Tensor]
+    mean_diagonal: float
+    dtype: torch.dtype
+    inputs: int
+    kind = "kronecker"
+
+    def apply(self, D_mn: Tensor) -> Tensor:
+        return self._formed().apply(D_mn)
+
+    def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
+        if (V if self.inputs else U) is not None:
+            return self._formed().on_tensor_product(U, V)
+        factor, null = Formed(self.form, self.mean_diagonal), null_share(self.dtype)
+        return KroneckerSum(((1.0, None, factor) if self.inputs else (1.0, factor, None),), null)
+
+    def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
+        return self._formed().on_tagged(atoms, tolerance)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> InputGram:
+        raise AssertionError("made of tensors that are where they are used")
+
+    def _formed(self) -> Kronecker:
+        return Kronecker(A=self.form()) if self.inputs else Kronecker(G=self.form(), inputs=0)
 
 
 @dataclass(frozen=True, kw_only=True)

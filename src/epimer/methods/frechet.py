@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Literal
 
-import torch
 from torch import Tensor
 
 from epimer.errors import CurvatureError
@@ -21,8 +21,8 @@ from epimer.geometry.aggregator import (
     tsv_delta,
 )
 from epimer.geometry.frechet import Problem, build_problem
-from epimer.geometry.linalg import Svd, as_compute_dtype, rounding_share, top_svd
-from epimer.geometry.metric import Kronecker, Metric, TaskGram
+from epimer.geometry.linalg import Svd, as_compute_dtype, mean_of, rounding_share, top_svd
+from epimer.geometry.metric import InputGram, Kronecker, Metric, TaskGram, check_wide_factor
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import (
     Basis,
@@ -212,19 +212,36 @@ def regmean(layer: Layer, options: RegMeanOptions) -> Solution:
             raise CurvatureError(
                 f"curvature[{t}][{layer.name!r}] has no {side}; regmean needs the inputs' Gram matrix."
             )
-        gram = options.off_diagonal * gram + (1 - options.off_diagonal) * torch.diag(gram.diagonal())
-        grams.append(Kronecker(**{side: gram}))
+        try:
+            check_wide_factor(side, gram, gram)
+        except CurvatureError as error:
+            raise CurvatureError(f"curvature[{t}][{layer.name!r}]: {error}") from None
+        form = partial(_shrunk, gram, options.off_diagonal)
+        grams.append(InputGram(form, mean_of(gram.diagonal().double()), gram.dtype, "GA".index(side)))
     return frechet(replace(layer, metrics=grams), options)
 
 
 def wudi(layer: Layer, options: FrechetOptions) -> Solution:
     """Return regmean's solution with A_t = D_tᵀD_t / ‖D_t‖², which needs no data; D_tD_tᵀ where inputs are the rows."""
-    grams: list[Metric] = []
-    for D in layer.deltas:
-        energy = float(as_compute_dtype(D).square().sum())
-        gram = (D.T @ D if layer.inputs else D @ D.T) / (energy or 1.0)
-        grams.append(Kronecker(A=gram) if layer.inputs else Kronecker(G=gram, inputs=0))
+    side = layer.deltas[0].shape[layer.inputs]
+    energies = [float(as_compute_dtype(D).square().sum()) for D in layer.deltas]
+    grams: list[Metric] = [
+        InputGram(partial(_gram, D, layer.inputs, energy or 1.0), float(energy > 0) / side, D.dtype, layer.inputs)
+        for D, energy in zip(layer.deltas, energies, strict=True)
+    ]
     return frechet(replace(layer, metrics=grams), options)
+
+
+def _shrunk(gram: Tensor, off_diagonal: float) -> Tensor:
+    """Return a matrix with its off-diagonal entries multiplied by `off_diagonal`."""
+    shrunk = off_diagonal * gram
+    shrunk.diagonal().add_(gram.diagonal(), alpha=1 - off_diagonal)
+    return shrunk
+
+
+def _gram(D: Tensor, inputs: int, energy: float) -> Tensor:
+    """Return DᵀD / energy, or DDᵀ / energy where the layer's inputs are the rows."""
+    return (D.T @ D if inputs else D @ D.T).div_(energy)
 
 
 def epimer_free(layer: Layer, options: FrechetOptions) -> Solution:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 DOUBLE = 8  # bytes of what is solved and decomposed
 PAIRS = 1 << 24  # entries of the largest temporary of an exact projection of a diagonal
-JOINT = 1024  # factors up to this size are decomposed for every task
+STACKED = 1024  # factors up to this size are multiplied by all tasks at once
+LEADING, PAIRS_OF_EIGENVECTORS = 96, 1024  # of a preconditioner: eigenvectors of a factor, and products of two
 SMALL_PIECES = 1.25  # what the heap keeps of matrices under a megabyte
 PIECE = 1 << 20  # bytes from where on a freed matrix is given back at once
 ITERATE = 10  # vectors of conjugate gradients, with the solution and the reference of the solve
@@ -195,22 +196,25 @@ def pairs(load: Workload) -> int:
 def kronecker(load: Workload, p: int, q: int) -> int:
     """Return the bytes of a solve with both factors of every task, on p x q coordinates.
 
-    The factors are held in float64 and, in the preconditioner's coordinates, once more; where they are known in single
-    precision, there too. A product forms [G_1 X, G_2 X, …] and its transpose.
+    Factors are held in float64 where they were formed for the merge, and as they are in the full space; those that are
+    not wide are stacked in the precision of the solve, and products [G_1 X, G_2 X, …] with their transpose. A wide one
+    is in float64 while it is multiplied. The preconditioner has leading eigenvectors and a matrix of their pairs.
     """
-    factors, terms = p**2 + q**2, load.tasks + 1
-    single = load.itemsize < DOUBLE
-    held = 0 if load.itemsize == DOUBLE and load.kind != "task-gram" else load.tasks * factors
-    stacks = terms * factors * (1.5 if single else 1) + factors
-    decomposed = (load.tasks if max(p, q) <= JOINT else 0) * max(p, q) ** 2 + 6 * max(p, q) ** 2 + factors
-    vectors = (load.tasks + 2 * terms + ITERATE) * p * q
-    return int(DOUBLE * (held + max(stacks, decomposed) + vectors))
+    factors, widest, full = p**2 + q**2, max(p, q) ** 2, load.basis == "full"
+    item, stacked = min(DOUBLE, load.itemsize), max(p, q) <= STACKED
+    held = (DOUBLE if not full or load.kind == "task-gram" else load.itemsize) * load.tasks * factors
+    stacks = item * load.tasks * (factors + 2 * p * q) if stacked else DOUBLE * widest
+    pairs = min(PAIRS_OF_EIGENVECTORS, p * q)
+    leading = item * (load.tasks * (min(p, LEADING) * p + min(q, LEADING) * q) + pairs * (p + q) + 4 * pairs**2)
+    decomposed = (item * 4 if stacked else DOUBLE * 6) * widest
+    vectors = DOUBLE * (ITERATE + (0 if full else load.tasks)) * p * q
+    return held + vectors + max(stacks + leading, leading + decomposed)
 
 
 def one_sided(load: Workload) -> int:
-    """Return the bytes of a solve with the inputs' factors alone, which are formed anew for every task."""
+    """Return the bytes of a solve with the inputs' factors alone, of which one is formed at a time and then summed."""
     square = load.shape[load.inputs] ** 2
     solving = solve(load)
     if load.basis == "full":
-        solving = DOUBLE * ((load.tasks + 7) * square + (load.tasks + 8) * load.entries)
-    return load.itemsize * load.tasks * square + equation(load, solving)
+        solving = DOUBLE * (7 * square + 8 * load.entries)
+    return load.itemsize * square + equation(load, solving)
