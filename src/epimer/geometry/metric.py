@@ -17,8 +17,8 @@ from torch import Tensor
 from epimer.errors import CurvatureError
 from epimer.geometry.diagonal import TaggedDiagonal, TensorProductDiagonal, project_diagonal
 from epimer.geometry.kinds import SERVES
-from epimer.geometry.kronecker import Formed, KroneckerSum
-from epimer.geometry.linalg import as_compute_dtype, nonfinite, null_share
+from epimer.geometry.kronecker import Factor, Formed, KroneckerSum
+from epimer.geometry.linalg import as_compute_dtype, mean_of, nonfinite, null_share
 from epimer.geometry.operator import Dense, Elementwise, OuterSum, SubspaceOperator
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ def _blocks(M: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _symmetric(M: Tensor) -> Tensor:
-    """Return the symmetric part of a square matrix: itself where it is symmetric."""
-    return M if all(torch.equal(block, mirrored) for block, mirrored in _blocks(M)) else 0.5 * (M + M.T)
+    return 0.5 * (M + M.T)
 
 
 def _not_finite(name: str, x: Tensor) -> str | None:
@@ -202,7 +201,9 @@ class Kronecker(Metric):
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         null = max((null_share(M.dtype) for M in (self.A, self.G) if M is not None), default=null_share(torch.float64))
-        return KroneckerSum(((1.0, _sandwich("G", self.G, U), _sandwich("A", self.A, V)),), null)
+        left = _whole("G", self.G) if U is None else _sandwich("G", self.G, U)
+        right = _whole("A", self.A) if V is None else _sandwich("A", self.A, V)
+        return KroneckerSum(((1.0, left, right),), null)
 
     def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
         left, right = _sandwich("G", self.G, atoms.U), _sandwich("A", self.A, atoms.V)
@@ -224,20 +225,26 @@ class Kronecker(Metric):
         return None
 
 
-def _sandwich(name: str, M: Tensor | None, U: Tensor | None) -> Tensor | None:
-    """Return UᵀMU in float64, or M in its own precision where U is None; a wide M is checked here, for its directions.
-
-    None for M is the identity, and so is UᵀU where the columns of U are orthonormal.
-    """
+def _sandwich(name: str, M: Tensor | None, U: Tensor) -> Tensor | None:
+    """Return UᵀMU in float64; None for M is the identity, and so is UᵀU where the columns of U are orthonormal."""
     if M is None:
         return None
-    restricted = _symmetric(M) if U is None else _symmetric((U.T @ M @ U).double())
+    restricted = _symmetric((U.T @ M @ U).double())
     check_wide_factor(name, M, restricted)
     return restricted
 
 
+def _whole(name: str, M: Tensor | None) -> Factor:
+    """Return a factor of the full space in its own precision; an asymmetric one is made symmetric for every use."""
+    if M is None:
+        return None
+    check_wide_factor(name, M, M)
+    symmetric = all(torch.equal(block, mirrored) for block, mirrored in _blocks(M))
+    return M if symmetric else Formed(lambda: 0.5 * (M + M.T), mean_of(M.diagonal().double()))
+
+
 def check_wide_factor(name: str, M: Tensor, restricted: Tensor) -> None:
-    """Refuse a factor that is not positive semi-definite where it is used, which `problem` leaves open if it is wide."""
+    """Refuse a wide factor, of which `problem` leaves that open, if it is not positive semi-definite where it is used."""
     if len(M) <= WIDE:
         return
     trace = float(M.diagonal().double().abs().sum())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epimer.curvature.curvature import Curvature
 from epimer.geometry.linalg import CHUNK
-from epimer.geometry.metric import Metric
+from epimer.geometry.metric import WIDE, Metric
 from epimer.methods.frechet import FISHER
 from epimer.methods.registry import Method, describe_method
 from epimer.methods.rules import matrix_shape
@@ -99,9 +99,11 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
     if chunked:
         return int(MARGIN * (inputs.to_read + W.nbytes + held + workspace_bytes(method, load)))
     reads = 0 if curvature.in_memory else curvature.bytes
-    factor = max(shape) ** 2 if kind in CHECKED and measured else 0
-    reading = inputs.to_read + basis + reads + CHECKED.get(str(kind), 0) * factor
-    converting = held + max(reads, measured) + measured // models + 2 * size * factor
+    checked = (
+        min(max(shape), WIDE) if kind == "kronecker" else max(shape)
+    )  # wide factors are checked where they are used
+    reading = inputs.to_read + basis + reads + (CHECKED.get(str(kind), 0) * checked**2 if measured else 0)
+    converting = held + max(reads, measured) + (measured // models if size != STORED else 0)
     merging = held + measured + workspace_bytes(method, load)
     return int(MARGIN * max(reading, converting, merging))
 
