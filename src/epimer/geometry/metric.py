@@ -244,7 +244,7 @@ def _whole(name: str, M: Tensor | None) -> Factor:
 
 
 def check_wide_factor(name: str, M: Tensor, restricted: Tensor) -> None:
-    """Refuse a wide factor, of which `problem` leaves that open, if it is not positive semi-definite where it is used."""
+    """Refuse a wide factor that is not positive semi-definite where it is used; `problem` does not look that far."""
     if len(M) <= WIDE:
         return
     trace = float(M.diagonal().double().abs().sum())
