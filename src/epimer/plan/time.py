@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import polar, top_svd
+from epimer.geometry.linalg import top_svd
 from epimer.methods import workspace
 from epimer.methods.registry import Method
 from epimer.methods.workspace import Workload
@@ -29,6 +29,7 @@ STEPS = {"tensor": 20, "full": 50}  # of conjugate gradients at damping 1
 HARDER = {"tensor": 0.3, "full": 0.45}  # they grow with this power of 1 / damping
 LOW_RANK = 16  # of the approximation of a diagonal that starts a solve
 CHECKS = 4  # passes over a factor while it is checked
+SORTING = 8  # passes over a model that counting its magnitudes takes as long as
 LONG = 0.03  # seconds of a call that need no second one
 
 
@@ -39,9 +40,12 @@ def seconds(work: Work, speeds: Speeds) -> float:
 
 def work_of(method: Method, load: Workload) -> Work:
     """Return what a merge does: task vectors are taken, merged and added to the base."""
-    counts = Work(bytes=load.itemsize * load.entries * (4 * load.tasks + 6) + CHECKS * load.curvature)
+    tensor = load.itemsize * load.entries
+    counts = Work(bytes=tensor * (4 * load.tasks + 6) + CHECKS * load.curvature)
+    if method.prepare is not None:
+        counts += Work(bytes=SORTING * method.passes * load.tasks * tensor)
     counted = WORK.get(method.workspace) if callable(method.workspace) else None
-    return counts + (counted(load) if counted else Work(bytes=load.itemsize * load.entries * 6 * load.tasks))
+    return counts + (counted(load) if counted else Work(bytes=2 * load.tasks * tensor))
 
 
 # --- singular vectors ---
@@ -51,8 +55,18 @@ def triples(load: Workload, k: int) -> Work:
     """Return the work of `k` singular triples of one task vector: a Krylov space, or all of them by eigenvectors."""
     short, long = sorted(load.shape)
     if load.itemsize == workspace.DOUBLE or 8 * k > short:
-        return Work(svd=long * short**2)
+        return whole_svd(long, short)
     return Work(leading=long * short * k)
+
+
+def whole_svd(long: int, short: int) -> Work:
+    """Return the work of an SVD: that of a square matrix, and products with the Gram matrix of the other rows."""
+    return Work(svd=short**3, double=4 * (long - short) * short**2)
+
+
+def polar_factor(m: int, p: int) -> Work:
+    """Return the work of the polar factor of p columns: eigenvectors of their Gram matrix, and products with it."""
+    return Work(eigen=p**3, single=6 * m * p**2)
 
 
 def times(count: float, work: Work) -> Work:
@@ -62,7 +76,8 @@ def times(count: float, work: Work) -> Work:
 
 def basis(load: Workload) -> Work:
     """Return the work of a tagged basis: every task's triples, and the polar factors of both stacks."""
-    return times(load.tasks, triples(load, load.rank)) + Work(polar=sum(load.shape) * load.directions**2)
+    (m, n), p = load.shape, load.directions
+    return times(load.tasks, triples(load, load.rank)) + polar_factor(m, p) + polar_factor(n, p)
 
 
 def tsv(load: Workload) -> Work:
@@ -72,15 +87,16 @@ def tsv(load: Workload) -> Work:
 
 def iso_c(load: Workload) -> Work:
     """Return the work of Iso-C: a whole SVD of the sum, and its product."""
-    side = min(load.shape)
-    return Work(svd=load.entries * side, single=2 * load.entries * side, bytes=3 * load.itemsize * load.entries)
+    short, long = sorted(load.shape)
+    return whole_svd(long, short) + Work(single=2 * long * short**2, bytes=3 * load.itemsize * load.entries)
 
 
 def iso_cts(load: Workload) -> Work:
     """Return the work of Iso-CTS: that of Iso-C, every task's own triples, and polar factors of full width."""
     side, own = min(load.shape), max(1, min(load.shape) // (5 * load.tasks))
-    beyond = triples(load, own) + Work(single=4 * load.entries * side)
-    return iso_c(load) + times(load.tasks, beyond) + Work(polar=sum(load.shape) * side**2)
+    beyond = triples(load, own) + Work(single=4 * load.entries * (side - own * load.tasks))
+    both = polar_factor(load.shape[0], side) + polar_factor(load.shape[1], side)
+    return iso_c(load) + times(load.tasks, beyond) + both
 
 
 # --- the one equation ---
@@ -192,24 +208,23 @@ WORK: dict[Callable[[Workload], int], Callable[[Workload], Work]] = {
 def falling(m: int, n: int, device: torch.device) -> Tensor:
     """Return a matrix whose singular values fall as those of fine-tuning do."""
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(m, n, generator=generator)
-    return (noise * torch.arange(1, n + 1) ** -0.7 @ torch.randn(n, n, generator=generator) / n**0.5).to(device)
+    left, right = torch.randn(m, n, generator=generator), torch.randn(n, n, generator=generator)
+    return ((left * torch.arange(1, n + 1) ** -0.7) @ right / n).to(device)
 
 
 @cache
 def measured_speeds(device: torch.device, threads: int) -> Speeds:
-    """Return the seconds that a unit of every kernel takes on a device under torch's present number of `threads`."""
-    A = falling(768, 512, device)
-    square, wide = A[:512], torch.zeros(1 << 22, device=device)
-    gram, core = square.double(), A[:384, :384].contiguous()
-    small = core[:, :256].T @ core[:, :256]
+    """Return the seconds that a unit of every kernel takes on a device with so many of torch's `threads`."""
+    A = falling(1536, 768, device)
+    square, wide = A[:768], torch.zeros(1 << 22, device=device)
+    core, double = A[:512, :512].contiguous(), A[:512, :512].double()
     kernels: dict[str, tuple[float, Callable[[], object]]] = {
-        "single": (2 * 512**3, lambda: square @ square),
-        "double": (2 * 512**3, lambda: gram @ gram),
-        "eigen_single": (256**3, lambda: torch.linalg.eigh(small)),
-        "leading": (512 * 768 * 32, lambda: top_svd(A, 32)),
-        "svd": (384**3, lambda: top_svd(core, 384)),
-        "polar": (768 * 256**2, lambda: polar(A[:, :256])),
+        "single": (2 * 768**3, lambda: square @ square),
+        "double": (2 * 512**3, lambda: double @ double),
+        "eigen_single": (256**3, lambda: torch.linalg.eigh(core[:256, :256])),
+        "eigen": (384**3, lambda: torch.linalg.eigh(double[:384, :384])),
+        "leading": (1536 * 768 * 32, lambda: top_svd(A, 32)),
+        "svd": (512**3, lambda: top_svd(core, 512)),
         "bytes": (2 * wide.nbytes, lambda: wide + 1.0),
     }
     return {kernel: _seconds(call, device) / units for kernel, (units, call) in kernels.items()}
