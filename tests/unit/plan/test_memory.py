@@ -182,6 +182,17 @@ def test_a_merge_that_needs_more_than_is_free_is_refused_with_what_fits(recipe, 
     assert run("merge", recipe(basis="tensor"), tmp_path / "out").code == 0
 
 
+def test_a_limit_of_ones_own_that_is_too_low_is_refused_with_what_fits(models, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("epimer.engine.memory.resident_memory", lambda: 0)
+    file = recipe(basis="full")
+    limit = planned(file) + (1 << 26) - 1
+    done = run("merge", file, tmp_path / "out", "--max-memory", limit)
+    assert done.code == 2
+    fitting = planned(recipe(basis="tensor"))
+    assert f"GB, or take basis: tensor ({fitting / 1e9:.2f} GB)." in done.err
+    assert "or take" not in run("merge", recipe("average"), tmp_path / "out", "--max-memory", 1000).err
+
+
 def test_a_rank_that_fits_is_named(recipe, free, tmp_path):
     needed, fitting = planned(recipe(rank=128)), planned(recipe(rank=16))
     free(fitting)
