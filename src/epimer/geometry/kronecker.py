@@ -97,7 +97,10 @@ class KroneckerSum(SubspaceOperator):
         """Return the damping an undamped sum needs: 0 where one term alone is well above rounding everywhere."""
         lowest = highest = 0.0
         for c, G, A in self.terms:
-            spectra = [[1.0, 1.0] if M is None else torch.linalg.eigvalsh(M.double())[[0, -1]].tolist() for M in (G, A)]
+            spectra = [
+                [1.0, 1.0] if M is None else torch.linalg.eigvalsh(_matrix(M).double())[[0, -1]].tolist()
+                for M in (G, A)
+            ]
             lowest = max(lowest, c * max(0.0, spectra[0][0]) * max(0.0, spectra[1][0]))
             highest += c * spectra[0][1] * spectra[1][1]
         return 0.0 if lowest > self.null * highest else self.null * highest

@@ -7,26 +7,22 @@ A metric knows its own product (`apply`) and its restriction SᵀHS to two kinds
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from epimer.errors import CurvatureError
+from epimer.geometry.checks import check_wide_factor, is_symmetric, negative_entries, not_finite, not_psd
 from epimer.geometry.diagonal import TaggedDiagonal, TensorProductDiagonal, project_diagonal
 from epimer.geometry.kinds import SERVES
 from epimer.geometry.kronecker import Factor, Formed, KroneckerSum
-from epimer.geometry.linalg import as_compute_dtype, mean_of, nonfinite, null_share
+from epimer.geometry.linalg import mean_of, null_share
 from epimer.geometry.operator import Dense, Elementwise, OuterSum, SubspaceOperator
 
 if TYPE_CHECKING:
     from epimer.geometry.subspace import Tagged
-
-ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative
-WIDE = 1024  # side of a Kronecker factor from which on it is checked where it is used, which is cheaper
-BLOCK = 512  # side of a block of a matrix that is compared with its transpose in the cache
 
 
 class Metric(ABC):
@@ -79,66 +75,8 @@ def _on_atoms(H_pp: Tensor, atoms: Tagged) -> Dense:
     return Dense(atoms.orthonormal(H_pp.double()), null_share(atoms.U.dtype))
 
 
-def _blocks(M: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the blocks on and above the diagonal of a square matrix, each with the transpose of its mirror image."""
-    for i in range(0, len(M), BLOCK):
-        for j in range(i, len(M), BLOCK):
-            yield M[i : i + BLOCK, j : j + BLOCK], M[j : j + BLOCK, i : i + BLOCK].T
-
-
 def _symmetric(M: Tensor) -> Tensor:
     return 0.5 * (M + M.T)
-
-
-def _not_finite(name: str, x: Tensor) -> str | None:
-    bad = nonfinite(x)
-    return f"{name} holds NaN or Inf in {bad} of {x.numel()} entries" if bad else None
-
-
-def _negative(name: str, x: Tensor) -> str | None:
-    """Return why `x` does not hold finite numbers of at least 0, or None."""
-    if (problem := _not_finite(name, x)) or not x.numel() or float(x.min()) >= 0:
-        return problem
-    return f"{name} must not be negative; its lowest entry is {float(x.min()):.3g}"
-
-
-def _not_psd(name: str, M: Tensor, size: int | None, wide: int | None = None) -> str | None:
-    """Return why `M` is not a symmetric positive semi-definite matrix (of `size`), up to rounding.
-
-    The eigenvalues of a matrix wider than `wide` are not looked at, only its diagonal.
-    """
-    if M.dim() != 2 or M.shape[0] != M.shape[1] or (size is not None and len(M) != size):
-        expected = "square" if size is None else f"{size} x {size}"
-        return f"{name} must be {expected}, got shape {tuple(M.shape)}"
-    if problem := _not_finite(name, M):
-        return problem
-    largest = max(abs(float(extreme)) for extreme in torch.aminmax(as_compute_dtype(M))) if M.numel() else 0.0
-    if largest == 0:
-        return None
-    slack = _slack(M.dtype)
-    pairs = ((as_compute_dtype(block), as_compute_dtype(mirrored)) for block, mirrored in _blocks(M))
-    uneven = max(float((block - mirrored).abs_().max()) for block, mirrored in pairs)
-    if uneven > slack * largest:
-        return f"{name} must be symmetric; its largest asymmetry is {uneven:.3g}"
-    diagonal = M.diagonal().double()
-    slack *= float(diagonal.abs().sum())
-    if wide is None or len(M) <= wide:
-        return _negative_eigenvalue(name, M, slack)
-    lowest = float(diagonal.min())
-    return f"{name} must not be negative on its diagonal; its lowest entry is {lowest:.3g}" if lowest < -slack else None
-
-
-def _negative_eigenvalue(name: str, M: Tensor, slack: float) -> str | None:
-    """Return that a symmetric matrix has an eigenvalue below -`slack`, or None; decided in float64 if need be."""
-    for dtype in dict.fromkeys((as_compute_dtype(M[:0]).dtype, torch.float64)):
-        shifted = M.to(dtype, copy=True)
-        shifted.diagonal().add_(slack)
-        if not torch.linalg.cholesky_ex(shifted).info:
-            return None
-    lowest = float(torch.linalg.eigvalsh(M.double())[0])
-    if lowest >= -slack:
-        return None
-    return f"{name} must be positive semi-definite; its lowest eigenvalue is {lowest:.3g}"
 
 
 @dataclass(frozen=True)
@@ -182,7 +120,7 @@ class Diagonal(Metric):
     def problem(self, shape: Sequence[int]) -> str | None:
         if tuple(self.F.shape) != tuple(shape):
             return f"F must have the tensor's shape {tuple(shape)}, got {tuple(self.F.shape)}"
-        return _negative("F", self.F)
+        return negative_entries("F", self.F)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +158,7 @@ class Kronecker(Metric):
         if self.inputs not in (0, 1):
             return f"inputs must be 0 or 1, the dimension that the inputs belong to, got {self.inputs!r}"
         for name, factor, size in (("G", self.G, shape[0]), ("A", self.A, shape[1])):
-            if factor is not None and (problem := _not_psd(name, factor, size, WIDE)):
+            if factor is not None and (problem := not_psd(name, factor, size, open_if_wide=True)):
                 return problem
         return None
 
@@ -239,24 +177,8 @@ def _whole(name: str, M: Tensor | None) -> Factor:
     if M is None:
         return None
     check_wide_factor(name, M, M)
-    symmetric = all(torch.equal(block, mirrored) for block, mirrored in _blocks(M))
+    symmetric = is_symmetric(M)
     return M if symmetric else Formed(lambda: 0.5 * (M + M.T), mean_of(M.diagonal().double()))
-
-
-def check_wide_factor(name: str, M: Tensor, restricted: Tensor) -> None:
-    """Refuse a wide factor that is not positive semi-definite where it is used; `problem` does not look that far."""
-    if len(M) <= WIDE:
-        return
-    trace = float(M.diagonal().double().abs().sum())
-    if _negative_eigenvalue(name, restricted, ROUNDING * trace):
-        stored = next((d for d in (torch.bfloat16, torch.float16) if torch.equal(M.to(d).to(M.dtype), M)), M.dtype)
-        if problem := _negative_eigenvalue(name, restricted, _slack(stored) * trace):
-            raise CurvatureError(f"{problem} on the directions that are merged.")
-
-
-def _slack(dtype: torch.dtype) -> float:
-    """Return the share of the trace by which the rounding of a matrix stored as `dtype` may make it indefinite."""
-    return max(ROUNDING, 8 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
 
 
 @dataclass(frozen=True)
@@ -317,10 +239,10 @@ class EKFAC(Metric):
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2 or tuple(self.S.shape) != tuple(shape):
             return f"S must have the shape of the tensor's matrix {tuple(shape)}, got {tuple(self.S.shape)}"
-        if problem := _negative("S", self.S):
+        if problem := negative_entries("S", self.S):
             return problem
         for name, E, size in (("P", self.P, shape[0]), ("Q", self.Q, shape[1])):
-            if tuple(E.shape) != (size, size) or _not_finite(name, E):
+            if tuple(E.shape) != (size, size) or not_finite(name, E):
                 return f"{name} must be a finite {size} x {size} matrix, got shape {tuple(E.shape)}"
             z = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(E.device)
             E64 = E.double()
@@ -361,7 +283,7 @@ class Samples(Metric):
         (m, n), g, x = shape, tuple(self.g.shape), tuple(self.x.shape)
         if not g or not g[0] or g != (*g[:2], m) or x != (*g[:2], n):
             return f"g and x must have shapes [N, tokens, {m}] and [N, tokens, {n}], got {g} and {x}"
-        return _not_finite("g", self.g) or _not_finite("x", self.x)
+        return not_finite("g", self.g) or not_finite("x", self.x)
 
 
 @dataclass(frozen=True)
@@ -470,7 +392,7 @@ class Projected(Metric):
         if (self.H is None) == (self.A is None and self.G is None):
             return "give either H, or A and G"
         for name, M in (("H", self.H), ("A", self.A), ("G", self.G)):
-            if M is not None and (problem := _not_psd(name, M, None)):
+            if M is not None and (problem := not_psd(name, M, None)):
                 return problem
         return None
 

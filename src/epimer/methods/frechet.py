@@ -20,9 +20,10 @@ from epimer.geometry.aggregator import (
     stretched_mean,
     tsv_delta,
 )
+from epimer.geometry.checks import check_wide_factor
 from epimer.geometry.frechet import Problem, build_problem
 from epimer.geometry.linalg import Svd, as_compute_dtype, mean_of, rounding_share, top_svd
-from epimer.geometry.metric import InputGram, Kronecker, Metric, TaskGram, check_wide_factor
+from epimer.geometry.metric import InputGram, Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import (
     Basis,

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from epimer.curvature.curvature import Curvature
+from epimer.geometry.checks import WIDE
 from epimer.geometry.linalg import CHUNK
-from epimer.geometry.metric import WIDE, Metric
+from epimer.geometry.metric import Metric
 from epimer.methods.frechet import FISHER
 from epimer.methods.registry import Method, describe_method
 from epimer.methods.rules import matrix_shape

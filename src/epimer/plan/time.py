@@ -71,7 +71,7 @@ def polar_factor(m: int, p: int) -> Work:
 
 def times(count: float, work: Work) -> Work:
     """Return `count` times some work."""
-    return Work({kernel: count * units for kernel, units in work.items()})
+    return Work({kernel: round(count * units) for kernel, units in work.items()})
 
 
 def basis(load: Workload) -> Work:
@@ -145,7 +145,7 @@ def solve(load: Workload) -> Work:
             steps = STEPS["tensor"] * 4 * load.entries * p * (tasks if kind == "ekfac" else 1)
             return Work(single=turned, double=2 * tasks * load.entries * p if tagged else steps)
         case "samples":
-            along = load.curvature / load.itemsize * (p if not full else min(m, n))
+            along = load.curvature // load.itemsize * (p if not full else min(m, n))
             return Work(single=2 * along * (1 if tagged else 2 * STEPS["tensor"])) + (dense if tagged else Work())
         case "projected":
             restricting = Work()
@@ -170,8 +170,8 @@ def kronecker(load: Workload) -> Work:
     eigenvectors = Work(leading=load.tasks * workspace.LEADING * (p * p + q * q))
     if not wide:
         eigenvectors = Work(eigen_single=load.tasks * (p**3 + q**3))
-    checked = Work(double=load.tasks * (p**3 + q**3) / 3) if wide else Work()
-    return eigenvectors + checked + Work(single=steps * product + workspace.LEADING_PAIRS**3, double=3 * product)
+    checked = Work(double=load.tasks * (p**3 + q**3) // 3) if wide else Work()
+    return eigenvectors + checked + Work(single=round(steps * product) + workspace.LEADING_PAIRS**3, double=3 * product)
 
 
 def one_sided(load: Workload) -> Work:
@@ -182,7 +182,7 @@ def one_sided(load: Workload) -> Work:
     products = 2 * load.entries * side
     formed = 2 * load.tasks * products if load.kind == "task-gram" else 0
     bytes_ = workspace.DOUBLE * load.tasks * (4 * side**2 + 8 * load.entries)
-    checked = load.tasks * side**3 / 3 if load.kind != "task-gram" and side > workspace.STACKED else 0
+    checked = load.tasks * side**3 // 3 if load.kind != "task-gram" and side > workspace.STACKED else 0
     return Work(single=formed + checked, double=(load.tasks + 3) * products + side**3, bytes=bytes_) + equation(load)
 
 

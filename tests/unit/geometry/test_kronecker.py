@@ -93,3 +93,15 @@ def test_factors_too_wide_to_stack_are_solved_alike(monkeypatch):
     solution = Anchored(Problem.flat_mean, 1.0).aggregate(problem)
     assert solution.status == "converged"
     assert relative(solution.value, dense(deltas, metrics, 1.0, flat)) < 2 * MERGE_TOLERANCE
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-2])
+def test_factors_that_are_not_quite_symmetric_count_as_their_symmetric_part(damping):
+    deltas, metrics = layer(torch.float64, (6, 5))
+    full = [Kronecker(A=m.A + torch.eye(5, dtype=m.A.dtype), G=m.G + torch.eye(6, dtype=m.G.dtype)) for m in metrics]
+    tilt = 1e-7 * torch.triu(torch.ones(5, 5, dtype=torch.float64), 1)
+    tilted = [Kronecker(A=metric.A + tilt, G=metric.G) for metric in full]
+    even = [Kronecker(A=metric.A + 0.5 * (tilt + tilt.T), G=metric.G) for metric in full]
+    solution = Mean(damping).aggregate(build_problem(Full(torch.float64), tilted, deltas, WEIGHTS))
+    assert solution.status == "converged"
+    assert relative(solution.value, dense(deltas, even, damping)) < 1e-8

@@ -625,7 +625,7 @@ def test_kronecker_factors_must_be_symmetric_positive_semi_definite_and_fit(base
     ],
 )
 def test_wide_factors_are_checked_on_the_directions_that_are_merged(base, models, factors, broken, method, monkeypatch):
-    monkeypatch.setattr("epimer.geometry.metric.WIDE", 8)
+    monkeypatch.setattr("epimer.geometry.checks.WIDE", 8)
     curvature = changed(factors, 1, block__0__weight=broken(factors[1][FIRST]))
     refuses(
         CurvatureError, lambda: merge(base, models, method, curvature=curvature), "curvature[1]", f"'{FIRST}'", "must"
@@ -635,7 +635,7 @@ def test_wide_factors_are_checked_on_the_directions_that_are_merged(base, models
 @pytest.mark.parametrize("wide", [8, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_factors_that_rounding_left_slightly_indefinite_are_accepted(base, models, dtype, wide, monkeypatch):
-    monkeypatch.setattr("epimer.geometry.metric.WIDE", wide)
+    monkeypatch.setattr("epimer.geometry.checks.WIDE", wide)
     X = randn(3, 20, dtype=torch.float32)
     A = (X.T @ X / 3).to(dtype)
     assert float(torch.linalg.eigvalsh(A.double())[0]) < 0
