@@ -62,7 +62,7 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     names = options.methods or [name for name in epimer.list_methods() if name not in ("greedy_soup", "auto")]
     rows = [epimer.describe_method(name) for name in names]
     rows.sort(key=lambda row: (row.needs_curvature, str(row.curvature)))  # so that one kind is in memory at a time
-    speeds = measured_speeds(torch.device("cpu"), torch.get_num_threads())
+    speeds = measured_speeds(torch.device("cpu"), 1)
     print("seconds per unit:", {kernel: f"{speed:.1e}" for kernel, speed in speeds.items()})
     for text in options.shapes:
         shape: Any = tuple(map(int, text.split("x")))
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--most", type=float, default=60.0, help="seconds of the longest merge that is run")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # as the workers of a merge have
     found = []
     for row in compare(options):
         found.append(row)
@@ -113,9 +114,7 @@ def main() -> None:
         )
         if options.json:
             about = {"date": date.today().isoformat(), "torch": torch.__version__, "cores": os.cpu_count()}
-            options.json.write_text(
-                json.dumps({**about, "threads": torch.get_num_threads(), "rows": found}, indent=1) + "\n"
-            )
+            options.json.write_text(json.dumps({**about, "threads": 1, "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -217,14 +217,14 @@ def measured_speeds(device: torch.device, threads: int) -> Speeds:
     """Return the seconds that a unit of every kernel takes on a device with so many of torch's `threads`."""
     A = falling(1536, 768, device)
     square, wide = A[:768], torch.zeros(1 << 22, device=device)
-    core, double = A[:512, :512].contiguous(), A[:512, :512].double()
+    core, double = A[:384, :384].contiguous(), A[:512, :512].double()
     kernels: dict[str, tuple[float, Callable[[], object]]] = {
         "single": (2 * 768**3, lambda: square @ square),
         "double": (2 * 512**3, lambda: double @ double),
         "eigen_single": (256**3, lambda: torch.linalg.eigh(core[:256, :256])),
         "eigen": (384**3, lambda: torch.linalg.eigh(double[:384, :384])),
         "leading": (1536 * 768 * 32, lambda: top_svd(A, 32)),
-        "svd": (512**3, lambda: top_svd(core, 512)),
+        "svd": (384**3, lambda: top_svd(core, 384)),
         "bytes": (2 * wide.nbytes, lambda: wide + 1.0),
     }
     return {kernel: _seconds(call, device) / units for kernel, (units, call) in kernels.items()}
