@@ -18,7 +18,7 @@ from torch import Tensor
 from epimer.geometry.linalg import top_svd
 from epimer.methods import workspace
 from epimer.methods.registry import Method
-from epimer.methods.workspace import Workload
+from epimer.methods.workspace import Workload, workspace_bytes
 
 Work = Counter[str]
 """kernel -> how many units of it"""
@@ -29,7 +29,7 @@ STEPS = {"tensor": 20, "full": 50}  # of conjugate gradients at damping 1
 HARDER = {"tensor": 0.3, "full": 0.45}  # they grow with this power of 1 / damping
 LOW_RANK = 16  # of the approximation of a diagonal that starts a solve
 CHECKS = 4  # passes over a factor while it is checked
-SORTING = 8  # passes over a model that counting its magnitudes takes as long as
+SORTING = 4  # passes over a model that counting its magnitudes takes as long as
 LONG = 0.03  # seconds of a call that need no second one
 
 
@@ -41,11 +41,13 @@ def seconds(work: Work, speeds: Speeds) -> float:
 def work_of(method: Method, load: Workload) -> Work:
     """Return what a merge does: task vectors are taken, merged and added to the base."""
     tensor = load.itemsize * load.entries
-    counts = Work(bytes=tensor * (4 * load.tasks + 6) + CHECKS * load.curvature)
+    counts = Work(bytes=tensor * (2 * load.tasks + 4) + CHECKS * load.curvature)
     if method.prepare is not None:
         counts += Work(bytes=SORTING * method.passes * load.tasks * tensor)
-    counted = WORK.get(method.workspace) if callable(method.workspace) else None
-    return counts + (counted(load) if counted else Work(bytes=2 * load.tasks * tensor))
+    if callable(method.workspace):
+        counted = WORK.get(method.workspace, lambda load: Work(bytes=2 * workspace_bytes(method, load)))
+        return counts + counted(load)
+    return counts + Work(bytes=load.tasks * tensor + workspace_bytes(method, load))
 
 
 # --- singular vectors ---
@@ -188,7 +190,7 @@ def one_sided(load: Workload) -> Work:
 
 def elementwise(load: Workload) -> Work:
     """Return the work of a solve with a diagonal on the full space."""
-    return Work(bytes=workspace.DOUBLE * load.entries * (8 * load.tasks + 10))
+    return Work(bytes=workspace.DOUBLE * load.entries * (4 * load.tasks + 8))
 
 
 WORK: dict[Callable[[Workload], int], Callable[[Workload], Work]] = {
@@ -216,7 +218,7 @@ def falling(m: int, n: int, device: torch.device) -> Tensor:
 def measured_speeds(device: torch.device, threads: int) -> Speeds:
     """Return the seconds that a unit of every kernel takes on a device with so many of torch's `threads`."""
     A = falling(1536, 768, device)
-    square, wide = A[:768], torch.zeros(1 << 22, device=device)
+    square, wide = A[:768], torch.zeros(1 << 24, device=device)
     core, double = A[:384, :384].contiguous(), A[:512, :512].double()
     kernels: dict[str, tuple[float, Callable[[], object]]] = {
         "single": (2 * 768**3, lambda: square @ square),
