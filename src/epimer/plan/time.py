@@ -190,7 +190,7 @@ def one_sided(load: Workload) -> Work:
 
 def elementwise(load: Workload) -> Work:
     """Return the work of a solve with a diagonal on the full space."""
-    return Work(bytes=workspace.DOUBLE * load.entries * (4 * load.tasks + 8))
+    return Work(bytes=workspace.DOUBLE * load.entries * (6 * load.tasks + 10))
 
 
 WORK: dict[Callable[[Workload], int], Callable[[Workload], Work]] = {
