@@ -44,9 +44,8 @@ def work_of(method: Method, load: Workload) -> Work:
     counts = Work(bytes=tensor * (2 * load.tasks + 4) + CHECKS * load.curvature)
     if method.prepare is not None:
         counts += Work(bytes=SORTING * method.passes * load.tasks * tensor)
-    if callable(method.workspace):
-        counted = WORK.get(method.workspace, lambda load: Work(bytes=2 * workspace_bytes(method, load)))
-        return counts + counted(load)
+    if callable(method.workspace) and method.workspace in WORK:
+        return counts + WORK[method.workspace](load)
     return counts + Work(bytes=load.tasks * tensor + workspace_bytes(method, load))
 
 
