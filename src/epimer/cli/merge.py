@@ -19,6 +19,7 @@ from epimer.errors import EpimerError
 from epimer.records import MergeRecord
 
 if TYPE_CHECKING:
+    from epimer.engine.options import RunOptions
     from epimer.plan.jobs import Plan
 
 
@@ -60,7 +61,7 @@ def merge(
                 run.budget(plan.parts)
             except EpimerError as error:
                 plan.problems.append(error)
-        _print_plan(plan, as_json=as_json, quiet=quiet)
+        _print_plan(plan, run, as_json=as_json, quiet=quiet)
         raise typer.Exit(2 if plan.problems else 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -84,31 +85,43 @@ def _print_result(record: MergeRecord, out: Path, notes: Sequence[str]) -> None:
     render.print_notes(notes)
 
 
-def _print_plan(plan: Plan, *, as_json: bool, quiet: bool) -> None:
+def _print_plan(plan: Plan, run: RunOptions, *, as_json: bool, quiet: bool) -> None:
     """Print every tensor's rule and what it costs, then all problems."""
+    from epimer.plan.time import seconds
+
+    speeds, workers = run.speeds(), len(run.devices)
     problems = [str(problem) for problem in plan.problems]
     tensors: list[dict[str, Any]] = [
         {
             "name": job.name, "rule": "tied" if job.name in plan.ties else job.rule,
             "shape": list(job.template.shape), "dtype": render.dtype(job.template), "reads": job.reads,
             "writes": 0 if job.name in plan.ties else job.writes, "memory": max(part.memory for part in job.parts()),
+            "seconds": round(seconds(job.work, speeds), 4),
         }
         for job in plan.jobs
     ]  # fmt: skip
     costs = ("reads", "writes", "memory")
     if as_json:
-        totals = {cost: getattr(plan, cost) for cost in costs}
+        totals = {cost: getattr(plan, cost) for cost in costs} | {"seconds": plan.seconds(speeds, workers)}
         record = {"method": plan.method.name, "tensors": tensors, "totals": totals}
         return render.print_json({**record, "notes": plan.notes, "problems": problems})
     if tensors and not quiet:
         rows = [
-            [row["name"], row["rule"], render.shape(row["shape"]), row["dtype"], *(render.size(row[c]) for c in costs)]
+            [
+                row["name"],
+                row["rule"],
+                render.shape(row["shape"]),
+                row["dtype"],
+                *(render.size(row[c]) for c in costs),
+                f"{row['seconds']:.2f} s",
+            ]
             for row in tensors
         ]
-        render.print_table(["tensor", "rule", "shape", "dtype", "read", "write", "memory"], rows)
+        render.print_table(["tensor", "rule", "shape", "dtype", "read", "write", "memory", "time"], rows)
         render.print_text(
             f"{plan.method.name} of {len(plan.participants.models)} models: read {render.size(plan.reads)}, "
-            f"write {render.size(plan.writes)}, widest tensor needs {render.size(plan.memory)}"
+            f"write {render.size(plan.writes)}, widest tensor needs {render.size(plan.memory)}, "
+            f"about {plan.seconds(speeds, workers):.2g} s with {workers} at a time"
             + (", after a pre-pass over the whole model" if plan.method.prepare else "")
         )
         render.print_notes(plan.notes)

@@ -44,18 +44,25 @@ def memory_budget(max_memory: str | int | None, jobs: Iterable[Any], *, elsewher
     if widest is not None and used + needed > most:
         raise ParameterError(
             f"max_memory of {most / 1e9:.2f} GB is too little: {widest.name!r} needs {needed / 1e9:.2f} GB "
-            f"beside {used / 1e9:.2f} GB for Python and torch; give {(used + needed) / 1e9 + 0.01:.2f}GB."
+            f"beside {used / 1e9:.2f} GB for Python and torch; give {(used + needed) / 1e9 + 0.01:.2f}GB"
+            f"{''.join(f', or take {setting}' for setting in _fitting(widest, most - used))}."
         )
     return most - used
 
 
 def _remedy(job: Any, free: int) -> str:
-    """Return what to do where a job needs more than is free: the nearest value of each setting that fits."""
+    """Return what to do where a job needs more than is free."""
+    fitting = _fitting(job, free)
+    return f"take {' or '.join(fitting)}" if fitting else "free some, or take a method that needs less"
+
+
+def _fitting(job: Any, free: int) -> list[str]:
+    """Return the nearest value of each setting under which a job fits into the bytes that are free."""
     fitting: dict[str, str] = {}
     for setting, value, needed in getattr(job, "smaller", tuple)():
         if needed <= free:
             fitting.setdefault(setting, f"{setting}: {value} ({needed / 1e9:.2f} GB)")
-    return f"take {' or '.join(fitting.values())}" if fitting else "free some, or take a method that needs less"
+    return list(fitting.values())
 
 
 def parse_size(text: str | int, name: str) -> int:

@@ -10,8 +10,9 @@ import torch
 
 from epimer.engine.memory import memory_budget
 from epimer.engine.protocol import Engine
-from epimer.engine.threads import Threads, worker_devices
+from epimer.engine.threads import Threads, torch_threads, worker_devices
 from epimer.errors import ParameterError
+from epimer.plan.time import Speeds, measured_speeds
 
 ENGINES: dict[str, Any] = {"local": Threads}
 """name -> what takes one device per worker, `threads` and `memory`, and returns an engine"""
@@ -48,6 +49,11 @@ class RunOptions:
     def devices(self) -> list[torch.device]:
         """The device of every worker."""
         return worker_devices(self.device, self.workers, self.threads)
+
+    def speeds(self) -> Speeds:
+        """Return how fast one worker is, measured in a fraction of a second when it is first asked for."""
+        with torch_threads(self.threads):
+            return measured_speeds(self.devices[0], self.threads)
 
     def budget(self, jobs: Sequence[Any]) -> int:
         """Return the bytes that jobs may take together; refuse one that exceeds the limit, or what is free."""

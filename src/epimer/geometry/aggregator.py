@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.frechet import Problem
-from epimer.geometry.linalg import Delta, squared_norm, top_svd, weighted_sum
+from epimer.geometry.linalg import Delta, Svd, squared_norm, top_svd, weighted_sum
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Full, Tagged
 
@@ -82,7 +82,7 @@ def stretched_mean(deltas: Sequence[Delta], weights: Sequence[float]) -> Delta:
     return min(most, kept / length) * mean
 
 
-def calibrated(delta: Tensor, deltas: Sequence[Tensor], least: float) -> Tensor:
+def calibrated(merged: Svd, deltas: Sequence[Tensor], least: float) -> Tensor:
     """Return a merged task vector whose singular values are divided by how often the tasks count each direction.
 
     Singular value calibration: along the left singular vector u_r the merge is s_rt = ⟨u_rᵀΔ, u_rᵀD_t⟩ / ‖u_rᵀD_t‖²
@@ -91,7 +91,7 @@ def calibrated(delta: Tensor, deltas: Sequence[Tensor], least: float) -> Tensor:
     A task whose energy along u_r is below `FAINT` of the merge's is taken at that, so that next to nothing of a task
     does not decide how long a direction of others may be.
     """
-    U, sigma, V = top_svd(delta, min(delta.shape))
+    U, sigma, V = merged
     rows = sigma[:, None] * V.T
     faint = FAINT * sigma.square()
     counted = torch.zeros_like(sigma)

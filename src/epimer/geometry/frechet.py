@@ -14,16 +14,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import overload
 
 import torch
 from torch import Tensor
 
+from epimer.errors import CurvatureError
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.linalg import weighted_sum
 from epimer.geometry.metric import Metric
 from epimer.geometry.operator import SubspaceOperator, linear_combination
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import Subspace
+from epimer.geometry.subspace import Full, Subspace
+
+MERGE_TOLERANCE = (
+    3e-5  # share of the merge by which an iterative solve may miss it: less than the basis misses tasks by
+)
+
+
+@dataclass(frozen=True)
+class Coordinates(Sequence[Tensor]):
+    """The tasks' coordinates Sᵀ vec(D_t), each computed when it is asked for: all at once would be float64 copies."""
+
+    subspace: Subspace
+    deltas: Sequence[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.deltas)
+
+    @overload
+    def __getitem__(self, t: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, t: slice) -> Coordinates: ...
+    def __getitem__(self, t: int | slice) -> Tensor | Coordinates:
+        if isinstance(t, slice):
+            return Coordinates(self.subspace, self.deltas[t])
+        return self.subspace.project(self.deltas[t])
 
 
 @dataclass(frozen=True)
@@ -32,7 +58,7 @@ class Problem:
 
     subspace: Subspace
     """where x lives"""
-    points: list[Tensor]
+    points: Sequence[Tensor]
     """x_t, the tasks' coordinates"""
     operators: list[SubspaceOperator]
     weights: list[float]
@@ -49,8 +75,8 @@ class Problem:
 
     def product(self, t: int, x: Tensor) -> Tensor:
         """Return H̃_t x."""
-        image = self.operators[t].apply(x).mul(self.scales[t]) if self.scales[t] else torch.zeros_like(x)
-        return image + self.shifts[t] * x
+        image = self.operators[t].apply(x).mul_(self.scales[t]) if self.scales[t] else torch.zeros_like(x)
+        return image.add_(self.shifts[t] * x) if self.shifts[t] else image
 
     def flat_mean(self) -> Tensor:
         """Return x̄ = Σ λ_t x_t."""
@@ -68,7 +94,7 @@ class Problem:
         """Return Σ λ_t H̃_t (x_t - x), half the negative gradient of F."""
         total = torch.zeros_like(x)
         for t, (point, weight) in enumerate(zip(self.points, self.weights, strict=True)):
-            total += weight * self.product(t, point - x)
+            total += self.product(t, point - x).mul_(weight)
         return total
 
     @cached_property
@@ -88,7 +114,11 @@ class Problem:
     def _step(self, reference: Tensor, descent: Tensor, epsilon: float = 0.0) -> Solution:
         if not descent.any():
             return Solution(reference)
-        step = self.mean_operator.solve(descent, self.mean_shift + epsilon)
+        operator = self.mean_operator
+        if isinstance(operator, KroneckerSum):
+            length = min(float(torch.linalg.vector_norm(x)) for x in (reference, self.flat_mean()))
+            operator = replace(operator, allowed=MERGE_TOLERANCE * length)
+        step = operator.solve(descent, self.mean_shift + epsilon)
         return replace(step, value=reference + step.value)
 
     def mean(self) -> Solution:
@@ -110,6 +140,7 @@ def build_problem(
     jitter: float = 0.0,
     tolerance: float = 0.0,
     max_steps: int | None = None,
+    name: str = "",
 ) -> Problem:
     """Return the undamped problem of one layer: curvature projected on the subspace, `jitter`·I added, normalised.
 
@@ -117,9 +148,14 @@ def build_problem(
     their λ-weighted mean has it and tasks keep their relative sizes; "none" leaves them. A task without curvature, once
     damped, becomes damping·I under "trace" and "common", and nothing under "none". `tolerance` is the relative error of
     the low-rank projection that may start a large diagonal solve; 0 projects exactly. Conjugate gradients stop after
-    `max_steps`; None goes on until they converge.
+    `max_steps`; None goes on until they converge. Errors call the tensor `name`.
     """
-    operators = [subspace.restrict(metric, tolerance) for metric in metrics]
+    operators: list[SubspaceOperator] = []
+    for t, metric in enumerate(metrics):
+        try:
+            operators.append(subspace.restrict(metric, tolerance))
+        except CurvatureError as error:
+            raise CurvatureError(f"curvature[{t}][{name!r}]: {error}") from None
     operators = [replace(H, max_steps=max_steps) if isinstance(H, KroneckerSum) else H for H in operators]
     sizes = [H.mean_diagonal() + jitter for H in operators]
     mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True))
@@ -128,7 +164,7 @@ def build_problem(
     scales = [1 / divisor if divisor > 0 else 0.0 for divisor in divisors]
     return Problem(
         subspace=subspace,
-        points=[subspace.project(D) for D in deltas],
+        points=Coordinates(subspace, deltas) if isinstance(subspace, Full) else list(map(subspace.project, deltas)),
         operators=operators,
         weights=list(weights),
         scales=scales,

@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NULL, conjugate_gradients, mean_of, solve_spd
+from epimer.geometry.linalg import NULL, conjugate_gradients, mean_of, solve_spd, top_svd
 from epimer.geometry.operator import SubspaceOperator
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
 
-JOINT = 1024  # factors up to this size are worth an eigendecomposition per task
-WELL_CONDITIONED = 1.3  # bound on ‖E‖‖E⁻¹‖ of stacked leading eigenvectors, as a multiple of an orthonormal stack's
+STACKED = 1024  # factors up to this size are decomposed whole, and multiplied by all tasks at once
+LEADING = 96  # eigenvectors of each factor that a preconditioner may use
+PAIRS = 1024  # products of them that it inverts exactly
 SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
+FLOOR = 3e-6  # relative residual that single precision reaches without a correction
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A symmetric positive semi-definite matrix formed anew for every use, so that no two tasks' are in memory."""
+
+    form: Callable[[], Tensor]
+    mean_diagonal: float
+
+
+Factor = Tensor | Formed | None
+"""a symmetric positive semi-definite matrix; None is the identity"""
+Term = tuple[float, Factor, Factor]
+"""c, G, A of X -> c G X A"""
 
 
 @dataclass(frozen=True)
 class KroneckerSum(SubspaceOperator):
     """X -> Σ_t c_t G_t X A_t; None stands for the identity."""
 
-    terms: tuple[tuple[float, Tensor | None, Tensor | None], ...]
+    terms: tuple[Term, ...]
     null: float = NULL
     max_steps: int | None = None
     """steps after which an iterative solve stops, converged or not"""
+    allowed: float = 0.0
+    """error ‖y - y*‖ that makes no difference; where the curvature is in single precision, a solve may stop there"""
 
     def apply(self, x: Tensor) -> Tensor:
-        total = torch.zeros_like(x)
-        for c, G, A in self.terms:
-            image = x if G is None else G @ x
-            total += c * (image if A is None else image @ A)
-        return total
+        return _one_by_one(self.terms, 0.0)(x)
 
     def mean_diagonal(self) -> float:
         return sum(c * _mean_diagonal(G) * _mean_diagonal(A) for c, G, A in self.terms)
@@ -45,121 +59,163 @@ class KroneckerSum(SubspaceOperator):
         return replace(self, terms=tuple((weight * c, G, A) for c, G, A in self.terms))
 
     def solve(self, b: Tensor, shift: float) -> Solution:
-        """Solve in closed form where one side is the identity, else by CG where the factors are nearly diagonal."""
+        """Solve in closed form where one side is the identity, else by preconditioned conjugate gradients."""
         if all(G is None for _, G, _ in self.terms):
             return self._one_sided(b, [(c, A) for c, _, A in self.terms], shift, right=True)
         if all(A is None for _, _, A in self.terms):
             return self._one_sided(b, [(c, G) for c, G, _ in self.terms], shift, right=False)
-        single = self.null > NULL
         if shift == 0 and (damping := self._singular()):  # no preconditioner: it would leave the operator's range
             solution = conjugate_gradients(self.shifted(damping), b, tolerance=1e-8, max_steps=self.max_steps)
             return replace(solution, status=Status.DAMPED, damping=damping)
-        joint = self.max_steps is None
-        P = _diagonaliser([G for _, G, _ in self.terms], b.shape[0], b, single=single, joint=joint)
-        Q = _diagonaliser([A for _, _, A in self.terms], b.shape[1], b, single=single, joint=joint)
-        terms = [term for term in (*self.terms, (shift, None, None)) if term[0]]
-        G_tpp = _stacked(P, [(c, G) for c, G, _ in terms])
-        A_tqq = _stacked(Q, [(1.0, A) for _, _, A in terms])
-        y = P @ _preconditioned(G_tpp, A_tqq, P.T @ b @ Q, single=single, max_steps=self.max_steps) @ Q.T
-        return solved(y, self.relative_residual(y, b, shift), iterative=True)
+        if self.null > NULL:
+            return self._refined(b, shift)
+        apply, precondition = _shifted_sum(self.terms, shift, b), _preconditioner(self.terms, shift, b)
+        return conjugate_gradients(apply, b, precondition, max_steps=self.max_steps)
+
+    def _refined(self, b: Tensor, shift: float) -> Solution:
+        """Iterate in single precision, in which the factors are known, under a residual that is kept in float64.
+
+        No eigenvalue is below `shift`, so that ‖y - y*‖ is at most ‖r‖ / shift.
+        """
+        size = norm = float(torch.linalg.vector_norm(b))
+        goal = max(SINGLE * norm, shift * self.allowed)
+        y, r, single = torch.zeros_like(b), b, b.float()
+        apply, precondition = _shifted_sum(self.terms, shift, single), _preconditioner(self.terms, shift, single)
+        for _ in range(8 if norm > 0 else 0):
+            target, scaled = max(0.5 * goal / size, FLOOR), (r / size).float()
+            step = conjugate_gradients(apply, scaled, precondition, tolerance=target, max_steps=self.max_steps)
+            y = y + size * step.value.double()
+            r, previous = b - self.shifted(shift)(y), size
+            size = float(torch.linalg.vector_norm(r))
+            if size <= goal or size > 0.5 * previous or self.max_steps is not None:
+                break
+        if size <= goal:
+            return Solution(y, Status.CONVERGED, size / norm if norm > 0 else 0.0)
+        return solved(y, size / norm, iterative=True)
 
     def _singular(self) -> float:
         """Return the damping an undamped sum needs: 0 where one term alone is well above rounding everywhere."""
         lowest = highest = 0.0
         for c, G, A in self.terms:
-            spectra = [torch.linalg.eigvalsh(M)[[0, -1]].tolist() if M is not None else [1.0, 1.0] for M in (G, A)]
+            spectra = [
+                [1.0, 1.0] if M is None else torch.linalg.eigvalsh(_matrix(M).double())[[0, -1]].tolist()
+                for M in (G, A)
+            ]
             lowest = max(lowest, c * max(0.0, spectra[0][0]) * max(0.0, spectra[1][0]))
             highest += c * spectra[0][1] * spectra[1][1]
         return 0.0 if lowest > self.null * highest else self.null * highest
 
-    def _one_sided(
-        self, b: Tensor, factors: list[tuple[float, Tensor | None]], shift: float, *, right: bool
-    ) -> Solution:
-        H = _total(factors, b.shape[1] if right else b.shape[0], b)
-        solution = solve_spd(H, b.T if right else b, shift, self.null)
-        y, damping = solution.value.T if right else solution.value, solution.damping
-        return solved(y, self.relative_residual(y, b, shift + damping), damping)
+    def _one_sided(self, b: Tensor, factors: list[tuple[float, Factor]], shift: float, *, right: bool) -> Solution:
+        H, rhs = _total(factors, b.shape[1] if right else b.shape[0], b), b.T if right else b
+        y, damping = (solution := solve_spd(H, rhs, shift, self.null)).value, solution.damping
+        norm, residual = float(torch.linalg.vector_norm(b)), H @ y
+        residual.add_(y, alpha=shift + damping).sub_(rhs)
+        relative = float(torch.linalg.vector_norm(residual)) / norm if norm > 0 else 0.0
+        return solved(y.T if right else y, relative, damping)
 
 
-def _diagonaliser(factors: list[Tensor | None], size: int, like: Tensor, *, single: bool, joint: bool) -> Tensor:
-    """Return P for which PᵀFP is nearly diagonal for every factor F.
-
-    E holds each factor's own leading eigenvectors, then the mean factor's on what these leave; F's leading part is
-    diagonal in EᵀX, so P = E⁻ᵀ. Fewer eigenvectors per factor are taken until E is well-conditioned; with none of
-    them it is the eigenbasis of the mean; and so it is where `joint` is false, for a solve too short to repay more.
-    """
-    unit = [(1 / scale, factor) for factor in factors if (scale := _mean_diagonal(factor)) > 0]
-    mean = _total(unit, size, like)
-    share = size // len(factors) if joint and size <= JOINT and None not in factors else 0
-    vectors = [
-        torch.linalg.eigh(factor.float() if single else factor).eigenvectors.flip(-1).to(like.dtype)
-        for factor in factors
-        if factor is not None and share
-    ]
-    while share:
-        leading = torch.cat([vector[:, :share] for vector in vectors], dim=1)
-        rest = torch.linalg.qr(leading, mode="complete").Q[:, leading.shape[1] :]
-        rest = rest @ torch.linalg.eigh(rest.T @ mean @ rest).eigenvectors
-        E = torch.cat([leading, rest], dim=1)
-        inverse, info = torch.linalg.inv_ex(E)
-        if not info and float(torch.linalg.norm(E) * torch.linalg.norm(inverse)) < WELL_CONDITIONED * size:
-            return inverse.T
-        share //= 2
-    return torch.linalg.eigh(mean).eigenvectors
+def _matrix(factor: Tensor | Formed) -> Tensor:
+    return factor.form() if isinstance(factor, Formed) else factor
 
 
-def _stacked(P: Tensor, factors: list[tuple[float, Tensor | None]]) -> Tensor:
-    """Return c PᵀFP of every factor, [T, p, p]; filled one by one, so that none is in memory twice."""
-    size = P.shape[1]
-    stack = P.new_empty(len(factors), size, size)
-    for target, (c, factor) in zip(stack, factors, strict=True):
-        torch.mul(P.T @ P if factor is None else P.T @ factor @ P, c, out=target)
+def _one_by_one(terms: Sequence[Term], shift: float) -> Callable[[Tensor], Tensor]:
+    """Return X -> Σ c G X A + shift·X in the precision of X, without a copy of more than one factor."""
+
+    def apply(x: Tensor) -> Tensor:
+        total = shift * x
+        for c, G, A in terms:
+            image = x if G is None else _matrix(G).to(x.dtype) @ x
+            total.add_(image if A is None else image @ _matrix(A).to(x.dtype), alpha=c)
+        return total
+
+    return apply
+
+
+def _shifted_sum(terms: Sequence[Term], shift: float, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return X -> Σ c G X A + shift·X, where it pays as two products for all terms: [G_1 X, G_2 X, …] [A_1; A_2; …]."""
+    if max(like.shape) > STACKED:
+        return _one_by_one(terms, shift)
+    c_t = torch.tensor([c for c, _, _ in terms], dtype=like.dtype, device=like.device)
+    G_tpp = _stacked([G for _, G, _ in terms], like.shape[0], like).mul_(c_t[:, None, None])
+    A_sq = _stacked([A for _, _, A in terms], like.shape[1], like).flatten(0, 1)
+    return lambda x: (torch.matmul(G_tpp, x).transpose(0, 1).flatten(1) @ A_sq).add_(x, alpha=shift)
+
+
+def _stacked(factors: Sequence[Factor], size: int, like: Tensor) -> Tensor:
+    """Return the factors as one tensor [T, p, p] in the precision of `like`."""
+    stack = like.new_empty(len(factors), size, size)
+    for target, factor in zip(stack, factors, strict=True):
+        target.copy_(torch.eye(size) if factor is None else _matrix(factor))
     return stack
 
 
-def _preconditioned(G_tpp: Tensor, A_tqq: Tensor, b: Tensor, *, single: bool, max_steps: int | None) -> Tensor:
-    """Solve Σ G Y A = b by conjugate gradients, preconditioned by the operator's diagonal.
+def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return an approximate inverse of X -> Σ c G X A + shift·X, in the shape and precision of `like`.
 
-    Factors known in single precision are iterated in it, under a residual that is kept in float64.
+    The curvature of few samples has few large eigenvalues. The largest λ of all terms with their eigenvectors
+    W = [e_i ⊗ f_j] are inverted exactly, the rest as if it were its mean diagonal (s, with the shift), by Woodbury's
+    identity: (s + W Λ Wᵀ)⁻¹ = (1 - W (s Λ⁻¹ + WᵀW)⁻¹ Wᵀ) / s, where WᵀW is a product of two Gram matrices.
     """
-    diagonal = torch.zeros_like(b)
-    for G, A in zip(G_tpp, A_tqq, strict=True):
-        diagonal += G.diagonal()[:, None] * A.diagonal()[None, :]
-    diagonal = diagonal.clamp_min(1e-30 * float(diagonal.max()))
-    exact = _summed(G_tpp, A_tqq)
-    if not single:
-        return conjugate_gradients(exact, b, lambda r: r / diagonal, max_steps=max_steps).value
-    quick, diagonal = _summed(G_tpp.float(), A_tqq.float()), diagonal.float()
-    y, r, norm = torch.zeros_like(b), b, float(torch.linalg.vector_norm(b))
-    size = norm
-    for _ in range(8):
-        target, scaled = max(0.5 * SINGLE * norm / size, 3e-6), (r / size).float()
-        step = conjugate_gradients(quick, scaled, lambda r: r / diagonal, tolerance=target, max_steps=max_steps)
-        y = y + size * step.value.double()
-        if max_steps is not None:
-            break
-        r, previous = b - exact(y), size
-        size = float(torch.linalg.vector_norm(r))
-        if size <= SINGLE * norm or size > 0.5 * previous:
-            break
-    return y
+    (p, q), tasks = like.shape, len(terms)
+    g_tk, E_tpk = _leading([G for _, G, _ in terms], p, like)
+    a_th, F_tqh = _leading([A for _, _, A in terms], q, like)
+    c_t = torch.tensor([c for c, _, _ in terms], dtype=like.dtype, device=like.device)
+    values_tkh = c_t[:, None, None] * g_tk[:, :, None] * a_th[:, None, :]
+    largest = torch.topk(values_tkh.flatten(), min(PAIRS, -(-p * q // 2), values_tkh.numel()))
+    kept = largest.values > torch.finfo(like.dtype).eps * largest.values[0]
+    values, index = largest.values[kept], largest.indices[kept]
+    trace = p * q * sum(c * _mean_diagonal(G) * _mean_diagonal(A) for c, G, A in terms)
+    rest = shift + max(0.0, trace - float(values.sum(dtype=torch.float64))) / (p * q)
+    k, h = g_tk.shape[1], a_th.shape[1]
+    task, i, j = index // (k * h), index // h % k, index % h
+    E_np, F_nq = E_tpk[task, :, i], F_tqh[task, :, j]
+    inner = (E_np @ E_np.T) * (F_nq @ F_nq.T)
+    inner.diagonal().add_(rest / values)
+    L, info = torch.linalg.cholesky_ex(inner)
+    if info or not values.numel() or not rest > 0:
+        return lambda r: r
+    inverse = torch.cholesky_inverse(L)
+    k, h = int(i.max()) + 1, int(j.max()) + 1
+    E_tpk, F_tqh = E_tpk[:, :, :k].contiguous(), F_tqh[:, :, :h].contiguous()
+    F_sq, place = F_tqh.mT.flatten(0, 1), (task * k + i) * h + j
+
+    def precondition(r: Tensor) -> Tensor:
+        along = (torch.matmul(E_tpk.mT, r) @ F_tqh).flatten()
+        weights = torch.zeros_like(along)
+        weights[place] = inverse @ along[place]
+        lifted = torch.matmul(E_tpk, weights.view(tasks, k, h)).transpose(0, 1).flatten(1) @ F_sq
+        return (r - lifted) / rest
+
+    return precondition
 
 
-def _summed(G_tpp: Tensor, A_tqq: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return X -> Σ G X A as two large products instead of two per term: [G_1 X, G_2 X, …] [A_1; A_2; …]."""
-    A_sq = A_tqq.flatten(0, 1)
-    return lambda x: torch.matmul(G_tpp, x).transpose(0, 1).flatten(1) @ A_sq
+def _leading(factors: Sequence[Factor], size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the leading eigenvalues [T, k] and eigenvectors [T, p, k] of every factor, in falling order."""
+    k = min(size, LEADING)
+    values, vectors = like.new_zeros(len(factors), k), like.new_zeros(len(factors), size, k)
+    for t, factor in enumerate(factors):
+        if factor is None:
+            values[t], vectors[t] = 1.0, torch.eye(size, k)
+        elif size <= STACKED:
+            pairs = torch.linalg.eigh(_matrix(factor).to(like.dtype))
+            values[t], vectors[t] = pairs.eigenvalues.flip(-1)[:k], pairs.eigenvectors.flip(-1)[:, :k]
+        else:
+            U, sigma, _ = top_svd(_matrix(factor).float(), k)
+            values[t, : len(sigma)], vectors[t, :, : len(sigma)] = sigma, U
+    return values.clamp_min_(0), vectors
 
 
-def _mean_diagonal(factor: Tensor | None) -> float:
-    return 1.0 if factor is None else mean_of(factor.diagonal())
+def _mean_diagonal(factor: Factor) -> float:
+    if factor is None or isinstance(factor, Formed):
+        return 1.0 if factor is None else factor.mean_diagonal
+    return mean_of(factor.diagonal().double())
 
 
-def _total(factors: list[tuple[float, Tensor | None]], size: int, like: Tensor) -> Tensor:
+def _total(factors: list[tuple[float, Factor]], size: int, like: Tensor) -> Tensor:
     total = torch.zeros(size, size, dtype=like.dtype, device=like.device)
     for c, factor in factors:
         if factor is None:
             total.diagonal().add_(c)
         else:
-            total.add_(factor, alpha=c)
+            total.add_(_matrix(factor), alpha=c)
     return total

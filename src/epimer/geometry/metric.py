@@ -7,23 +7,22 @@ A metric knows its own product (`apply`) and its restriction SᵀHS to two kinds
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from epimer.geometry.checks import check_wide_factor, is_symmetric, negative_entries, not_finite, not_psd
 from epimer.geometry.diagonal import TaggedDiagonal, TensorProductDiagonal, project_diagonal
 from epimer.geometry.kinds import SERVES
-from epimer.geometry.kronecker import KroneckerSum
-from epimer.geometry.linalg import nonfinite, null_share
+from epimer.geometry.kronecker import Factor, Formed, KroneckerSum
+from epimer.geometry.linalg import mean_of, null_share
 from epimer.geometry.operator import Dense, Elementwise, OuterSum, SubspaceOperator
 
 if TYPE_CHECKING:
     from epimer.geometry.subspace import Tagged
-
-ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative
 
 
 class Metric(ABC):
@@ -76,46 +75,8 @@ def _on_atoms(H_pp: Tensor, atoms: Tagged) -> Dense:
     return Dense(atoms.orthonormal(H_pp.double()), null_share(atoms.U.dtype))
 
 
-def _symmetric(M: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    if M is None:
-        return None
-    M = M.to(device, dtype)
+def _symmetric(M: Tensor) -> Tensor:
     return 0.5 * (M + M.T)
-
-
-def _not_finite(name: str, x: Tensor) -> str | None:
-    bad = nonfinite(x)
-    return f"{name} holds NaN or Inf in {bad} of {x.numel()} entries" if bad else None
-
-
-def _negative(name: str, x: Tensor) -> str | None:
-    """Return why `x` does not hold finite numbers of at least 0, or None."""
-    if (problem := _not_finite(name, x)) or not x.numel() or float(x.min()) >= 0:
-        return problem
-    return f"{name} must not be negative; its lowest entry is {float(x.min()):.3g}"
-
-
-def _not_psd(name: str, M: Tensor, size: int | None) -> str | None:
-    """Return why `M` is not a symmetric positive semi-definite matrix (of `size`), up to rounding."""
-    if M.dim() != 2 or M.shape[0] != M.shape[1] or (size is not None and len(M) != size):
-        expected = "square" if size is None else f"{size} x {size}"
-        return f"{name} must be {expected}, got shape {tuple(M.shape)}"
-    if problem := _not_finite(name, M):
-        return problem
-    M64 = M.double()
-    if not M64.any():
-        return None
-    slack = max(ROUNDING, 8 * torch.finfo(M.dtype).eps if M.is_floating_point() else 0.0)
-    if (M64 - M64.T).abs_().max() > slack * M64.abs().max():
-        return f"{name} must be symmetric; its largest asymmetry is {float((M64 - M64.T).abs().max()):.3g}"
-    slack *= float(M64.diagonal().abs().sum())
-    shifted = M64.clone()
-    shifted.diagonal().add_(slack)
-    if torch.linalg.cholesky_ex(shifted).info:
-        lowest = float(torch.linalg.eigvalsh(M64)[0])
-        if lowest < -slack:
-            return f"{name} must be positive semi-definite; its lowest eigenvalue is {lowest:.3g}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -159,7 +120,7 @@ class Diagonal(Metric):
     def problem(self, shape: Sequence[int]) -> str | None:
         if tuple(self.F.shape) != tuple(shape):
             return f"F must have the tensor's shape {tuple(shape)}, got {tuple(self.F.shape)}"
-        return _negative("F", self.F)
+        return negative_entries("F", self.F)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,16 +139,18 @@ class Kronecker(Metric):
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         null = max((null_share(M.dtype) for M in (self.A, self.G) if M is not None), default=null_share(torch.float64))
-        return KroneckerSum(((1.0, _sandwich(self.G, U), _sandwich(self.A, V)),), null)
+        left = _whole("G", self.G) if U is None else _sandwich("G", self.G, U)
+        right = _whole("A", self.A) if V is None else _sandwich("A", self.A, V)
+        return KroneckerSum(((1.0, left, right),), null)
 
     def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
-        U, V = atoms.U, atoms.V
-        left = U.T @ (U if self.G is None else self.G @ U)
-        right = V.T @ (V if self.A is None else self.A @ V)
-        return _on_atoms(left.double() * right.double(), atoms)
+        left, right = _sandwich("G", self.G, atoms.U), _sandwich("A", self.A, atoms.V)
+        left = (atoms.U.T @ atoms.U).double() if left is None else left
+        return _on_atoms(left * ((atoms.V.T @ atoms.V).double() if right is None else right), atoms)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Kronecker:
-        return Kronecker(A=_symmetric(self.A, device, dtype), G=_symmetric(self.G, device, dtype), inputs=self.inputs)
+        A, G = (None if M is None else M.to(device, dtype) for M in (self.A, self.G))
+        return Kronecker(A=A, G=G, inputs=self.inputs)
 
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2:
@@ -195,16 +158,56 @@ class Kronecker(Metric):
         if self.inputs not in (0, 1):
             return f"inputs must be 0 or 1, the dimension that the inputs belong to, got {self.inputs!r}"
         for name, factor, size in (("G", self.G, shape[0]), ("A", self.A, shape[1])):
-            if factor is not None and (problem := _not_psd(name, factor, size)):
+            if factor is not None and (problem := not_psd(name, factor, size, open_if_wide=True)):
                 return problem
         return None
 
 
-def _sandwich(M: Tensor | None, U: Tensor | None) -> Tensor | None:
-    """Return UᵀMU in float64; None stands for the identity on either place (U has orthonormal columns)."""
+def _sandwich(name: str, M: Tensor | None, U: Tensor) -> Tensor | None:
+    """Return UᵀMU in float64; None for M is the identity, and so is UᵀU where the columns of U are orthonormal."""
     if M is None:
         return None
-    return M.double() if U is None else (U.T @ M @ U).double()
+    restricted = _symmetric((U.T @ M @ U).double())
+    check_wide_factor(name, M, restricted)
+    return restricted
+
+
+def _whole(name: str, M: Tensor | None) -> Factor:
+    """Return a factor of the full space in its own precision; an asymmetric one is made symmetric for every use."""
+    if M is None:
+        return None
+    check_wide_factor(name, M, M)
+    symmetric = is_symmetric(M)
+    return M if symmetric else Formed(lambda: 0.5 * (M + M.T), mean_of(M.diagonal().double()))
+
+
+@dataclass(frozen=True)
+class InputGram(Metric):
+    """H: D -> DA, A of the layer's inputs (AD where they are dimension 0), which is formed anew for every use."""
+
+    form: Callable[[], Tensor]
+    mean_diagonal: float
+    dtype: torch.dtype
+    inputs: int
+    kind = "kronecker"
+
+    def apply(self, D_mn: Tensor) -> Tensor:
+        return self._formed().apply(D_mn)
+
+    def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
+        if (V if self.inputs else U) is not None:
+            return self._formed().on_tensor_product(U, V)
+        factor, null = Formed(self.form, self.mean_diagonal), null_share(self.dtype)
+        return KroneckerSum(((1.0, None, factor) if self.inputs else (1.0, factor, None),), null)
+
+    def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
+        return self._formed().on_tagged(atoms, tolerance)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> InputGram:
+        raise AssertionError("made of tensors that are where they are used")
+
+    def _formed(self) -> Kronecker:
+        return Kronecker(A=self.form()) if self.inputs else Kronecker(G=self.form(), inputs=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,10 +239,10 @@ class EKFAC(Metric):
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2 or tuple(self.S.shape) != tuple(shape):
             return f"S must have the shape of the tensor's matrix {tuple(shape)}, got {tuple(self.S.shape)}"
-        if problem := _negative("S", self.S):
+        if problem := negative_entries("S", self.S):
             return problem
         for name, E, size in (("P", self.P, shape[0]), ("Q", self.Q, shape[1])):
-            if tuple(E.shape) != (size, size) or _not_finite(name, E):
+            if tuple(E.shape) != (size, size) or not_finite(name, E):
                 return f"{name} must be a finite {size} x {size} matrix, got shape {tuple(E.shape)}"
             z = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(E.device)
             E64 = E.double()
@@ -280,7 +283,7 @@ class Samples(Metric):
         (m, n), g, x = shape, tuple(self.g.shape), tuple(self.x.shape)
         if not g or not g[0] or g != (*g[:2], m) or x != (*g[:2], n):
             return f"g and x must have shapes [N, tokens, {m}] and [N, tokens, {n}], got {g} and {x}"
-        return _not_finite("g", self.g) or _not_finite("x", self.x)
+        return not_finite("g", self.g) or not_finite("x", self.x)
 
 
 @dataclass(frozen=True)
@@ -381,7 +384,7 @@ class Projected(Metric):
         return _on_atoms(left.double() * right.double(), atoms)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Projected:
-        H, A, G = (_symmetric(M, device, dtype) for M in (self.H, self.A, self.G))
+        H, A, G = (None if M is None else _symmetric(M.to(device, dtype)) for M in (self.H, self.A, self.G))
         return Projected(H=H, A=A, G=G, basis=self.basis, inputs=self.inputs)
 
     def problem(self, shape: Sequence[int]) -> str | None:
@@ -389,7 +392,7 @@ class Projected(Metric):
         if (self.H is None) == (self.A is None and self.G is None):
             return "give either H, or A and G"
         for name, M in (("H", self.H), ("A", self.A), ("G", self.G)):
-            if M is not None and (problem := _not_psd(name, M, None)):
+            if M is not None and (problem := not_psd(name, M, None)):
                 return problem
         return None
 

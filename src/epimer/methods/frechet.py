@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Literal
 
-import torch
 from torch import Tensor
 
 from epimer.errors import CurvatureError
@@ -20,11 +20,22 @@ from epimer.geometry.aggregator import (
     stretched_mean,
     tsv_delta,
 )
+from epimer.geometry.checks import check_wide_factor
 from epimer.geometry.frechet import build_problem
-from epimer.geometry.linalg import Delta, as_compute_dtype, weighted_sum
-from epimer.geometry.metric import Kronecker, Metric, TaskGram
+from epimer.geometry.linalg import Delta, Svd, as_compute_dtype, mean_of, rounding_share, top_svd, weighted_sum
+from epimer.geometry.metric import InputGram, Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import Basis, Full, Subspace, Tagged, atoms_of, clamp_rank, tagged, tensor_product
+from epimer.geometry.subspace import (
+    Basis,
+    Full,
+    Subspace,
+    Tagged,
+    TensorProduct,
+    atoms_of,
+    clamp_rank,
+    tagged,
+    tensor_product,
+)
 from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
@@ -117,21 +128,35 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         jitter=options.jitter,
         tolerance=options.projection_tol,
         max_steps=options.iterations,
+        name=layer.name,
     )
     solution = _aggregator(layer, options, atoms).aggregate(problem)
+    inside = options.aggregator != "anchored" or options.anchor == "tsv"  # other anchors reach out of the subspace
+    subspace = problem.subspace if inside else None
     del problem  # a calibration needs its memory
     if options.calibrate is not None and len(shape) == 2:
-        solution = replace(solution, value=_calibrated(solution.value, layer, options.calibrate))
+        solution = replace(solution, value=_calibrated(solution.value, subspace, layer, options.calibrate))
     if layer.basis is not None:
         return replace(solution, rank=layer.basis.rank)
     return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
 
 
-def _calibrated(delta: Tensor, layer: Layer, least: float) -> Tensor:
+def _calibrated(delta: Tensor, subspace: Subspace | None, layer: Layer, least: float) -> Tensor:
     """Return a merged task vector calibrated along the directions of its outputs, wherever they are stored."""
+    U, sigma, V = _triples(delta, subspace)
     if layer.inputs:
-        return calibrated(delta, layer.deltas, least)
-    return calibrated(delta.T, [D.T for D in layer.deltas], least).T
+        return calibrated(Svd(U, sigma, V), layer.deltas, least)
+    return calibrated(Svd(V, sigma, U), [D.T for D in layer.deltas], least).T
+
+
+def _triples(delta: Tensor, subspace: Subspace | None) -> Svd:
+    """Return all singular triples of a merge; of its p x q coordinates where it lies in a subspace that has such."""
+    if not isinstance(subspace, TensorProduct):
+        return top_svd(delta, min(delta.shape))
+    core = subspace.project(delta)
+    left, sigma, right = (part.to(delta.dtype) for part in top_svd(core, min(core.shape)))
+    kept = sigma > rounding_share(delta) * sigma.max() if sigma.numel() else slice(0)
+    return Svd(subspace.U @ left[:, kept], sigma[kept], subspace.V @ right[:, kept])
 
 
 def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Subspace:
@@ -189,19 +214,36 @@ def regmean(layer: Layer, options: RegMeanOptions) -> Solution:
             raise CurvatureError(
                 f"curvature[{t}][{layer.name!r}] has no {side}; regmean needs the inputs' Gram matrix."
             )
-        gram = options.off_diagonal * gram + (1 - options.off_diagonal) * torch.diag(gram.diagonal())
-        grams.append(Kronecker(**{side: gram}))
+        try:
+            check_wide_factor(side, gram, gram)
+        except CurvatureError as error:
+            raise CurvatureError(f"curvature[{t}][{layer.name!r}]: {error}") from None
+        form = partial(_shrunk, gram, options.off_diagonal)
+        grams.append(InputGram(form, mean_of(gram.diagonal().double()), gram.dtype, "GA".index(side)))
     return frechet(replace(layer, metrics=grams), options)
 
 
 def wudi(layer: Layer, options: FrechetOptions) -> Solution:
     """Return regmean's solution with A_t = D_tᵀD_t / ‖D_t‖², which needs no data; D_tD_tᵀ where inputs are the rows."""
-    grams: list[Metric] = []
-    for D in layer.deltas:
-        energy = float(as_compute_dtype(D).square().sum())
-        gram = (D.T @ D if layer.inputs else D @ D.T) / (energy or 1.0)
-        grams.append(Kronecker(A=gram) if layer.inputs else Kronecker(G=gram, inputs=0))
+    side = layer.deltas[0].shape[layer.inputs]
+    energies = [float(as_compute_dtype(D).square().sum()) for D in layer.deltas]
+    grams: list[Metric] = [
+        InputGram(partial(_gram, D, layer.inputs, energy or 1.0), float(energy > 0) / side, D.dtype, layer.inputs)
+        for D, energy in zip(layer.deltas, energies, strict=True)
+    ]
     return frechet(replace(layer, metrics=grams), options)
+
+
+def _shrunk(gram: Tensor, off_diagonal: float) -> Tensor:
+    """Return a matrix with its off-diagonal entries multiplied by `off_diagonal`."""
+    shrunk = off_diagonal * gram
+    shrunk.diagonal().add_(gram.diagonal(), alpha=1 - off_diagonal)
+    return shrunk
+
+
+def _gram(D: Tensor, inputs: int, energy: float) -> Tensor:
+    """Return DᵀD / energy, or DDᵀ / energy where the layer's inputs are the rows."""
+    return (D.T @ D if inputs else D @ D.T).div_(energy)
 
 
 def epimer_free(layer: Layer, options: FrechetOptions) -> Solution:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 DOUBLE = 8  # bytes of what is solved and decomposed
 PAIRS = 1 << 24  # entries of the largest temporary of an exact projection of a diagonal
-JOINT = 1024  # factors up to this size are decomposed for every task
+STACKED = 1024  # factors up to this size are multiplied by all tasks at once
+LEADING, LEADING_PAIRS = 96, 1024  # of a preconditioner: eigenvectors of a factor, and products of two
 SMALL_PIECES = 1.25  # what the heap keeps of matrices under a megabyte
 PIECE = 1 << 20  # bytes from where on a freed matrix is given back at once
 ITERATE = 10  # vectors of conjugate gradients, with the solution and the reference of the solve
@@ -147,14 +148,17 @@ def equation(load: Workload, solving: int) -> int:
 
 
 def calibration(load: Workload) -> int:
-    """Return the bytes of calibrating a merge: a whole SVD of it, then its products with one task vector at a time.
+    """Return the bytes of calibrating a merge: its SVD, then its products with one task vector at a time.
 
-    The heap still has the solve's small matrices then: about four of every task.
+    On all pairs of singular vectors the SVD is that of p x p coordinates, and the heap still has the solve's small
+    matrices: about four of every task. Elsewhere it is one of the whole merge.
     """
-    side, small = min(load.shape), load.directions**2
-    kept = 4 * DOUBLE * load.tasks * small if load.basis != "full" and load.itemsize * small < PIECE else 0
-    products = load.itemsize * (7 * load.entries + side**2)
-    return kept + max(svd(load, side) + 2 * load.itemsize * load.entries, products)
+    side, p, long = min(load.shape), load.directions, max(load.shape)
+    if load.basis != "tensor":
+        products = load.itemsize * (7 * load.entries + side**2)
+        return max(svd(load, side) + 2 * load.itemsize * load.entries, products)
+    kept = 4 * DOUBLE * load.tasks * p**2 if load.itemsize * p**2 < PIECE else 0
+    return kept + DOUBLE * 8 * p**2 + load.itemsize * (3 * load.entries + 6 * p * long)
 
 
 def solve(load: Workload) -> int:
@@ -195,22 +199,31 @@ def pairs(load: Workload) -> int:
 def kronecker(load: Workload, p: int, q: int) -> int:
     """Return the bytes of a solve with both factors of every task, on p x q coordinates.
 
-    The factors are held in float64 and, in the preconditioner's coordinates, once more; where they are known in single
-    precision, there too. A product forms [G_1 X, G_2 X, …] and its transpose.
+    Factors that are formed for the merge are held in float64; those of the full space are the curvature itself. Narrow
+    ones are stacked in the precision of the solve, with products [G_1 X, G_2 X, …] and their transpose; a wide one is
+    in float64 while it is multiplied. The preconditioner has leading eigenvectors and a matrix of their pairs.
     """
-    factors, terms = p**2 + q**2, load.tasks + 1
-    single = load.itemsize < DOUBLE
-    held = 0 if load.itemsize == DOUBLE and load.kind != "task-gram" else load.tasks * factors
-    stacks = terms * factors * (1.5 if single else 1) + factors
-    decomposed = (load.tasks if max(p, q) <= JOINT else 0) * max(p, q) ** 2 + 6 * max(p, q) ** 2 + factors
-    vectors = (load.tasks + 2 * terms + ITERATE) * p * q
-    return int(DOUBLE * (held + max(stacks, decomposed) + vectors))
+    factors, widest, full = p**2 + q**2, max(p, q) ** 2, load.basis == "full"
+    item, stacked = min(DOUBLE, load.itemsize), max(p, q) <= STACKED
+    held = 0 if full and load.kind != "task-gram" else DOUBLE * load.tasks * factors
+    pairs = min(LEADING_PAIRS, p * q)
+    leading = item * (load.tasks * (min(p, LEADING) * p + min(q, LEADING) * q) + pairs * (p + q) + 4 * pairs**2)
+    stacks = item * load.tasks * (factors + 2 * p * q) if stacked else DOUBLE * widest
+    decomposing = (item * load.tasks * factors + item * 4 * widest) if stacked else DOUBLE * 6 * widest
+    points = 0 if full else DOUBLE * load.tasks * p * q
+    iterating = stacks + DOUBLE * ITERATE * p * q
+    return held + points + leading + max(iterating, decomposing + DOUBLE * 4 * p * q)
 
 
 def one_sided(load: Workload) -> int:
-    """Return the bytes of a solve with the inputs' factors alone, which are formed anew for every task."""
+    """Return the bytes of a solve with the inputs' factors alone, which are formed one at a time and added up.
+
+    The sum is decomposed by Cholesky's method; it may be singular where it is not damped, and then by its eigenvectors.
+    """
     square = load.shape[load.inputs] ** 2
-    solving = solve(load)
     if load.basis == "full":
-        solving = DOUBLE * ((load.tasks + 7) * square + (load.tasks + 8) * load.entries)
-    return load.itemsize * load.tasks * square + equation(load, solving)
+        decomposed = 5 if load.options.damping > 0 else 7
+        solving = DOUBLE * max(decomposed * square + 3 * load.entries, 3 * square + 8 * load.entries)
+    else:
+        solving = solve(load)
+    return load.itemsize * square + equation(load, solving)

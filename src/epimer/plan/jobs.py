@@ -33,8 +33,10 @@ from epimer.plan.memory import (
     curvature_size,
     memory_of,
     smaller_settings,
+    workload,
 )
 from epimer.plan.participants import Participants, public_recipe
+from epimer.plan.time import Speeds, Work, seconds, times, work_of
 from epimer.recipe.model import Recipe, depths
 
 PART = 1 << 28  # a job that takes more memory than this is divided if it can be
@@ -69,6 +71,8 @@ class Job:
     """the dimension of the stored tensor that the layer's inputs belong to"""
     smaller: Callable[[], Iterable[Smaller]] = tuple
     """returns the settings under which it takes less memory"""
+    work: Work = field(default_factory=Work)
+    """what is to be computed, in units of kernels"""
 
     @property
     def key(self) -> str:
@@ -111,8 +115,10 @@ class Job:
         length, parts = len(self.template), []
         for start, stop in pairwise(length * i // count for i in range(count + 1)):
             reads, memory = (amount * (stop - start) // length for amount in (self.reads, self.memory))
-            template = self.template[start:stop]
-            parts.append(replace(self, template=template, reads=reads, memory=memory + 1, rows=(start, stop)))
+            template, work = self.template[start:stop], times((stop - start) / length, self.work)
+            parts.append(
+                replace(self, template=template, reads=reads, memory=memory + 1, rows=(start, stop), work=work)
+            )
         return parts
 
 
@@ -178,6 +184,11 @@ class Plan:
     @property
     def writes(self) -> int:
         return sum(job.writes for job in self.jobs if job.name not in self.ties)
+
+    def seconds(self, speeds: Speeds, workers: int) -> float:
+        """Return how long the jobs take `workers` of the given speeds, without pre-passes."""
+        each = [seconds(job.work, speeds) for job in self.parts]
+        return max(sum(each) / workers, max(each, default=0.0))
 
     @property
     def cautions(self) -> list[str]:
@@ -272,7 +283,9 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float, inputs:
         len(job.models), dtype, bytes_to_read(participants, name), basis, curvature, len(weights) - len(job.models)
     )
     estimate = partial(memory_of, method, rule, header(W.shape, W.dtype), sizes)
-    return replace(job, reads=reads, memory=estimate(options), smaller=partial(smaller_settings, options, estimate))
+    work = work_of(*workload(method, rule, W, sizes, options)) + Work(bytes=2 * reads)
+    smaller = partial(smaller_settings, options, estimate)
+    return replace(job, reads=reads, memory=estimate(options), smaller=smaller, work=work)
 
 
 def precision(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epimer.curvature.curvature import Curvature
+from epimer.geometry.checks import WIDE
 from epimer.geometry.linalg import CHUNK
 from epimer.geometry.metric import Metric
 from epimer.methods.frechet import FISHER
@@ -81,28 +82,39 @@ class TensorInputs:
     """models of weight 0, which are read and not merged"""
 
 
+def workload(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options: Any) -> tuple[Method, Workload]:
+    """Return the method by which a tensor is merged under its rule, and what it has to do.
+
+    `rule` is matrix, average, fisher or elementwise, `W` has the tensor's shape and dtype.
+    """
+    if rule in ("average", "fisher"):
+        method, options = describe_method(rule), FISHER if rule == "fisher" else options
+    shape = matrix_shape(W) if rule == "matrix" and W.numel() else (1, W.numel())
+    size, curvature = inputs.dtype.itemsize, inputs.curvature
+    measured = 0 if rule == "average" else curvature.bytes * size // STORED
+    kind = curvature.kind if measured else method.curvature
+    return method, Workload(shape, inputs.tasks, size, options, kind, measured, curvature.inputs)
+
+
 def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options: Any) -> int:
     """Return the bytes that one tensor's merge takes at most: while it is read, converted or merged.
 
     `rule` is matrix, average, fisher or elementwise, `W` has the tensor's shape and dtype.
     """
-    tasks, size, basis, curvature = inputs.tasks, inputs.dtype.itemsize, inputs.basis, inputs.curvature
-    if rule in ("average", "fisher"):
-        method, options = describe_method(rule), FISHER if rule == "fisher" else options
     chunked = rule == "average" or (rule == "elementwise" and method.separable)
-    shape = matrix_shape(W) if rule == "matrix" and W.numel() else (1, min(W.numel(), CHUNK) if chunked else W.numel())
-    measured = 0 if rule == "average" else curvature.bytes * size // STORED
-    kind = curvature.kind if measured else method.curvature
-    load = Workload(shape, tasks, size, options, kind, measured, curvature.inputs)
-    models = tasks + inputs.left_out
+    method, load = workload(method, rule, W, inputs, options)
+    if chunked:
+        load = replace(load, shape=(1, min(W.numel(), CHUNK)))
+    size, basis, models, kind = load.itemsize, inputs.basis, inputs.tasks + inputs.left_out, load.kind
     held = (models + 1) * load.entries * size + basis
     if chunked:
         return int(MARGIN * (inputs.to_read + W.nbytes + held + workspace_bytes(method, load)))
-    reads = 0 if curvature.in_memory else curvature.bytes
-    factor = max(shape) ** 2 if kind in CHECKED and measured else 0
-    reading = inputs.to_read + basis + reads + CHECKED.get(str(kind), 0) * factor
-    converting = held + max(reads, measured) + measured // models + 2 * size * factor
-    merging = held + measured + workspace_bytes(method, load)
+    reads = 0 if inputs.curvature.in_memory else inputs.curvature.bytes
+    widest = max(load.shape)
+    checked = min(widest, WIDE) if kind == "kronecker" else widest  # wide factors are checked where they are used
+    reading = inputs.to_read + basis + reads + (CHECKED.get(str(kind), 0) * checked**2 if load.curvature else 0)
+    converting = held + max(reads, load.curvature) + (load.curvature // models if size != STORED else 0)
+    merging = held + load.curvature + workspace_bytes(method, load)
     return int(MARGIN * max(reading, converting, merging))
 
 

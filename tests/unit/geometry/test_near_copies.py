@@ -9,7 +9,7 @@ import epimer
 from dense import close
 from epimer.geometry.aggregator import Anchored, calibrated, stretched_mean, tsv_delta
 from epimer.geometry.frechet import build_problem
-from epimer.geometry.linalg import polar
+from epimer.geometry.linalg import polar, top_svd
 from epimer.geometry.metric import Kronecker
 from epimer.geometry.subspace import tagged, tensor_product
 
@@ -132,13 +132,13 @@ def test_singular_value_calibration(least):
         energies = [max(float((u @ D).square().sum()), 0.01 * float(sigma[r] ** 2)) for D in models]
         counted = sum(max(least, float(row @ (u @ D)) / e) for D, e in zip(models, energies, strict=True))
         expected += 3 / counted * torch.outer(u, row)
-    assert close(calibrated(merged, models, least), expected, 1e-9)
+    assert close(calibrated(top_svd(merged, min(merged.shape)), models, least), expected, 1e-9)
 
 
 def test_calibration_keeps_copies_and_strangers_as_they_are():
     D = decaying(5)
-    assert close(calibrated(3 * D, [D, D, D], 1.0), D, 1e-9)
+    assert close(calibrated(top_svd(3 * D, min(D.shape)), [D, D, D], 1.0), D, 1e-9)
     left, right = torch.zeros_like(D), torch.zeros_like(D)
     left[:20, :20], right[20:, 20:] = decaying(1)[:20, :20], decaying(2)[20:, 20:]
     right += 1e-9 * decaying(3)  # next to nothing of a direction that is the other's
-    assert close(calibrated(left + right, [left, right], 1.0), left + right, 1e-6)
+    assert close(calibrated(top_svd(left + right, min(left.shape)), [left, right], 1.0), left + right, 1e-6)

@@ -614,8 +614,28 @@ def test_kronecker_factors_must_be_symmetric_positive_semi_definite_and_fit(base
         )
 
 
+@pytest.mark.parametrize("method", ["mats", "epimer_kron"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda k: Kronecker(G=k.G, A=k.A - 0.1 * k.A.trace() * torch.eye(20)),
+        lambda k: Kronecker(G=-k.G, A=-k.A),
+        lambda k: Kronecker(A=torch.ones(20, 20) - torch.eye(20)),
+        lambda k: Kronecker(G=k.G, A=tilted(k.A)),
+    ],
+)
+def test_wide_factors_are_checked_on_the_directions_that_are_merged(base, models, factors, broken, method, monkeypatch):
+    monkeypatch.setattr("epimer.geometry.checks.WIDE", 8)
+    curvature = changed(factors, 1, block__0__weight=broken(factors[1][FIRST]))
+    refuses(
+        CurvatureError, lambda: merge(base, models, method, curvature=curvature), "curvature[1]", f"'{FIRST}'", "must"
+    )
+
+
+@pytest.mark.parametrize("wide", [8, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_factors_that_rounding_left_slightly_indefinite_are_accepted(base, models, dtype):
+def test_factors_that_rounding_left_slightly_indefinite_are_accepted(base, models, dtype, wide, monkeypatch):
+    monkeypatch.setattr("epimer.geometry.checks.WIDE", wide)
     X = randn(3, 20, dtype=torch.float32)
     A = (X.T @ X / 3).to(dtype)
     assert float(torch.linalg.eigvalsh(A.double())[0]) < 0
