@@ -21,7 +21,7 @@ FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no me
 FIRST_CHECK = 4  # blocks before the error is first estimated
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
 SVD_TOLERANCE = 6e-3  # bound on the mean angle of float32 triples; their product's error is some 30x lower
-CHUNK = 1 << 19  # entries of a chunk, which stays in the cache, where entries do not depend on each other
+CHUNK = 1 << 17  # entries of a chunk, which stays in the cache, where entries do not depend on each other
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 MAX_STEPS = 2000  # of conjugate gradients
 

@@ -33,6 +33,9 @@ class Participant:
     def read(self, name: str, rows: Rows = None) -> Tensor:
         return self.checkpoint.read(self.stored.get(name, name), rows)
 
+    def prefetch(self, name: str, rows: Rows = None) -> None:
+        self.checkpoint.prefetch(self.stored.get(name, name), rows)
+
     def delta(self, name: str, base: Participant, rows: Rows = None) -> LowRank | None:
         return self.checkpoint.delta(self.stored.get(name, name), base.checkpoint, rows)
 
