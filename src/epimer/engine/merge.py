@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from epimer.methods.rules import matrix_shape
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job, Plan, precision
 from epimer.plan.layer_curvature import NO_CURVATURE, LayerCurvature, layer_curvature
-from epimer.plan.participants import Participant, Participants
+from epimer.plan.participants import SAMPLED, Participant, Participants, sample_rows
 from epimer.progress import Stage
 from epimer.records import MergeRecord, Status, TensorRecord
 
@@ -333,14 +334,12 @@ class ReadWalk:
 
     def read(self, item: ReadJob) -> list[Tensor]:
         """Read the base's tensor, if there is one, and the models'."""
-        tensors = []
-        for one in self.plan.participants.all:
-            tensors.append(one.read(item.job.name, item.job.rows))
-            check_finite(one.label, item.job.name, tensors[-1])
-        return tensors
+        return [one.read(item.job.name, item.job.rows) for one in self.plan.participants.all]
 
     def work(self, item: ReadJob, loaded: list[Tensor], device: torch.device) -> list[Tensor]:
-        """Move the tensors to where they are worked on."""
+        """Check that the tensors are finite, and move them to where they are worked on."""
+        for one, W in zip(self.plan.participants.all, loaded, strict=True):
+            check_finite(one.label, item.job.name, W)
         return [W.to(device) for W in loaded]
 
 
@@ -361,7 +360,11 @@ def prepare(plan: Plan, engine: Engine, stage: Stage) -> Prepared | None:
     headers = [one.headers[job.name] for one in plan.participants.all for job in jobs]
     workers = 1 if engine.devices[0].type == "cuda" else len(engine.devices)
     entries = sum(job.template.numel() for job in jobs)
-    prepass = Prepass(tensors, jobs[0].weights, mean, entries, precision(headers), workers)
+    sample = partial(sample_rows, plan.participants, [(job.name, job.rows, job.template) for job in jobs])
+    sampled = entries > 64 * SAMPLED and all(one.checkpoint.streams for one in plan.participants.all)
+    prepass = Prepass(
+        tensors, jobs[0].weights, mean, entries, precision(headers), workers, sample if sampled else None
+    )
     return plan.method.prepare(prepass, jobs[0].options)
 
 
