@@ -329,8 +329,10 @@ class ReadJob:
 class ReadWalk:
     """Reads the tensors that take part in a merge, and does nothing with them."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.jobs = plan, [ReadJob(job) for job in plan.merged]
+    def __init__(self, plan: Plan, entries: int | None) -> None:
+        """Read tensors whole, or in blocks of about so many entries."""
+        jobs = plan.merged if entries is None else [block for job in plan.merged for block in job.blocks(entries)]
+        self.plan, self.jobs = plan, [ReadJob(job) for job in jobs]
 
     def read(self, item: ReadJob) -> list[Tensor]:
         """Read the base's tensor, if there is one, and the models'."""
@@ -349,8 +351,10 @@ def prepare(plan: Plan, engine: Engine, stage: Stage) -> Prepared | None:
     if plan.method.prepare is None or not jobs:
         return None
 
-    def tensors() -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
-        for item, read in engine.map(ReadWalk(plan)):
+    streams = all(one.checkpoint.streams for one in plan.participants.all)
+
+    def tensors(entries: int | None = None) -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
+        for item, read in engine.map(ReadWalk(plan, entries if streams else None)):
             yield item.job.name, None if plan.participants.base is None else read.pop(0), read
             stage.advance(item.job.reads, item.job.key)
 
@@ -361,10 +365,8 @@ def prepare(plan: Plan, engine: Engine, stage: Stage) -> Prepared | None:
     workers = 1 if engine.devices[0].type == "cuda" else len(engine.devices)
     entries = sum(job.template.numel() for job in jobs)
     sample = partial(sample_rows, plan.participants, [(job.name, job.rows, job.template) for job in jobs])
-    sampled = entries > 64 * SAMPLED and all(one.checkpoint.streams for one in plan.participants.all)
-    prepass = Prepass(
-        tensors, jobs[0].weights, mean, entries, precision(headers), workers, sample if sampled else None
-    )
+    sampled = sample if streams and entries > 64 * SAMPLED else None
+    prepass = Prepass(tensors, jobs[0].weights, mean, entries, precision(headers), workers, sampled)
     return plan.method.prepare(prepass, jobs[0].options)
 
 

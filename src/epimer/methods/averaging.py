@@ -19,6 +19,7 @@ from epimer.geometry.solution import Solution
 from epimer.methods.options import MethodOptions, Option, per_model
 from epimer.methods.registry import Layer, Method, Prepared, Prepass
 
+BLOCK = 1 << 20  # entries of a model that are counted at a time
 MARGIN = 0.01  # share of all entries by which a sampled rank may be off
 VOTES = 1 << 30  # of all models together in a count of signs, so that any tally fits 32 bits
 
@@ -88,7 +89,7 @@ def thresholds(prepass: Prepass, options: TiesOptions) -> Prepared:
     """Find, per model, the magnitude that separates the top `density` of all its entries."""
 
     def deltas() -> Iterator[Iterator[Tensor]]:
-        for _, base, models in prepass.tensors():
+        for _, base, models in prepass.tensors(entries=BLOCK):
             assert base is not None
             for W0, *parts in zip(*(chunks(W.reshape(-1)) for W in (base, *models)), strict=True):
                 yield _differences(W0, parts)
@@ -103,7 +104,8 @@ def thresholds(prepass: Prepass, options: TiesOptions) -> Prepared:
 
 def _differences(W0: Tensor, parts: list[Tensor]) -> Iterator[Tensor]:
     start = as_compute_dtype(W0)
-    return (as_compute_dtype(part) - start for part in parts)
+    for part in parts:
+        yield as_compute_dtype(part) - start
 
 
 def _guesses(sample: Iterator[tuple[Tensor | None, list[Tensor]]], shares: list[float]) -> list[tuple[float, float]]:

@@ -65,8 +65,9 @@ class Layer:
 class Prepass:
     """All tensors of the models, for what a method must know before its first tensor."""
 
-    tensors: Callable[[], Iterator[tuple[str, Tensor | None, list[Tensor]]]]
-    """iterate over name, base tensor and the models' tensors, as often as needed"""
+    tensors: Callable[..., Iterator[tuple[str, Tensor | None, list[Tensor]]]]
+    """iterate over name, base tensor and the models' tensors, as often as needed; with `entries=`, over blocks of rows
+    of about so many entries where they can be read alone, which takes less memory and time"""
     weights: list[float]
     average: Callable[[list[float]], dict[str, Tensor]]
     """returns the models' average under given λ, as a state dict"""
