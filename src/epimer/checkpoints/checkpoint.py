@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from threading import RLock as Lock
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ Rows = tuple[int, int] | None
 
 BLOCK = 1 << 26  # bytes of two tensors that are compared at a time
 LARGE = 1 << 20  # bytes from which a tensor gets pages of its own
-KEPT = 1 << 26  # bytes of unused pages that are kept for the next tensors
+KEPT = 1 << 25  # bytes of unused pages that are kept for the next tensors
 SAMPLE = 4096  # bytes at the start, in the middle and at the end of a tensor that enter its fingerprint
 
 
@@ -137,7 +137,7 @@ def header(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate uninitialised memory for a tensor; large tensors get pages that earlier ones no longer need, or new ones."""
+    """Allocate uninitialised memory for a tensor; large ones get pages that others no longer need, or new ones."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
@@ -145,25 +145,27 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class Pages:
-    """Memory of large tensors that are no longer used, kept for the next ones: new pages cost more than a read.
+    """Memory of large tensors that are gone, kept for the next ones: new pages cost more than the reading into them.
 
-    At most `most` bytes are kept; beyond that, memory is given back to the system at once.
+    At most `most` bytes are kept; what has waited longest is given back to the system first.
     """
 
     def __init__(self, most: int) -> None:
-        self.most, self.kept = most, 0
+        self.most = most
         self._free: list[mmap.mmap] = []
         self._lock = Lock()
+
+    @property
+    def kept(self) -> int:
+        """The bytes that wait for a tensor."""
+        return sum(map(len, self._free))
 
     def take(self, size: int) -> memoryview:
         """Return at least `size` bytes, which come back when the last tensor on them is gone."""
         with self._lock:
-            fitting = [pages for pages in self._free if size <= len(pages) <= 2 * size]
-            if fitting:
-                pages = min(fitting, key=len)
-                self._free.remove(pages)
-                self.kept -= len(pages)
-        if not fitting:
+            place = next((i for i, pages in enumerate(self._free) if size <= len(pages) <= 2 * size), None)
+            pages = self._free.pop(place) if place is not None else None
+        if pages is None:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             pages.madvise(mmap.MADV_HUGEPAGE)
         view = memoryview(pages)
@@ -171,11 +173,12 @@ class Pages:
         return view
 
     def _give_back(self, pages: mmap.mmap) -> None:
-        with self._lock:
+        # Garbage may be collected, and so this be called, while this very thread is in `take`: never wait here.
+        if self._lock.acquire(blocking=False):
             self._free.append(pages)
-            self.kept += len(pages)
             while self.kept > self.most:
-                self.kept -= len(self._free.pop(0))
+                del self._free[0]
+            self._lock.release()
 
 
 _PAGES = Pages(KEPT)

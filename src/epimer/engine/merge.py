@@ -175,7 +175,9 @@ class MergeWalk:
         columns = [[] if W is None else chunks(W.reshape(-1)) for W in (*given, tensors.base)]
         scratch = torch.empty(len(columns), min(CHUNK, result.numel()), dtype=job.precision)
         # A weighted sum of task vectors is not finite where one of them is not, so the result alone is checked.
-        summed = all(job.weights) and (job.rule == "average" or (job.method is not None and job.method.merge is average))
+        summed = all(job.weights) and (
+            job.rule == "average" or (job.method is not None and job.method.merge is average)
+        )
         solution = Solution(result)
         for i, target in enumerate(chunks(result.reshape(-1))):
             *deltas, start = scratch[:, : len(target)].unbind()

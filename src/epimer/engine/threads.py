@@ -42,7 +42,8 @@ class Threads:
         for device in set(self.devices):
             if device.type == "cuda":
                 torch.linalg.eigh(torch.eye(2, device=device))  # loads a library, which two threads must not do at once
-        run: _Run[Any, Any, Any] = _Run(walk, self.devices, self.threads, Budget(self.memory, IN_FLIGHT * len(self.devices)))
+        budget = Budget(self.memory, IN_FLIGHT * len(self.devices))
+        run: _Run[Any, Any, Any] = _Run(walk, self.devices, self.threads, budget)
         with torch_threads(self.threads):
             yield from run.results()
 

@@ -91,7 +91,11 @@ class _Counts:
 
 
 def _count_rows(
-    iterator: Iterator[Iterable[Tensor]], lock: Lock, counts: Sequence[_Counts], dtype: torch.dtype, integer: torch.dtype
+    iterator: Iterator[Iterable[Tensor]],
+    lock: Lock,
+    counts: Sequence[_Counts],
+    dtype: torch.dtype,
+    integer: torch.dtype,
 ) -> None:
     while True:
         with lock:

@@ -125,9 +125,7 @@ def ties(layer: Layer, options: TiesOptions) -> Solution:
     assert layer.context is not None
     # Comparisons that give numbers instead of truth values are several times faster on a CPU.
     mask = torch.empty_like(layer.deltas[0])
-    trimmed = [
-        D * torch.ge(D.abs(), least, out=mask) for D, least in zip(layer.deltas, layer.context, strict=True)
-    ]
+    trimmed = [D * torch.ge(D.abs(), least, out=mask) for D, least in zip(layer.deltas, layer.context, strict=True)]
     elected = (
         weighted_sum(trimmed, layer.weights).sign() if options.elect == "mass" else majority(trimmed, layer.weights)
     )
