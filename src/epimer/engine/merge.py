@@ -264,7 +264,7 @@ def batches(jobs: Sequence[Job]) -> Iterator[Batch]:
 
 
 def read_tensors(participants: Participants, job: Job, rows: Rows = None, *, factors: bool = True) -> Tensors:
-    """Read one tensor of the base and of every model, or some rows; an adapter's as the `factors` it adds to the base."""
+    """Read one tensor, or some rows, of the base and of every model; an adapter's as the `factors` it adds."""
     base = participants.base
     models: list[Tensor | LowRank | None] = []
     for model in participants.models:
