@@ -3,8 +3,8 @@
 Three fine-tuned Llamas of 0.49 GB and their base, in bfloat16 with random weights, are merged by the same recipe file
 through both command lines, in turns; times are medians, memory is the peak that the kernel reports for the process.
 Both start as processes and end when their files are written. mergekit runs as its README shows it, and again with the
-options that it offers for speed. All files lie in the page cache, for both. The disk's limit is a plain copy: every input is read, the bytes of one model are written and synced.
-`average` must reach 60% of a copy's speed once Python and torch are loaded.
+options that it offers for speed. All files lie in the page cache, for both. The disk's limit is a plain copy: every
+input is read, the bytes of one model are written and synced; `average` aims at 60% of its speed once torch is loaded.
 
     python benchmarks/faster_than_mergekit.py --mergekit .venv-conformance/bin/mergekit-yaml [--json FILE]
 """
@@ -186,7 +186,7 @@ def main() -> None:
                 run([str(options.mergekit), str(recipe), str(root / "out")], root / "out")
         limit = against_a_copy(root, size, 2 * options.repeats)
         print(f"average of three models of {size / 1e9:.2f} GB, once started: {limit['average_s']:.2f} s; "
-              f"a copy of the same bytes {limit['copy_s']:.2f} s: {limit['share']:.0%} (claimed 60%)", flush=True)  # fmt: skip
+              f"a copy of the same bytes {limit['copy_s']:.2f} s: {limit['share']:.0%} (aim 60%)", flush=True)  # fmt: skip
         for method in options.methods:
             rows += against_mergekit(root, method, options.mergekit, options.repeats)
     print()
