@@ -186,7 +186,7 @@ def main() -> None:
                 run([str(options.mergekit), str(recipe), str(root / "out")], root / "out")
         limit = against_a_copy(root, size, 2 * options.repeats)
         print(f"average of three models of {size / 1e9:.2f} GB, once started: {limit['average_s']:.2f} s; "
-              f"a copy of the same bytes {limit['copy_s']:.2f} s: {limit['share']:.0%} (aim 60%)", flush=True)  # fmt: skip
+              f"a plain copy {limit['copy_s']:.2f} s: {limit['share']:.0%} of its speed (aim 60%)", flush=True)  # fmt: skip
         for method in options.methods:
             rows += against_mergekit(root, method, options.mergekit, options.repeats)
     print()
