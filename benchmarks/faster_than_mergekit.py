@@ -165,11 +165,11 @@ def against_mergekit(root: Path, method: str, mergekit: Path, repeats: int) -> l
     ours, rows = typical["epimer"], []
     for name, one in typical.items():
         ratios = [one[i] / ours[i] for i in range(3)]
-        rows.append({"method": method, "program": name, "seconds": one.seconds, "cpu_seconds": one.cpu_seconds,
-                     "peak_gb": one.peak / 1e9, "times_epimer": ratios[0], "cpu_times_epimer": ratios[1],
-                     "memory_times_epimer": ratios[2], "all_seconds": [each.seconds for each in runs[name]]})  # fmt: skip
-        print(f"{method:<16}{name:<20}{one.seconds:7.2f} s {ratios[0]:6.2f}x   "
-              f"CPU {one.cpu_seconds:6.2f} s {ratios[1]:6.2f}x   peak {one.peak / 1e9:5.2f} GB {ratios[2]:6.2f}x", flush=True)  # fmt: skip
+        rows.append({"method": method, "program": name, **one._asdict(), "times_epimer": ratios[0],
+                     "cpu_times_epimer": ratios[1], "memory_times_epimer": ratios[2],
+                     "all_seconds": [each.seconds for each in runs[name]]})  # fmt: skip
+        print(f"{method:<16}{name:<20}{one.seconds:7.2f} s {ratios[0]:6.2f}x   CPU {one.cpu_seconds:6.2f} s "
+              f"{ratios[1]:6.2f}x   peak {one.peak / 1e9:5.2f} GB {ratios[2]:6.2f}x", flush=True)  # fmt: skip
     return rows
 
 
