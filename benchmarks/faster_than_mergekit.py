@@ -39,6 +39,15 @@ OPTIONS = {"mergekit": [], "mergekit, fastest": ["--lazy-unpickle", "--async-wri
 BUFFER = 1 << 23  # bytes that a plain copy holds at a time
 QUIET = {"PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS"}  # each program keeps its bytecode and chooses its threads
 
+MEASURE = """
+import resource, subprocess, sys, time
+started = time.perf_counter()
+done = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
+seconds, used = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+print(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss)
+sys.exit(done.returncode)
+"""
+
 
 def shapes() -> dict[str, tuple[int, ...]]:
     """Return the tensors of the model by name."""
@@ -101,16 +110,12 @@ def run(command: list[str], out: Path) -> Run:
     """Run a command that makes the folder `out`."""
     shutil.rmtree(out, ignore_errors=True)
     environment = {key: value for key, value in os.environ.items() if key not in QUIET}
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
-    assert process.stderr is not None
-    said = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - started
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode or not list(out.glob("*.safetensors")):
-        raise SystemExit(f"{' '.join(command)} failed:\n{said.decode()[-2000:]}")
-    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    # From a small process: the kernel counts the memory of the one that starts it, until the program is loaded.
+    done = subprocess.run([sys.executable, "-c", MEASURE, *command], capture_output=True, env=environment, text=True)
+    if done.returncode or not list(out.glob("*.safetensors")):
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    seconds, cpu_seconds, peak = done.stdout.split()
+    return Run(float(seconds), float(cpu_seconds), int(peak) * 1024)
 
 
 def copy(inputs: list[Path], target: Path, size: int) -> None:
