@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -20,7 +22,8 @@ Rows = tuple[int, int] | None
 """which rows of a tensor: (first, one past the last), or all of it"""
 
 BLOCK = 1 << 26  # bytes of two tensors that are compared at a time
-LARGE = 1 << 22  # bytes from which a tensor gets pages of its own
+LARGE = 1 << 20  # bytes from which a tensor gets pages of its own
+KEPT = 1 << 25  # bytes of unused pages that are kept for the next tensors
 SAMPLE = 4096  # bytes at the start, in the middle and at the end of a tensor that enter its fingerprint
 
 
@@ -41,10 +44,16 @@ class Checkpoint(ABC):
     """whether `read` returns tensors that others hold too, and that must not be written to"""
     files: Sequence[Path] = ()
     """the files the tensors lie in"""
+    streams: bool = False
+    """whether some rows of a tensor are read at the cost of their bytes, so that it can be read piece by piece"""
 
     @abstractmethod
     def read(self, name: str, rows: Rows = None) -> Tensor:
         """Return one tensor, or some of its rows, in memory of its own."""
+
+    def prefetch(self, name: str, rows: Rows = None) -> None:
+        """Let the system load a tensor, or some of its rows, that will be read soon; returns at once."""
+        return None
 
     def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
         """Return a tensor's difference from `base` as factors where it is stored so; None where it must be computed."""
@@ -128,13 +137,51 @@ def header(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate uninitialised memory for a tensor; large tensors get their own mapping, with huge pages if possible."""
+    """Allocate uninitialised memory for a tensor; large ones get pages that others no longer need, or new ones."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).reshape(shape)
+    return torch.frombuffer(_PAGES.take(size), dtype=dtype, count=math.prod(shape)).reshape(shape)
+
+
+class Pages:
+    """Memory of large tensors that are gone, kept for the next ones: new pages cost more than the reading into them.
+
+    At most `most` bytes are kept; what has waited longest is given back to the system first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._free: list[mmap.mmap] = []
+        self._lock = Lock()
+
+    @property
+    def kept(self) -> int:
+        """The bytes that wait for a tensor."""
+        return sum(map(len, self._free))
+
+    def take(self, size: int) -> memoryview:
+        """Return at least `size` bytes, which come back when the last tensor on them is gone."""
+        with self._lock:
+            place = next((i for i, pages in enumerate(self._free) if size <= len(pages) <= 2 * size), None)
+            pages = self._free.pop(place) if place is not None else None
+        if pages is None:
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        view = memoryview(pages)
+        weakref.finalize(view, self._give_back, pages).atexit = False
+        return view
+
+    def _give_back(self, pages: mmap.mmap) -> None:
+        # Garbage may be collected, and so this be called, while this very thread is in `take`: never wait here.
+        if self._lock.acquire(blocking=False):
+            self._free.append(pages)
+            while self.kept > self.most:
+                del self._free[0]
+            self._lock.release()
+
+
+_PAGES = Pages(KEPT)
 
 
 def sample_ranges(size: int) -> list[tuple[int, int]]:
@@ -157,6 +204,7 @@ class ShardedCheckpoint(Checkpoint):
     def __init__(self, name: str, where: str, shards: Sequence[Checkpoint], folder: Path) -> None:
         self.name, self.where, self.folder = name, where, folder
         self.files = [file for shard in shards for file in shard.files]
+        self.streams = all(shard.streams for shard in shards)
         self.owner: dict[str, Checkpoint] = {}
         self.headers, self.ties = {}, {}
         for part in shards:
@@ -171,6 +219,9 @@ class ShardedCheckpoint(Checkpoint):
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         return self.owner[name].read(name, rows)
+
+    def prefetch(self, name: str, rows: Rows = None) -> None:
+        self.owner[name].prefetch(name, rows)
 
     def sample(self, name: str) -> bytes:
         return self.owner[name].sample(name)

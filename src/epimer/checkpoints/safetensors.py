@@ -7,6 +7,8 @@ merge of many files would seem to need all of them at once.
 from __future__ import annotations
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +41,8 @@ class Entry(NamedTuple):
 class SafetensorsFile(Checkpoint):
     """One `.safetensors` file."""
 
+    streams = True
+
     def __init__(self, path: Path, where: str = "") -> None:
         self.path, self.files, self.where, self.name = path, [path], where or str(path), path.stem
         self.entries, self.metadata = read_header(path, self.where)
@@ -49,14 +53,24 @@ class SafetensorsFile(Checkpoint):
                 self.ties[name], self.headers[name] = twin, self.entries[twin].W
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
-        entry = self.entries[self.ties.get(name, name)]
-        shape, skipped = list(entry.W.shape), 0
-        if rows is not None:
-            skipped = rows[0] * nbytes(entry.W[:1])
-            shape[0] = rows[1] - rows[0]
-        W = allocate(shape, entry.W.dtype)
-        self._fill(memoryview(as_bytes(W)), entry.start + skipped)
+        header, start, _ = self._part(name, rows)
+        W = allocate(header.shape, header.dtype)
+        self._fill(memoryview(as_bytes(W)), start)
         return W
+
+    def prefetch(self, name: str, rows: Rows = None) -> None:
+        _, start, stop = self._part(name, rows)
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError), self.path.open("rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def _part(self, name: str, rows: Rows) -> Entry:
+        """Return some rows of a tensor as if they were a tensor of the file."""
+        entry = self.entries[self.ties.get(name, name)]
+        if rows is None:
+            return entry
+        W, row = entry.W[slice(*rows)], nbytes(entry.W[:1])
+        return Entry(W, entry.start + rows[0] * row, entry.start + rows[1] * row)
 
     def sample(self, name: str) -> bytes:
         entry = self.entries[self.ties.get(name, name)]

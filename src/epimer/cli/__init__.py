@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from epimer.errors import EpimerError
 
 COMMANDS = "merge inspect methods convert diagnose sweep eval bench demo report curvature basis"
 """one module each, in the order of --help"""
+GARBAGE = 50_000  # new objects before garbage is collected; loading torch makes many, and no garbage
 
 for command in COMMANDS.split():
     import_module(f"epimer.cli.{command}")
@@ -23,8 +25,11 @@ for command in COMMANDS.split():
 
 def main() -> None:
     """Run the command line and exit: 0 for success, 2 for an error in the input, 1 for an internal error."""
+    gc.set_threshold(GARBAGE)
     try:
-        sys.exit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
+        gc.freeze()  # what is left at the end need not be searched for garbage
+        sys.exit(code)
     except EpimerError as error:
         _fail(str(error), 2)
     except BrokenPipeError:

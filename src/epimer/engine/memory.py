@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from epimer.checkpoints.checkpoint import KEPT
 from epimer.errors import ParameterError
 
 M_MMAP_THRESHOLD = -3  # glibc's name for it
-SLACK = 1 << 26  # bytes kept free for what is not counted: Python, headers, the journal
+SLACK = (1 << 26) + KEPT  # bytes kept free for what is not counted: Python, headers, the journal, unused pages
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 

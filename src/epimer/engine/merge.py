@@ -6,15 +6,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import allocate, header
+from epimer.checkpoints.checkpoint import Rows, allocate, header
 from epimer.engine.protocol import Engine
 from epimer.errors import CurvatureError, TensorError
-from epimer.geometry.linalg import LowRank, as_compute_dtype, chunks, dense, nonfinite
+from epimer.geometry.linalg import CHUNK, LowRank, as_compute_dtype, chunks, dense, nonfinite
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import owned_by
 from epimer.methods.averaging import average
@@ -24,12 +25,13 @@ from epimer.methods.rules import matrix_shape
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job, Plan, precision
 from epimer.plan.layer_curvature import NO_CURVATURE, LayerCurvature, layer_curvature
-from epimer.plan.participants import Participant, Participants
+from epimer.plan.participants import SAMPLED, Participant, Participants, sample_rows
 from epimer.progress import Stage
 from epimer.records import MergeRecord, Status, TensorRecord
 
 SMALL = 1 << 20  # jobs below this many bytes are handed over together
 TOGETHER = 1 << 23
+STREAMED = 1 << 20  # entries that are read at a time where entries stand alone
 
 Merged = tuple[Job, Tensor, TensorRecord]
 
@@ -59,6 +61,8 @@ class Tensors:
     models: list[Tensor | LowRank | None]
     """per model its tensor, or its difference from the base as factors; None once it has been used"""
     curvature: LayerCurvature = NO_CURVATURE
+    streamed: bool = False
+    """whether the tensors are read piece by piece as they are merged, and nothing has been read yet"""
 
 
 class MergeWalk:
@@ -69,14 +73,23 @@ class MergeWalk:
         self.jobs = list(batches(jobs))
 
     def read(self, batch: Batch) -> list[Tensors]:
-        """Read the tensors, the curvature and the basis of every job."""
+        """Read the tensors, the curvature and the basis of every job; what is streamed, let the system load."""
+        if len(batch.jobs) == 1 and self._streams(batch.jobs[0]):
+            for one in self.plan.participants.all:
+                one.prefetch(batch.name, batch.jobs[0].rows)
+            return [Tensors(None, [], streamed=True)]
         return [self._read_one(job) for job in batch.jobs]
+
+    def _streams(self, job: Job) -> bool:
+        """Whether a job's tensors are merged a few rows at a time as they are read, which needs little memory."""
+        wide = job.entrywise and job.memory > SMALL and job.name not in self.plan.corrections
+        return wide and job.template.dim() > 0 and all(one.checkpoint.streams for one in self.plan.participants.all)
 
     def _read_one(self, job: Job) -> Tensors:
         participants = self.plan.participants
         if job.method is None:
             return Tensors(participants.template.read(job.name), [])
-        tensors = read_tensors(participants, job)
+        tensors = read_tensors(participants, job, job.rows)
         tensors.curvature = layer_curvature(job, participants, self.plan.curvatures)
         return tensors
 
@@ -111,24 +124,31 @@ class MergeWalk:
 
     def _merge(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor, TensorRecord]:
         started = time.perf_counter()
+        solution = Solution(job.template)
         if job.method is None:
-            result, record = self._copy(job, tensors), TensorRecord(job.rule, tuple(job.template.shape))
+            result = self._copy(job, tensors)
         else:
             if self.prepared is not None:
                 job = replace(job, weights=self.prepared.weights or job.weights)
             if tensors.base is not None and not any(isinstance(W, Tensor) for W in tensors.models):
                 check_finite("base", job.name, tensors.base)
             if job.entrywise and device.type == "cpu" and job.name not in self.plan.corrections:
-                result, record = self._merge_in_chunks(job, tensors)
+                result = allocate(job.template.shape, job.template.dtype)
+                for target, part in self._pieces(job, tensors, result):
+                    solution = self._merge_in_chunks(job, part, target)
             else:
+                if tensors.streamed:
+                    tensors = read_tensors(self.plan.participants, job, job.rows)
                 base, tensors.base = tensors.base, None
                 start = None if base is None else base.to(device, job.precision)
                 del base
                 deltas = task_vectors(self.plan.participants, job, start, tensors, device)
                 curvature = tensors.curvature.converted(deltas[0])
-                result, record = self._merge_deltas(job, start, deltas, job.template, curvature)
-        seconds = time.perf_counter() - started
-        return result.to(job.device), replace(record, shape=tuple(job.template.shape), seconds=seconds)
+                result = torch.empty(job.template.shape, dtype=job.template.dtype, device=device)
+                solution = self._merge_deltas(job, start, deltas, result, curvature)
+        shape, seconds = tuple(job.template.shape), time.perf_counter() - started
+        found = solution.status, solution.rank, solution.residual, solution.eta, solution.note
+        return result.to(job.device), TensorRecord(job.rule, shape, *found, seconds)
 
     def _copy(self, job: Job, tensors: Tensors) -> Tensor:
         W = tensors.base
@@ -138,53 +158,57 @@ class MergeWalk:
             raise TensorError(f"{job.name!r} does not fit in {result.dtype}, to which it is copied; widen the dtype.")
         return result
 
-    def _merge_in_chunks(self, job: Job, tensors: Tensors) -> tuple[Tensor, TensorRecord]:
-        """Merge entries that stand alone a megabyte at a time, which never leaves the processor's cache."""
-        result, dtype = allocate(job.template.shape, job.template.dtype), job.precision
-        given = [dense(W).to(dtype) if isinstance(W, LowRank) else W for W in tensors.models]
-        columns = [None if W is None else chunks(W.reshape(-1)) for W in (tensors.base, *given)]
-        record: TensorRecord | None = None
+    def _pieces(self, job: Job, tensors: Tensors, result: Tensor) -> Iterator[tuple[Tensor, Tensors]]:
+        """Yield blocks of rows of the result with what they are merged from; all of it if that has been read."""
+        if not tensors.streamed:
+            yield result, tensors
+            return
+        step, first = max(1, STREAMED // max(1, result[:1].numel())), job.rows[0] if job.rows else 0
+        for start in range(0, len(result), step):
+            target = result[start : start + step]
+            rows = (first + start, first + start + len(target))
+            yield target, read_tensors(self.plan.participants, job, rows)
+
+    def _merge_in_chunks(self, job: Job, tensors: Tensors, result: Tensor) -> Solution:
+        """Merge entries that stand alone a part at a time, in memory that never leaves the processor's cache."""
+        given = [dense(W) if isinstance(W, LowRank) else W for W in tensors.models]
+        columns = [[] if W is None else chunks(W.reshape(-1)) for W in (*given, tensors.base)]
+        scratch = torch.empty(len(columns), min(CHUNK, result.numel()), dtype=job.precision)
+        # A weighted sum of task vectors is not finite where one of them is not, so the result alone is checked.
+        summed = all(job.weights) and (
+            job.rule == "average" or (job.method is not None and job.method.merge is average)
+        )
+        solution = Solution(result)
         for i, target in enumerate(chunks(result.reshape(-1))):
-            base, *parts = [None if column is None else column[i] for column in columns]
-            start = None if base is None else base.to(dtype)
-            deltas = []
-            for model, W, part in zip(self.plan.participants.models, tensors.models, parts, strict=True):
-                assert part is not None
-                D = part.to(dtype) if start is None or isinstance(W, LowRank) else part.to(dtype) - start
-                check_delta(self.plan.participants, model, job, D)
-                deltas.append(D)
-            piece, record = self._merge_deltas(job, start, deltas, header(target.shape, target.dtype), NO_CURVATURE)
-            target.copy_(piece)
-        assert record is not None
-        return result, record
+            *deltas, start = scratch[:, : len(target)].unbind()
+            W0 = start.copy_(columns[-1][i]) if columns[-1] else None
+            for W, D, column in zip(tensors.models, deltas, columns, strict=False):
+                D.copy_(column[i])
+                if W0 is not None and not isinstance(W, LowRank):
+                    D -= W0
+            if not summed:
+                check_deltas(self.plan.participants, job, deltas)
+            solution = self._merge_deltas(job, W0, deltas, target, NO_CURVATURE)
+        return solution
 
     def _merge_deltas(
-        self, job: Job, W0: Tensor | None, deltas: list[Any], template: Tensor, curvature: LayerCurvature
-    ) -> tuple[Tensor, TensorRecord]:
-        """Merge task vectors onto the base; the result has the template's shape and dtype."""
+        self, job: Job, W0: Tensor | None, deltas: list[Any], result: Tensor, curvature: LayerCurvature
+    ) -> Solution:
+        """Merge task vectors onto the base, and write that to `result`, in its shape and dtype."""
         context = None if self.prepared is None else self.prepared.context
         layer = Layer(job.name, deltas, job.weights, context=context, inputs=job.inputs)
         solution = merge_layer(job, layer, curvature)
-        total = job.options.scale * dense(solution.value).reshape(template.shape)
+        total = job.options.scale * dense(solution.value).reshape(result.shape)
         if W0 is not None:
             total += as_compute_dtype(W0)
         if (correction := self.plan.corrections.get(job.name)) is not None:
             total += (correction if job.rows is None else correction[slice(*job.rows)]).to(total)
-        result = total.to(template.dtype)
-        if nonfinite(result):
+        if nonfinite(result.copy_(total)):
+            check_deltas(self.plan.participants, job, deltas)
             raise TensorError(
-                f"the merged {job.name!r} does not fit in {template.dtype}; lower scale, or widen its dtype."
+                f"the merged {job.name!r} does not fit in {result.dtype}; lower scale, or widen its dtype."
             )
-        record = TensorRecord(
-            job.rule,
-            tuple(template.shape),
-            solution.status,
-            solution.rank,
-            solution.residual,
-            solution.eta,
-            solution.note,
-        )
-        return result, record
+        return solution
 
 
 def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
@@ -239,17 +263,17 @@ def batches(jobs: Sequence[Job]) -> Iterator[Batch]:
         yield Batch(tuple(batch))
 
 
-def read_tensors(participants: Participants, job: Job, *, factors: bool = True) -> Tensors:
-    """Read one tensor of the base and of every model; an adapter's as the `factors` it adds to the base."""
+def read_tensors(participants: Participants, job: Job, rows: Rows = None, *, factors: bool = True) -> Tensors:
+    """Read one tensor, or some rows, of the base and of every model; an adapter's as the `factors` it adds."""
     base = participants.base
     models: list[Tensor | LowRank | None] = []
     for model in participants.models:
-        delta = model.delta(job.name, base, job.rows) if factors and base is not None else None
+        delta = model.delta(job.name, base, rows) if factors and base is not None else None
         if delta is not None:
             for factor in (delta.A, delta.B):
                 check_finite(model.label, job.name, factor)
-        models.append(model.read(job.name, job.rows) if delta is None else delta)
-    return Tensors(None if base is None else base.read(job.name, job.rows), models)
+        models.append(model.read(job.name, rows) if delta is None else delta)
+    return Tensors(None if base is None else base.read(job.name, rows), models)
 
 
 def task_vectors(
@@ -271,6 +295,13 @@ def task_vectors(
         check_delta(participants, model, job, E)
         deltas.append(E.reshape(shape))
     return deltas
+
+
+def check_deltas(participants: Participants, job: Job, deltas: Sequence[Tensor | LowRank]) -> None:
+    """Refuse task vectors that are not finite."""
+    for model, D in zip(participants.models, deltas, strict=True):
+        if isinstance(D, Tensor):
+            check_delta(participants, model, job, D)
 
 
 def check_delta(participants: Participants, model: Participant, job: Job, D: Tensor) -> None:
@@ -300,19 +331,19 @@ class ReadJob:
 class ReadWalk:
     """Reads the tensors that take part in a merge, and does nothing with them."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.jobs = plan, [ReadJob(job) for job in plan.merged]
+    def __init__(self, plan: Plan, entries: int | None) -> None:
+        """Read tensors whole, or in blocks of about so many entries."""
+        jobs = plan.merged if entries is None else [block for job in plan.merged for block in job.blocks(entries)]
+        self.plan, self.jobs = plan, [ReadJob(job) for job in jobs]
 
     def read(self, item: ReadJob) -> list[Tensor]:
         """Read the base's tensor, if there is one, and the models'."""
-        tensors = []
-        for one in self.plan.participants.all:
-            tensors.append(one.read(item.job.name, item.job.rows))
-            check_finite(one.label, item.job.name, tensors[-1])
-        return tensors
+        return [one.read(item.job.name, item.job.rows) for one in self.plan.participants.all]
 
     def work(self, item: ReadJob, loaded: list[Tensor], device: torch.device) -> list[Tensor]:
-        """Move the tensors to where they are worked on."""
+        """Check that the tensors are finite, and move them to where they are worked on."""
+        for one, W in zip(self.plan.participants.all, loaded, strict=True):
+            check_finite(one.label, item.job.name, W)
         return [W.to(device) for W in loaded]
 
 
@@ -322,8 +353,10 @@ def prepare(plan: Plan, engine: Engine, stage: Stage) -> Prepared | None:
     if plan.method.prepare is None or not jobs:
         return None
 
-    def tensors() -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
-        for item, read in engine.map(ReadWalk(plan)):
+    streams = all(one.checkpoint.streams for one in plan.participants.all)
+
+    def tensors(entries: int | None = None) -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
+        for item, read in engine.map(ReadWalk(plan, entries if streams else None)):
             yield item.job.name, None if plan.participants.base is None else read.pop(0), read
             stage.advance(item.job.reads, item.job.key)
 
@@ -333,7 +366,9 @@ def prepare(plan: Plan, engine: Engine, stage: Stage) -> Prepared | None:
     headers = [one.headers[job.name] for one in plan.participants.all for job in jobs]
     workers = 1 if engine.devices[0].type == "cuda" else len(engine.devices)
     entries = sum(job.template.numel() for job in jobs)
-    prepass = Prepass(tensors, jobs[0].weights, mean, entries, precision(headers), workers)
+    sample = partial(sample_rows, plan.participants, [(job.name, job.rows, job.template) for job in jobs])
+    sampled = sample if streams and entries > 64 * SAMPLED else None
+    prepass = Prepass(tensors, jobs[0].weights, mean, entries, precision(headers), workers, sampled)
     return plan.method.prepare(prepass, jobs[0].options)
 
 

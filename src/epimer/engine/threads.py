@@ -18,6 +18,7 @@ J = TypeVar("J")
 L = TypeVar("L")
 R = TypeVar("R")
 AHEAD = 2  # jobs that are read ahead, per worker
+IN_FLIGHT = 8  # jobs that are read and not yet consumed, per worker: more would only take memory
 
 
 class Threads:
@@ -41,29 +42,37 @@ class Threads:
         for device in set(self.devices):
             if device.type == "cuda":
                 torch.linalg.eigh(torch.eye(2, device=device))  # loads a library, which two threads must not do at once
-        run: _Run[Any, Any, Any] = _Run(walk, self.devices, self.threads, Budget(self.memory))
+        budget = Budget(self.memory, IN_FLIGHT * len(self.devices))
+        run: _Run[Any, Any, Any] = _Run(walk, self.devices, self.threads, budget)
         with torch_threads(self.threads):
             yield from run.results()
 
 
 class Budget:
-    """Bytes that may be in use at once; whoever asks for more waits, but one always goes ahead."""
+    """Bytes and jobs that may be in use at once; whoever asks for more waits, but one always goes ahead."""
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, most: int | None, jobs: int | None = None) -> None:
         self.most, self.used = most, 0
+        self.most_jobs, self.jobs = jobs, 0
         self._changed = Condition()
 
     def take(self, amount: int, stop: Event) -> None:
         """Wait until there is room."""
         with self._changed:
-            while not stop.is_set() and self.used and self.most is not None and self.used + amount > self.most:
+            while not stop.is_set() and self.jobs and not self._fits(amount):
                 self._changed.wait(0.1)
             self.used += amount
+            self.jobs += 1
+
+    def _fits(self, amount: int) -> bool:
+        room = self.most is None or self.used + amount <= self.most
+        return room and (self.most_jobs is None or self.jobs < self.most_jobs)
 
     def give(self, amount: int) -> None:
         """Make room."""
         with self._changed:
             self.used -= amount
+            self.jobs -= 1
             self._changed.notify_all()
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +19,7 @@ FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no me
 FIRST_CHECK = 4  # blocks before the error is first estimated
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
 SVD_TOLERANCE = 6e-3  # bound on the mean angle of float32 triples; their product's error is some 30x lower
-CHUNK = 1 << 19  # entries of a chunk, which stays in the cache, where entries do not depend on each other
+CHUNK = 1 << 17  # entries of a chunk, which stays in the cache, where entries do not depend on each other
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 MAX_STEPS = 2000  # of conjugate gradients
 
@@ -382,41 +380,3 @@ def conjugate_gradients(
         rz, previous = float((r * z).sum()), rz
         direction = z + (rz / previous) * direction
     return solved(y, float(torch.linalg.vector_norm(b - apply(y))) / norm, iterative=True)
-
-
-def kth_magnitudes(
-    rows: Callable[[], Iterable[Iterable[Tensor]]], ranks: Sequence[int], dtype: torch.dtype, workers: int = 1
-) -> list[float]:
-    """Return, for every column t of `rows`, its ranks[t]-th smallest |value| (from 1), exactly, in little memory.
-
-    Non-negative floats sort like their bit patterns, so counting 16 bits at a time finds the answer digit by
-    digit: `rows` is iterated twice in float32, four times in float64.
-    """
-    integer, digits = (torch.int64, 4) if dtype == torch.float64 else (torch.int32, 2)
-    prefixes, remaining = [0] * len(ranks), list(ranks)
-
-    def count(iterator: Iterator[Iterable[Tensor]], lock: Lock, digit: int) -> Tensor:
-        counts = torch.zeros(len(ranks), 1 << 16, dtype=torch.int64)
-        while True:
-            with lock:
-                row = next(iterator, None)
-            if row is None:
-                return counts
-            for t, chunk in ((t, chunk) for t, column in enumerate(row) for chunk in chunks(column.flatten())):
-                bits = chunk.to(dtype).abs().view(integer)
-                inside = bits if digit == digits - 1 else bits[(bits >> (16 * (digit + 1))) == prefixes[t]]
-                counts[t] += torch.bincount((inside >> (16 * digit)) & 0xFFFF, minlength=1 << 16).cpu()
-
-    for digit in reversed(range(digits)):
-        iterator, lock = iter(rows()), Lock()
-        if workers == 1:
-            counts = count(iterator, lock, digit)
-        else:
-            with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                parts = [pool.submit(count, iterator, lock, digit) for _ in range(workers)]
-                counts = torch.stack([part.result() for part in parts]).sum(0)
-        for t, column in enumerate(counts):
-            bucket = int(torch.searchsorted(column.cumsum(0), remaining[t]))
-            remaining[t] -= int(column[:bucket].sum())
-            prefixes[t] = (prefixes[t] << 16) | bucket
-    return [float(torch.tensor(prefix, dtype=integer).view(dtype)) for prefix in prefixes]

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from epimer.errors import ParameterError, short
-from epimer.geometry.linalg import as_compute_dtype, chunks, kth_magnitudes, weighted_sum
+from epimer.geometry.kth_magnitude import kth_magnitudes
+from epimer.geometry.linalg import as_compute_dtype, chunks, weighted_sum
 from epimer.geometry.metric import Diagonal, Metric
 from epimer.geometry.solution import Solution
 from epimer.methods.options import MethodOptions, Option, per_model
 from epimer.methods.registry import Layer, Method, Prepared, Prepass
 
+BLOCK = 1 << 20  # entries of a model that are counted at a time
+MARGIN = 0.01  # share of all entries by which a sampled rank may be off
 VOTES = 1 << 30  # of all models together in a count of signs, so that any tally fits 32 bits
 
 Scorer = Callable[[dict[str, Tensor]], Any]
@@ -82,38 +85,57 @@ def norms(prepass: Prepass, options: MethodOptions) -> Prepared:
     return Prepared([w / sum(raw) for w in raw])
 
 
-def _differences(W0: Tensor, parts: list[Tensor]) -> Iterator[Tensor]:
-    return (as_compute_dtype(part) - as_compute_dtype(W0) for part in parts)
-
-
 def thresholds(prepass: Prepass, options: TiesOptions) -> Prepared:
     """Find, per model, the magnitude that separates the top `density` of all its entries."""
 
     def deltas() -> Iterator[Iterator[Tensor]]:
-        for _, base, models in prepass.tensors():
+        for _, base, models in prepass.tensors(entries=BLOCK):
             assert base is not None
             for W0, *parts in zip(*(chunks(W.reshape(-1)) for W in (base, *models)), strict=True):
                 yield _differences(W0, parts)
 
     # The authors keep every entry from the cut-th smallest up.
     cuts = [prepass.entries - int(prepass.entries * kept) for kept in per_model(options.density, len(prepass.weights))]
-    magnitudes = kth_magnitudes(deltas, [max(cut, 1) for cut in cuts], prepass.dtype, prepass.workers)
+    guesses = None if prepass.sample is None else _guesses(prepass.sample(), [cut / prepass.entries for cut in cuts])
+    ranks = [max(cut, 1) for cut in cuts]
+    magnitudes = kth_magnitudes(deltas, ranks, prepass.dtype, prepass.workers, guesses)
     return Prepared(None, [value if cut > 0 else 0.0 for value, cut in zip(magnitudes, cuts, strict=True)])
+
+
+def _differences(W0: Tensor, parts: list[Tensor]) -> Iterator[Tensor]:
+    start = as_compute_dtype(W0)
+    for part in parts:
+        yield as_compute_dtype(part) - start
+
+
+def _guesses(sample: Iterator[tuple[Tensor | None, list[Tensor]]], shares: list[float]) -> list[tuple[float, float]]:
+    """Return, per model, two magnitudes of sampled task vectors between which the one at its share is expected."""
+    rows = [list(_differences(W0, models)) for W0, models in sample if W0 is not None]
+    guesses = []
+    for t, share in enumerate(shares):
+        values = torch.cat([deltas[t].flatten() for deltas in rows]).abs().sort().values
+        low, high = (math.floor((share + margin) * len(values)) for margin in (-MARGIN, MARGIN))
+        least = float(values[low]) if low > 0 else 0.0
+        guesses.append((least, float(values[high]) if high < len(values) else torch.finfo(values.dtype).max))
+    return guesses
 
 
 def ties(layer: Layer, options: TiesOptions) -> Solution:
     """Trim each task vector, elect a sign per entry, average the entries that agree with it."""
     assert layer.context is not None
-    trimmed = [torch.where(D.abs() >= least, D, 0) for D, least in zip(layer.deltas, layer.context, strict=True)]
+    # Comparisons that give numbers instead of truth values are several times faster on a CPU.
+    mask = torch.empty_like(layer.deltas[0])
+    trimmed = [D * torch.ge(D.abs(), least, out=mask) for D, least in zip(layer.deltas, layer.context, strict=True)]
     elected = (
         weighted_sum(trimmed, layer.weights).sign() if options.elect == "mass" else majority(trimmed, layer.weights)
     )
     total, mass = torch.zeros_like(elected), torch.zeros_like(elected)
     for D, weight in zip(trimmed, layer.weights, strict=True):
-        agreeing = (D * elected).clamp_min_(0)  # |D| where it has the elected sign, else 0
-        total += weight * agreeing
-        mass += weight * (agreeing > 0).to(D)
-    return Solution(elected * total / torch.where(mass > 0, mass, 1))
+        agreeing = D.mul_(elected).clamp_min_(0)  # |D| where it has the elected sign, else 0
+        mass += weight * torch.gt(agreeing, 0, out=mask)
+        total += agreeing.mul_(weight)
+    torch.gt(mass, 0, out=mask)
+    return Solution(elected.mul_(total).div_(mass.mul_(mask).add_(1 - mask)))  # by 1 where nothing agrees
 
 
 def majority(deltas: list[Tensor], weights: list[float]) -> Tensor:
@@ -262,7 +284,6 @@ METHODS: tuple[Method, ...] = (
         elementwise=True,
         separable=True,
         prepare=thresholds,
-        passes=2,
         whole_model=frozenset({"density"}),
         workspace=(1.1, 6.0),
         laws=frozenset({"permutation", "scale_zero"}),

@@ -65,8 +65,9 @@ class Layer:
 class Prepass:
     """All tensors of the models, for what a method must know before its first tensor."""
 
-    tensors: Callable[[], Iterator[tuple[str, Tensor | None, list[Tensor]]]]
-    """iterate over name, base tensor and the models' tensors, as often as needed"""
+    tensors: Callable[..., Iterator[tuple[str, Tensor | None, list[Tensor]]]]
+    """iterate over name, base tensor and the models' tensors, as often as needed; with `entries=`, over blocks of rows
+    of about so many entries where they can be read alone, which takes less memory and time"""
     weights: list[float]
     average: Callable[[list[float]], dict[str, Tensor]]
     """returns the models' average under given λ, as a state dict"""
@@ -76,6 +77,8 @@ class Prepass:
     """the precision to compute in: float64 if any tensor is, else float32"""
     workers: int = 1
     """how many threads may work on it at once"""
+    sample: Callable[[], Iterator[tuple[Tensor | None, list[Tensor]]]] | None = None
+    """iterate over a small share of all entries, of the base and of the models; None where that costs as much as all"""
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class Method(Generic[OptionsT]):
     """minimises the form that forecasts where no curvature was measured, so that its own forecast is not comparable"""
     prepare: Callable[[Prepass, OptionsT], Prepared] | None = None
     passes: int = 1
-    """how often the pre-pass reads float32 models"""
+    """how often the pre-pass reads float32 models, as a rule"""
     whole_model: frozenset[str] = frozenset()
     """options that the pre-pass reads, so that they cannot differ between tensors"""
     workspace: tuple[float, float] | Callable[[Workload], int] = (0.0, 4.0)

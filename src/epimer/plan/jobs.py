@@ -109,16 +109,22 @@ class Job:
 
     def parts(self) -> list[Job]:
         """Divide a wide tensor whose entries do not depend on each other into blocks of rows."""
-        count = min(-(-self.memory // PART), len(self.template)) if self.template.dim() else 1
-        if count <= 1 or not self.entrywise:
+        return self._divided(-(-self.memory // PART)) if self.entrywise else [self]
+
+    def blocks(self, entries: int) -> list[Job]:
+        """Divide what is only read into blocks of rows that have about so many entries."""
+        return self._divided(-(-self.template.numel() // entries))
+
+    def _divided(self, count: int) -> list[Job]:
+        count = min(count, len(self.template)) if self.template.dim() else 1
+        if count <= 1:
             return [self]
-        length, parts = len(self.template), []
+        length, first, parts = len(self.template), self.rows[0] if self.rows else 0, []
         for start, stop in pairwise(length * i // count for i in range(count + 1)):
             reads, memory = (amount * (stop - start) // length for amount in (self.reads, self.memory))
-            template, work = self.template[start:stop], times((stop - start) / length, self.work)
-            parts.append(
-                replace(self, template=template, reads=reads, memory=memory + 1, rows=(start, stop), work=work)
-            )
+            template, rows = self.template[start:stop], (first + start, first + stop)
+            work = times((stop - start) / length, self.work)
+            parts.append(replace(self, template=template, reads=reads, memory=memory + 1, rows=rows, work=work))
         return parts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from epimer.errors import EpimerError, TensorError
 from epimer.geometry.linalg import LowRank
 from epimer.recipe.model import Recipe
 
+SAMPLED = 1 << 18  # entries of a model that tell about all of them
+PLACES = 64  # of one tensor where such entries are taken from
+
 
 @dataclass(frozen=True)
 class Participant:
@@ -32,6 +36,9 @@ class Participant:
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         return self.checkpoint.read(self.stored.get(name, name), rows)
+
+    def prefetch(self, name: str, rows: Rows = None) -> None:
+        self.checkpoint.prefetch(self.stored.get(name, name), rows)
 
     def delta(self, name: str, base: Participant, rows: Rows = None) -> LowRank | None:
         return self.checkpoint.delta(self.stored.get(name, name), base.checkpoint, rows)
@@ -141,6 +148,26 @@ def locate(text: str, folder: Path | None) -> str:
         return str(folder / text)
     parts = [part.strip() for part in text.split("+")]
     return text if len(parts) == 1 else "+".join(locate(part, folder) for part in parts)
+
+
+def sample_rows(
+    participants: Participants, tensors: Sequence[tuple[str, Rows, Tensor]]
+) -> Iterator[tuple[Tensor | None, list[Tensor]]]:
+    """Yield entries of the base and of the models from places spread evenly over tensors, `SAMPLED` in all.
+
+    Every tensor, given by its name, the rows to take it from and what these look like, has the same share of entries.
+    """
+    share = min(1.0, SAMPLED / sum(W.numel() for _, _, W in tensors))
+    for name, rows, W in tensors:
+        length, first = len(W) if W.dim() else 1, rows[0] if rows else 0
+        places = max(1, min(PLACES, round(share * length)))
+        count = max(1, round(share * length / places))
+        entries = math.ceil(share * W.numel() / places)
+        for i in range(places):
+            start = first + (2 * i + 1) * (length - count) // (2 * places)
+            part = (start, start + count) if W.dim() else None
+            base, *models = [one.read(name, part).flatten()[:entries].cpu() for one in participants.all]
+            yield (base, models) if participants.base else (None, [base, *models])
 
 
 def public_recipe(recipe: Recipe, participants: Participants, tokenizer: Path | None) -> str:

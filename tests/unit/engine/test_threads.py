@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from epimer.engine.memory import memory_budget
-from epimer.engine.threads import Threads
+from epimer.engine.threads import IN_FLIGHT, Threads
 from epimer.errors import OutputError, ParameterError
 
 CPU = torch.device("cpu")
@@ -128,3 +128,16 @@ def test_without_a_limit_a_job_over_four_fifths_of_what_is_free_goes_ahead_and_o
     with pytest.raises(ParameterError, match=r"^'wide' needs 0\.00 GB of memory and 0\.00 GB are free; free some"):
         memory_budget(None, [Job("narrow", 5), Job("wide", 1001)])
     assert memory_budget(None, [Job("wide", 1001)], elsewhere=True) == 1001
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_slow_consumer_does_not_let_results_pile_up(workers):
+    walk = Squares([Job(str(i)) for i in range(100)])
+    results = Threads([CPU] * workers).map(walk)
+    next(results)
+    while len(walk.read_names) < IN_FLIGHT * workers:
+        time.sleep(0.01)
+    time.sleep(0.2)  # for a reader that would go on
+    assert len(walk.read_names) <= IN_FLIGHT * workers + 1
+    assert [result for _, result in results] == [i**2 for i in range(1, 100)]
+    assert len(walk.read_names) == 100

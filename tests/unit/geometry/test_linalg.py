@@ -12,7 +12,6 @@ from epimer.geometry.linalg import (
     _krylov_svd,
     as_compute_dtype,
     conjugate_gradients,
-    kth_magnitudes,
     polar,
     solve_spd,
     top_svd,
@@ -141,16 +140,6 @@ def test_conjugate_gradients_solve_a_consistent_singular_system():
     H = X @ X.T
     b = H @ torch.randn(20, dtype=torch.float64)
     assert close(conjugate_gradients(lambda x: H @ x, b).value, torch.linalg.pinv(H, rtol=1e-10) @ b, 1e-8)
-
-
-@settings(max_examples=50, deadline=None)
-@given(size=st.integers(1, 300), share=st.floats(0.01, 1), seed=st.integers(0, 99), wide=st.booleans())
-def test_kth_magnitude_is_exact_over_chunks(size, share, seed, wide):
-    torch.manual_seed(seed)
-    x = torch.randn(size, dtype=torch.float64 if wide else torch.float32).round(decimals=1)
-    k = max(1, int(share * size))
-    found = kth_magnitudes(lambda: ((part, -2 * part) for part in x.split(7)), [k, size + 1 - k], x.dtype)
-    assert found == [float(x.abs().kthvalue(k).values), 2 * float(x.abs().kthvalue(size + 1 - k).values)]
 
 
 def test_the_precision_of_arithmetic_is_float32_at_least():

@@ -1,0 +1,77 @@
+"""Tensors that are merged as they are read: the bytes of a merge in memory, and errors that name the culprit."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import epimer
+from epimer.engine.merge import STREAMED, MergeWalk
+from epimer.errors import TensorError
+from epimer.plan.merge import open_models, plan_recipe
+from epimer.recipe.load import open_recipe
+
+SHAPES = {"table": (STREAMED // 1000 * 2 + 77, 1000), "row": (1, STREAMED + 3), "vector": (STREAMED + 5,), "bias": (9,)}
+WEIGHTS = [0.2, 0.5, 0.3]
+
+
+def save_models(folder, dtype, change=lambda t, state: None):
+    torch.manual_seed(0)
+    states = []
+    for t in range(4):
+        state = {name: (0.02 * torch.randn(shape)).to(dtype) for name, shape in SHAPES.items()}
+        change(t, state)
+        save_file(state, folder / f"m{t}.safetensors")
+        states.append(state)
+    return states
+
+
+def recipe_of(folder, method, parameters=None):
+    models = [
+        {"model": str(folder / f"m{t}.safetensors"), "parameters": {"weight": weight}}
+        for t, weight in enumerate(WEIGHTS, 1)
+    ]
+    base = {"base_model": str(folder / "m0.safetensors")} if method != "average" else {}
+    return {"merge_method": method, "models": models, **base, "parameters": parameters or {}}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("method", ["average", "task_arithmetic", "ties"])
+def test_a_streamed_merge_has_the_bytes_of_one_in_memory(tmp_path, method, dtype):
+    states = save_models(tmp_path, dtype)
+    epimer.merge(recipe_of(tmp_path, method), tmp_path / "out", progress=False)
+    base = None if method == "average" else states[0]
+    expected = epimer.merge_state_dicts(base, states[1:], method, weights=WEIGHTS)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_wide_tensors_are_streamed_and_small_ones_are_read_ahead(tmp_path):
+    save_models(tmp_path, torch.bfloat16)
+    recipe, folder = open_recipe(recipe_of(tmp_path, "average"))
+    plan = plan_recipe(recipe, open_models(recipe, folder=folder))
+    walk = MergeWalk(plan, plan.parts)
+    streamed = {batch.name: walk.read(batch)[0].streamed for batch in walk.jobs}
+    assert streamed == {"table": True, "row": True, "vector": True, "bias": False}
+
+
+@pytest.mark.parametrize("method", ["average", "task_arithmetic", "ties"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_found_wherever_it_lies(tmp_path, method, value):
+    def spoil(t, state):
+        if t == 2:
+            state["table"][-1, -1] = value
+
+    save_models(tmp_path, torch.bfloat16, spoil)
+    with pytest.raises(TensorError, match=r"models\[1\].*table.*1"):
+        epimer.merge(recipe_of(tmp_path, method), tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_that_does_not_fit_its_dtype_is_refused(tmp_path):
+    def widen(t, state):
+        state["vector"][-1] = 3e38 if t else -3e38
+
+    save_models(tmp_path, torch.bfloat16, widen)
+    with pytest.raises(TensorError, match="'vector'"):
+        epimer.merge(recipe_of(tmp_path, "task_arithmetic", {"scale": 3}), tmp_path / "out", progress=False)
