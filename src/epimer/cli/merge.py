@@ -28,6 +28,8 @@ def merge(
     out: Annotated[Path | None, argument("The model folder to make.")] = None,
     dry_run: Annotated[bool, option("Print the plan and its problems, do nothing.", "--dry-run")] = False,
     device: options.Device = "auto",
+    engine: options.Engine = "local",
+    address: options.Address = None,
     max_memory: options.MaxMemory = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
     any_curvature: options.AnyCurvature = False,
@@ -48,7 +50,7 @@ def merge(
     from epimer.engine.output import warn_of, write_merge
 
     progress = not (quiet or as_json)
-    run = RunOptions(device, workers, threads, max_memory, progress)
+    run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     if out is None and not dry_run:
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
