@@ -30,7 +30,8 @@ def cluster():
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     sizes = {"num_cpus": 1, "object_store_memory": 80 << 20}
     cluster = Cluster(initialize_head=True, head_node_args={**sizes, "include_dashboard": False})
-    cluster.nodes_to_kill = [cluster.add_node(wait=False, **sizes) for _ in range(2)]
+    for _ in range(2):
+        cluster.add_node(wait=False, **sizes)
     cluster.wait_for_nodes()
     yield cluster
     ray.shutdown()
@@ -145,12 +146,10 @@ def test_a_killed_driver_is_resumed(cluster, here, expected, tmp_path):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
-    before = written(draft)
-    assert 4 <= before < 2 * LAYERS
-    done = (draft / "journal.jsonl").read_bytes()
+    assert 4 <= written(draft) < 2 * LAYERS
+    assert not out.exists()
     assert run("merge", "epimer_free.yaml", out, *options).code == 0
     assert contents(out) == expected("epimer_free")
-    assert b'"crc"' in done
 
 
 def test_a_node_is_killed_and_the_merge_completes(cluster, here, expected, tmp_path):
@@ -158,18 +157,19 @@ def test_a_node_is_killed_and_the_merge_completes(cluster, here, expected, tmp_p
     import ray
     from ray._private.state import available_resources_per_node
 
-    doomed = cluster.nodes_to_kill[0]
+    ray.is_initialized() or ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+    drivers = ray.get_runtime_context().get_node_id()
+    doomed = next(node for node in cluster.worker_nodes if node.node_id != drivers)
     killed = threading.Event()
 
     def kill():
         while not killed.is_set():
-            free = available_resources_per_node().get(doomed.node_id, {})
-            if written(tmp_path / ".out.epimer") and free.get("CPU", 0) == 0:  # it is at work on a job
+            free = available_resources_per_node()[doomed.node_id]
+            if written(tmp_path / ".out.epimer") >= 4 and free.get("CPU", 0) == 0:  # it is at work on a job
                 cluster.remove_node(doomed, allow_graceful=False)
                 killed.set()
             time.sleep(0.01)
 
-    ray.is_initialized() or ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
     alive = sum(node["Alive"] for node in ray.nodes())
     watcher = threading.Thread(target=kill, daemon=True)
     watcher.start()
@@ -178,9 +178,12 @@ def test_a_node_is_killed_and_the_merge_completes(cluster, here, expected, tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "FLUSH_SECONDS", 0.0)
         epimer.merge("epimer_free.yaml", tmp_path / "out", engine="ray", progress=False)
-    assert killed.is_set()
+    assert killed.is_set()  # before the merge was done: its journal was there
     watcher.join()
-    assert sum(node["Alive"] for node in ray.nodes()) < alive == 3
+    deadline = time.monotonic() + 30
+    while sum(node["Alive"] for node in ray.nodes()) == alive and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert sum(node["Alive"] for node in ray.nodes()) == alive - 1 == 2
     assert contents(tmp_path / "out") == expected("epimer_free")
 
 
