@@ -10,11 +10,14 @@ import threading
 import time
 
 import pytest
+import tiny
 import torch
+import transformers
 from commands import ENVIRONMENT, assert_refused, run
 from safetensors.torch import save_file
 
 import epimer
+from epimer.engine import curvature_shards
 from epimer.methods.averaging import METHODS
 
 pytest.importorskip("ray")
@@ -105,6 +108,58 @@ def test_a_diagnosis_and_a_sweep_find_what_they_find_here(cluster, here):
     sweeps = [epimer.sweep("ties.yaml", "judge:score", **settings, **options) for options in engines.values()]
     assert sweeps[0].to_dict() == sweeps[1].to_dict()
     assert not list(here.glob(".epimer-ray-*"))
+
+
+@pytest.fixture(scope="module")
+def classifier(folder):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**tiny.SIZES, **tiny.TEXT, **tiny.CALM, num_labels=3)
+    transformers.BertForSequenceClassification(config).save_pretrained(folder / "bert")
+    tiny.save_tokenizer(folder / "bert")
+    tiny.write_rows(folder, "animal")
+    return ["bert", "--task", "text-classification", "--data", "animal-train.jsonl", "--samples", "24", "-q"]
+
+
+def test_curvature_of_shards_is_that_of_processes(cluster, here, classifier, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "epimer"]
+    command = [*torchrun, "curvature", *classifier, "-o", str(tmp_path / "processes")]
+    subprocess.run(command, cwd=here, env=ENVIRONMENT, check=True, timeout=100)
+    options = ["--engine", "ray", "--address", cluster.address, "--shards", "2"]
+    ran = run("curvature", *classifier, "-o", tmp_path / "shards", *options)
+    assert ran.code == 0, ran.err
+    assert contents(tmp_path / "shards") == contents(tmp_path / "processes")
+    assert not list(tmp_path.glob(".shards*"))
+    ran = run("curvature", *classifier, "-o", tmp_path / "ekfac", "--kind", "ekfac", *options)
+    assert_refused(ran, "--kind ekfac cannot be measured in several parts; give --shards 1")
+
+
+def test_shards_that_a_killed_driver_has_are_not_measured_again(cluster, here, classifier, tmp_path, monkeypatch):
+    """The driver dies between the parts and their sum."""
+    options = ["--engine", "ray", "--address", cluster.address, "--shards", "2"]
+    command = ["curvature", *classifier, "-o", tmp_path / "out", *options]
+
+    def die(parts):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(curvature_shards, "sum_of", die)
+        assert run(*command).code == 130
+    (parts,) = tmp_path.glob(".out.epimer-parts-*")
+    times = {path: path.stat().st_mtime_ns for path in parts.glob("part-*/*")}
+    assert len(times) >= 4
+    measured = []
+    work = curvature_shards.Curvature.load
+    monkeypatch.setattr(curvature_shards.Curvature, "load", lambda f: (measured.append(mtimes(f)), work(f))[1])
+    assert run(*command).code == 0
+    assert measured == [mtimes_of(times, parts / f"part-{n}") for n in (0, 1)]
+
+
+def mtimes(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def mtimes_of(times, folder):
+    return {path: time for path, time in times.items() if path.parent == folder}
 
 
 def test_what_is_wrong_on_a_worker_is_said_here(cluster, here, tmp_path):

@@ -30,7 +30,7 @@ AHEAD = 2  # jobs that are submitted and not done, per worker
 KEPT = 16  # jobs that are submitted and whose results are not consumed, per worker
 RETRIES = 5  # of a job whose worker or node died
 PROCESS = 1 << 28  # bytes of a worker without a job: Python and torch
-PER_GPU = 2  # jobs at a time
+PER_GPU = 2  # jobs at a time, so that one reads while the other computes
 
 Versions = tuple[str, str]
 """of epimer and of torch, on which the bytes of results depend"""
@@ -50,6 +50,7 @@ class Ray:
             memory: bytes that jobs in flight may take together; one always goes ahead. None sets no limit.
         """
         self.devices, self.threads, self.memory = list(devices), threads, memory
+        self.per_gpu = PER_GPU
 
     def map(self, walk: Walk[JobT, LoadedT, ResultT]) -> Iterator[tuple[JobT, ResultT]]:
         """Yield every job with its result, in the order of the jobs."""
@@ -117,7 +118,7 @@ class _Flight:
 
     def _submit(self) -> None:
         memory = task_memory(self.jobs[self.submitted])
-        gpus = 1 / PER_GPU if self.engine.devices[0].type == "cuda" else 0
+        gpus = 1 / self.engine.per_gpu if self.engine.devices[0].type == "cuda" else 0
         task = self.task.options(num_cpus=self.engine.threads, num_gpus=gpus, memory=memory)
         self.pending[task.remote(self.submitted, *self.arguments)] = self.submitted
         self.submitted += 1
@@ -257,6 +258,20 @@ def cluster_memory(max_memory: str | int | None, jobs: Sequence[Any], address: s
         )
     total = sum(memory) if max_memory is None else parse_size(max_memory, "max_memory")
     return total
+
+
+def one_per_machine(device: str, count: int | None, address: str | None) -> Ray:
+    """Return an engine for a few long jobs: one at a time on every GPU, or on every machine with all of its CPUs.
+
+    `count` is the number of jobs, if it is known; the jobs of machines with few CPUs and with many have as many threads.
+    """
+    threads = min((cpus for node in _nodes(address) if (cpus := int(node.get("CPU", 0)))), default=1)
+    devices = cluster_devices(device, None, 1, address)
+    cuda = devices[0].type == "cuda"
+    places = len(devices) // PER_GPU if cuda else sum("CPU" in node for node in _nodes(address))
+    engine = Ray(devices[: count or places] or devices[:1], threads=1 if cuda else threads)
+    engine.per_gpu = 1
+    return engine
 
 
 def _nodes(address: str | None) -> list[dict[str, float]]:
