@@ -21,6 +21,7 @@ from epimer.engine.basis import KINDS, build_bases
 from epimer.engine.merge import MergedState, merge_in_memory
 from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.output import check_output, merge_record, warn_of, write_merge
+from epimer.engine.store_output import write_output
 from epimer.engine.threads import check_device
 from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, short
 from epimer.evaluation.judges import Evaluate, by_agreement, evaluator
@@ -67,7 +68,7 @@ def merge(
 
     Args:
         recipe: a YAML file, or its content as a mapping.
-        out: the folder to make; it appears when it is complete, and not before.
+        out: the folder to make; it appears when it is complete, and not before. Or an object store's address.
         device: cpu, cuda, cuda:N, or auto for every GPU there is, else the CPU.
         engine: local, or ray for a cluster whose machines share a disk (docs/cluster.md).
         address: of the Ray cluster; by default RAY_ADDRESS, or Ray is started on this machine.
@@ -83,7 +84,7 @@ def merge(
     """
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     plan = plan_merge(recipe, folder=folder, progress=progress, any_curvature=any_curvature)
-    record = write_merge(plan, Path(out), run, max_shard_size=max_shard_size, overwrite=overwrite)
+    record = write_output(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
     warn_of(record)
     return record
 

@@ -10,13 +10,13 @@ import threading
 import time
 
 import pytest
-import tiny
 import torch
 import transformers
-from commands import ENVIRONMENT, assert_refused, run
 from safetensors.torch import save_file
 
 import epimer
+import tiny
+from commands import ENVIRONMENT, assert_refused, run
 from epimer.engine import curvature_shards
 from epimer.methods.averaging import METHODS
 

@@ -37,7 +37,9 @@ class WritingWalk:
         """Read the tensors, the curvature and the basis of every job."""
         return self.walk.read(batch)
 
-    def work(self, batch: Batch, loaded: list[Tensors], device: torch.device) -> list[tuple[Job, Written, TensorRecord]]:
+    def work(
+        self, batch: Batch, loaded: list[Tensors], device: torch.device
+    ) -> list[tuple[Job, Written, TensorRecord]]:
         """Merge the tensors of every job and write them; return when they are safely on disk."""
         merged = self.walk.work(batch, loaded, device)
         self._check_run()
