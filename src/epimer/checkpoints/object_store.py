@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,7 @@ def is_store(text: str) -> bool:
 
 def filesystem(url: str, failure: type[EpimerError] = CheckpointError) -> tuple[Any, str]:
     """Return fsspec's file system for an address, and the path in it."""
-    import fsspec
-
+    fsspec = import_module("fsspec")
     match = URL.fullmatch(url)
     assert match is not None
     protocol = match[1]

@@ -98,7 +98,7 @@ class _Packer(pickle.Pickler):
         if W.is_meta:
             return header, (tuple(W.shape), W.dtype)
         if W.layout != torch.strided or W.nbytes < LARGE:
-            return W.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return Tensor.__reduce_ex__(W.detach().cpu(), pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         path, offset = self._write(W.detach().cpu().contiguous())
         return self.load, (path, offset, tuple(W.shape), W.dtype)
 

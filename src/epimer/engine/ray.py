@@ -54,11 +54,12 @@ class Ray:
 
     def map(self, walk: Walk[JobT, LoadedT, ResultT]) -> Iterator[tuple[JobT, ResultT]]:
         """Yield every job with its result, in the order of the jobs."""
-        if isinstance(walk, ReadWalk):  # it only reads, and this process sees the same disk
+        kind = type(walk)
+        if issubclass(kind, ReadWalk):  # it only reads, and this process sees the same disk
             yield from Threads(self._devices_here(), threads=self.threads, memory=self.memory).map(walk)
             return
         scratch = Path.cwd() / f".epimer-ray-{uuid4().hex[:12]}"
-        if not isinstance(walk, WritingWalk):
+        if not issubclass(kind, WritingWalk):
             make_scratch(scratch)
         try:
             yield from self._run(walk, scratch)
@@ -188,8 +189,10 @@ def versions() -> Versions:
 
 
 def task_memory(job: Any) -> int:
-    """Return the bytes that a task asks the cluster for: a power of two, so that most tasks ask for the same."""
-    return 1 << (int(job.memory) + PROCESS - 1).bit_length()
+    """Return the bytes that a task asks the cluster for, rounded so that tasks of about one size ask for the same."""
+    needed = int(job.memory) + PROCESS
+    step = 1 << (needed.bit_length() - 4)
+    return -(-needed // step) * step
 
 
 # --- the cluster ---
@@ -263,7 +266,7 @@ def cluster_memory(max_memory: str | int | None, jobs: Sequence[Any], address: s
 def one_per_machine(device: str, count: int | None, address: str | None) -> Ray:
     """Return an engine for a few long jobs: one at a time on every GPU, or on every machine with all of its CPUs.
 
-    `count` is the number of jobs, if it is known; the jobs of machines with few CPUs and with many have as many threads.
+    `count` is the number of jobs, if it is known. Every job has as many threads as the smallest machine has CPUs.
     """
     threads = min((cpus for node in _nodes(address) if (cpus := int(node.get("CPU", 0)))), default=1)
     devices = cluster_devices(device, None, 1, address)
