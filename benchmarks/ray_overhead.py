@@ -3,8 +3,8 @@
 Two merges, each by threads and by Ray with 1, 2 and 4 workers in the same run: `average` of many 1 MB tensors, whose
 jobs are nearly all overhead, and `tsv` of 512 x 512 matrices, whose jobs compute. All Ray workers are processes of this
 machine, so that no more than its cores can be gained; the first merge on Ray, which starts it and its workers, is timed
-apart. The overhead of a job is the difference in CPU-bound time per job from threads with as many workers as run at once
-(at most the number of cores). Outputs are compared byte by byte.
+apart. The overhead of a job is its time less that on threads with as many workers as run at once (at most the number of
+cores). Outputs are compared byte by byte.
 
     python benchmarks/ray_overhead.py [--json FILE]
 """
@@ -82,7 +82,7 @@ def main() -> None:
                     }
                 )  # fmt: skip
                 print(
-                    f"{method:8} {workers} workers: Ray {taken:6.3f} s, threads {alike:6.3f} s ({taken / alike:4.2f}x), "
+                    f"{method:8} {workers} workers: Ray {taken:6.3f} s, threads {alike:6.3f} s ({taken / alike:.2f}x), "
                     f"{1e3 * overhead:6.2f} ms more per job of {1e3 * alike * at_once / tensors:.2f} ms"
                 )
         os.chdir(before)

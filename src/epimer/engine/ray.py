@@ -26,7 +26,7 @@ from epimer.engine.threads import Threads
 from epimer.engine.written import WritingWalk
 from epimer.errors import EpimerError, OutputError, ParameterError
 
-AHEAD = 2  # jobs that are submitted and not done, per worker
+AHEAD = 2  # jobs that are submitted and not done, per worker, where workers take all of the cluster
 KEPT = 16  # jobs that are submitted and whose results are not consumed, per worker
 RETRIES = 5  # of a job whose worker or node died
 PROCESS = 1 << 28  # bytes of a worker without a job: Python and torch
@@ -97,6 +97,14 @@ class _Flight:
         self.pending: dict[Any, int] = {}
         self.done: dict[int, bytes] = {}
         self.submitted = 0
+        self.most = len(engine.devices) * (AHEAD if len(engine.devices) >= self._places() else 1)
+
+    def _places(self) -> int:
+        """Return how many jobs the cluster runs at once; only as many workers may have others wait for them there."""
+        resources, cuda = self.ray.cluster_resources(), self.engine.devices[0].type == "cuda"
+        if cuda:
+            return int(resources.get("GPU", 0) * self.engine.per_gpu)
+        return int(resources.get("CPU", 0) // self.engine.threads)
 
     def result(self, i: int) -> bytes:
         """Wait for the result of a job, packed, while others go on."""
@@ -115,7 +123,7 @@ class _Flight:
             return False
         used = sum(self.jobs[number].memory for number in self.pending.values())
         fits = self.engine.memory is None or used + self.jobs[self.submitted].memory <= self.engine.memory
-        return not self.pending or (fits and len(self.pending) < AHEAD * len(self.engine.devices))
+        return not self.pending or (fits and len(self.pending) < self.most)
 
     def _submit(self) -> None:
         memory = task_memory(self.jobs[self.submitted])
