@@ -37,18 +37,21 @@ def make_scratch(folder: Path) -> None:
         ) from error
 
 
-def pack(value: Any, scratch: Path, name: str, *, known: Sequence[Any] = (), load: Loader) -> bytes:
+def pack(
+    value: Any, scratch: Path, name: str, *, known: Sequence[Any] = (), load: Loader, make_folder: bool = False
+) -> bytes:
     """Return a value as bytes that `unpack` reads in another process.
 
     Args:
         value: what to send.
-        scratch: a folder on a disk that both see, for large tensors; it must exist when there are some.
+        scratch: a folder on a disk that both see, for large tensors.
         name: what the name of a file there begins with.
         known: objects that the receiver has already, which are sent as their number.
         load: how the receiver gets a large tensor: `map_tensor` or `read_tensor`.
+        make_folder: make `scratch` where it is needed; a receiver never does, or it would make its own on another disk.
     """
     buffer = io.BytesIO()
-    packer = _Packer(buffer, scratch / f"{name}-{uuid4().hex[:12]}.bin", known, load)
+    packer = _Packer(buffer, scratch / f"{name}-{uuid4().hex[:12]}.bin", known, load, make_folder)
     try:
         packer.dump(value)
     finally:
@@ -64,7 +67,7 @@ def unpack(data: bytes, known: Sequence[Any] = ()) -> Any:
 def pack_walk(walk: Any, scratch: Path) -> bytes:
     """Return a walk as bytes; refuse in one line what other machines would not know."""
     try:
-        return pack(walk, scratch, "walk", load=map_tensor)
+        return pack(walk, scratch, "walk", load=map_tensor, make_folder=True)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ParameterError(
             f"this cannot be sent to other machines ({short(str(error))}); use --engine local."
@@ -72,9 +75,9 @@ def pack_walk(walk: Any, scratch: Path) -> bytes:
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, path: Path, known: Sequence[Any], load: Loader) -> None:
+    def __init__(self, buffer: io.BytesIO, path: Path, known: Sequence[Any], load: Loader, make_folder: bool) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self.path, self.load = path, load
+        self.path, self.load, self.make_folder = path, load, make_folder
         self.known = {id(one): number for number, one in enumerate(known)}
         self.file: BinaryIO | None = None
 
@@ -104,6 +107,8 @@ class _Packer(pickle.Pickler):
 
     def _write(self, W: Tensor) -> tuple[Path, int]:
         if self.file is None:
+            if self.make_folder:
+                make_scratch(self.path.parent)
             try:
                 self.file = self.path.open("xb")
             except OSError as error:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -12,6 +13,7 @@ import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.memory import Cached
 from epimer.engine.parcels import LARGE, map_tensor, pack, pack_walk, read_tensor, unpack
+from epimer.engine.ray import PROCESS, run_job, task_memory
 from epimer.methods.registry import describe_method
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
@@ -46,6 +48,28 @@ def test_paths_hold_elsewhere_and_methods_go_by_name(tmp_path, monkeypatch):
     back = unpack(data)
     assert back["path"] == tmp_path / "models" / "base"
     assert back["method"] is describe_method("tsv")
+
+
+def test_a_walk_with_tensors_in_memory_makes_the_folder_that_they_go_by(tmp_path):
+    W = torch.randn(LARGE)
+    back = unpack(pack_walk({"corrections": {"a": W}}, tmp_path / "scratch"))
+    assert torch.equal(back["corrections"]["a"], W)
+    pack_walk({"nothing": torch.zeros(2)}, tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["scratch"]
+
+
+def test_a_worker_with_other_versions_is_refused(tmp_path):
+    sent = run_job(0, [], "walk", tmp_path, "cpu", 1, ("0.0.1", "1.0.0"))
+    with pytest.raises(epimer.ParameterError, match=r"has epimer .*, the driver epimer 0.0.1 and torch 1.0.0; install"):
+        raise unpack(sent)
+
+
+def test_a_task_asks_for_its_memory_and_little_more():
+    needs = [10**3, 10**8, 10**9, 3 * 10**9, 7 * 10**10]
+    asked = [task_memory(SimpleNamespace(memory=need)) for need in needs]
+    for need, ask in zip(needs, asked, strict=True):
+        assert need + PROCESS <= ask <= 1.13 * (need + PROCESS)
+    assert task_memory(SimpleNamespace(memory=1_000_000)) == task_memory(SimpleNamespace(memory=9_000_000))
 
 
 def test_known_objects_are_not_sent(tmp_path):
