@@ -54,7 +54,7 @@ class Ray:
 
     def map(self, walk: Walk[JobT, LoadedT, ResultT]) -> Iterator[tuple[JobT, ResultT]]:
         """Yield every job with its result, in the order of the jobs."""
-        kind = type(walk)
+        kind: type[Any] = type(walk)
         if issubclass(kind, ReadWalk):  # it only reads, and this process sees the same disk
             yield from Threads(self._devices_here(), threads=self.threads, memory=self.memory).map(walk)
             return
