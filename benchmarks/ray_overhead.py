@@ -1,4 +1,4 @@
-"""A job on Ray costs a few milliseconds more than on threads, so a merge whose jobs take longer loses nothing.
+"""A job on Ray costs little more than an empty task and a sync of its bytes, so that longer jobs lose nothing.
 
 Two merges, each by threads and by Ray with 1, 2 and 4 workers in the same run: `average` of many 1 MB tensors, whose
 jobs are nearly all overhead, and `tsv` of 512 x 512 matrices, whose jobs compute. All Ray workers are processes of this
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -41,12 +40,31 @@ def models(folder: Path, tensors: int, shape: tuple[int, int]) -> dict[str, Any]
 
 
 def seconds(recipe: dict[str, Any], out: Path, **options: Any) -> float:
-    """Return how long the merging takes, without planning, of a merge into a new folder; the median of some."""
+    """Return how long the merging takes, without planning, of a merge into a new folder; the least of some."""
     taken = []
     for i in range(REPEATS):
         record = epimer.merge(recipe, out.with_name(f"{out.name}-{i}"), device="cpu", progress=False, **options)
         taken.append(record.timings["merge"])
-    return statistics.median(taken)
+    return min(taken)
+
+
+def parts(jobs: int = 100) -> dict[str, float]:
+    """Return the milliseconds of an empty task, one after the other, and of writing and syncing a megabyte."""
+    empty, data = ray.remote(lambda: b""), os.urandom(1 << 20)
+    ray.get(empty.remote())
+    now = time.perf_counter()
+    for _ in range(jobs):
+        ray.get(empty.remote())
+    task = time.perf_counter() - now
+    file = os.open("synced", os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(file, 0, jobs << 20)
+    now = time.perf_counter()
+    for i in range(jobs):
+        os.pwrite(file, data, i << 20)
+        os.fdatasync(file)
+    synced = time.perf_counter() - now
+    os.close(file)
+    return {"empty task ms": 1e3 * task / jobs, "write and sync 1 MB ms": 1e3 * synced / jobs}
 
 
 def main() -> None:
@@ -61,6 +79,7 @@ def main() -> None:
         now = time.perf_counter()
         ray.init(num_cpus=max(WORKERS), include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         started["ray.init s"] = time.perf_counter() - now
+        cost, load = parts(), [os.getloadavg()[0]]
         for method, (parameters, tensors, shape) in CASES.items():
             root = Path(place) / method
             recipe = {"merge_method": method, "parameters": parameters, **models(root, tensors, shape)}
@@ -86,9 +105,14 @@ def main() -> None:
                     f"{1e3 * overhead:6.2f} ms more per job of {1e3 * alike * at_once / tensors:.2f} ms"
                 )
         os.chdir(before)
+    load.append(os.getloadavg()[0])
     print(", ".join(f"{name[:-2]} {value:.1f} s" for name, value in started.items()))
+    print(
+        ", ".join(f"{name[:-3]} {value:.2f} ms" for name, value in cost.items()), f"(load {load[0]:.1f}, {load[1]:.1f})"
+    )
     if given.json:
-        row = {"cores": cores, "ray": ray.__version__, "torch": torch.__version__, "started": started, "rows": rows}
+        row = {"cores": cores, "ray": ray.__version__, "torch": torch.__version__, "started": started}
+        row |= {"parts": cost, "load before and after": load, "rows": rows}
         given.json.write_text(json.dumps(row, indent=1) + "\n")
 
 
