@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ AHEAD = 2  # jobs that are submitted and not done, per worker, where workers tak
 KEPT = 16  # jobs that are submitted and whose results are not consumed, per worker
 RETRIES = 5  # of a job whose worker or node died
 PROCESS = 1 << 28  # bytes of a worker without a job: Python and torch
+CONNECT_SECONDS = 10
 PER_GPU = 2  # jobs at a time, so that one reads while the other computes
 
 Versions = tuple[str, str]
@@ -229,14 +231,29 @@ def connect(address: str | None) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     where = address or os.environ.get("RAY_ADDRESS", "local")
+    check_address(where)
     try:
         ray.init(where, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:160]
-        raise ParameterError(
-            f"there is no Ray cluster at {where!r} ({reason}); start one with `ray start --head`, or give --address."
-        ) from error
+        raise _no_cluster(where, error) from error
     return ray
+
+
+def check_address(address: str) -> None:
+    """Refuse a host and port where nothing listens; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> ParameterError:
+    reason = (str(error).strip().splitlines() or [""])[0][:160].rstrip(".")
+    return ParameterError(
+        f"there is no Ray cluster at {address!r} ({reason}); start one with `ray start --head`, or give --address."
+    )
 
 
 def cluster_devices(device: str | torch.device, workers: int | None, threads: int, address: str | None) -> list[Any]:

@@ -1,6 +1,7 @@
 """What goes to other machines: absolute paths, methods by name, large tensors by the disk; nothing they lack."""
 
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.memory import Cached
 from epimer.engine.parcels import LARGE, map_tensor, pack, pack_walk, read_tensor, unpack
-from epimer.engine.ray import PROCESS, run_job, task_memory
+from epimer.engine.ray import PROCESS, check_address, run_job, task_memory
 from epimer.methods.registry import describe_method
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
@@ -62,6 +63,19 @@ def test_a_worker_with_other_versions_is_refused(tmp_path):
     sent = run_job(0, [], "walk", tmp_path, "cpu", 1, ("0.0.1", "1.0.0"))
     with pytest.raises(epimer.ParameterError, match=r"has epimer .*, the driver epimer 0.0.1 and torch 1.0.0; install"):
         raise unpack(sent)
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once():
+    with socket.socket() as bound:  # and not listening
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(epimer.ParameterError, match=f"there is no Ray cluster at '{address}'.*give --address"):
+            check_address(address)
+        bound.listen()
+        check_address(address)
+    with pytest.raises(epimer.ParameterError, match=r"there is no Ray cluster at '127.0.0.1:99999'"):
+        check_address("127.0.0.1:99999")
+    check_address("auto")
 
 
 def test_a_task_asks_for_its_memory_and_little_more():
