@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 
 import epimer
 
-WORKERS, REPEATS = (1, 2, 4), 3
-CASES = {"average": ({}, 96, (512, 512)), "tsv": ({"rank": 32}, 24, (512, 512))}
+WORKERS, REPEATS = (1, 2, 4), 2
+CASES = {"average": ({}, 64, (512, 512)), "tsv": ({"rank": 32}, 12, (512, 512))}
 
 
 def models(folder: Path, tensors: int, shape: tuple[int, int]) -> dict[str, Any]:
