@@ -21,6 +21,7 @@ from epimer.engine.basis import KINDS, build_bases
 from epimer.engine.merge import MergedState, merge_in_memory
 from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.output import check_output, merge_record, warn_of, write_merge
+from epimer.engine.store_output import write_output
 from epimer.engine.threads import check_device
 from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, short
 from epimer.evaluation.judges import Evaluate, by_agreement, evaluator
@@ -53,6 +54,7 @@ def merge(
     *,
     device: str = "auto",
     engine: str = "local",
+    address: str | None = None,
     progress: bool = True,
     overwrite: bool = False,
     any_curvature: bool = False,
@@ -66,9 +68,10 @@ def merge(
 
     Args:
         recipe: a YAML file, or its content as a mapping.
-        out: the folder to make; it appears when it is complete, and not before.
+        out: the folder to make; it appears when it is complete, and not before. Or an object store's address.
         device: cpu, cuda, cuda:N, or auto for every GPU there is, else the CPU.
-        engine: local.
+        engine: local, or ray for a cluster whose machines share a disk (docs/cluster.md).
+        address: of the Ray cluster; by default RAY_ADDRESS, or Ray is started on this machine.
         progress: show a bar on a terminal.
         overwrite: replace a model folder that epimer made before.
         any_curvature: use curvature even where it was measured on another model.
@@ -79,9 +82,9 @@ def merge(
             `threads` and `device`.
         folder: where relative paths of a recipe that is no file are looked for too.
     """
-    run = RunOptions(device, workers, threads, max_memory, progress, engine)
+    run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     plan = plan_merge(recipe, folder=folder, progress=progress, any_curvature=any_curvature)
-    record = write_merge(plan, Path(out), run, max_shard_size=max_shard_size, overwrite=overwrite)
+    record = write_output(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
     warn_of(record)
     return record
 
@@ -142,6 +145,8 @@ def diagnose(
     rank: int | None = None,
     methods: Sequence[str] | None = None,
     damping: float = 1e-2,
+    engine: str = "local",
+    address: str | None = None,
     progress: bool = True,
     any_curvature: bool = False,
     workers: int | None = None,
@@ -156,17 +161,19 @@ def diagnose(
         methods: merges to forecast, by name; by default average, tsv, epimer_free, those that use this curvature, and
             the recipe's own.
         damping: added to each projected curvature of mean diagonal 1.
+        engine: local, or ray for a cluster whose machines share a disk (docs/cluster.md).
+        address: of the Ray cluster; by default RAY_ADDRESS, or Ray is started on this machine.
         progress: show a bar on a terminal.
         any_curvature: use curvature even where it was measured on another model.
         workers: matrices looked at at the same time; by default one per core.
         max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
         folder: where relative paths of a recipe that is no file are looked for too.
     """
+    run = RunOptions(workers=workers, max_memory=max_memory, progress=progress, engine=engine, address=address)
     loaded, folder = open_recipe(recipe, folder)
     if loaded.base_model is None:
         raise ParameterError("a diagnosis is of task vectors, so the recipe needs a base_model.")
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
-    run = RunOptions(workers=workers, max_memory=max_memory, progress=progress)
     return diagnose_recipe(loaded, opened, rank=rank, methods=methods, damping=damping, run=run)
 
 
@@ -236,6 +243,8 @@ def sweep(
     keep_best: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     any_curvature: bool = False,
+    engine: str = "local",
+    address: str | None = None,
     progress: bool = True,
     workers: int | None = None,
     max_memory: str | int | None = None,
@@ -252,11 +261,14 @@ def sweep(
         keep_best: the folder to write the winner to.
         overwrite: replace a model folder that epimer made before.
         any_curvature: use curvature even where it was measured on another model.
+        engine: local, or ray for a cluster whose machines share a disk (docs/cluster.md).
+        address: of the Ray cluster; by default RAY_ADDRESS, or Ray is started on this machine.
         progress: show bars on a terminal.
         workers: tensors merged at the same time; by default one per core.
         max_memory: most memory for merging, as "3GB"; by default four fifths of what is free. What the evaluation takes
             comes on top.
     """
+    run = RunOptions(workers=workers, max_memory=max_memory, progress=progress, engine=engine, address=address)
     loaded, folder = open_recipe(recipe)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if keep_best is not None:  # before any work
@@ -267,7 +279,6 @@ def sweep(
             "a sweep needs something to compare merges by: --eval, or curvature of every model that kept its inputs."
         )
     judge = by_agreement(inputs) if inputs else evaluator(evaluation or "", folder, count=len(loaded.models))
-    run = RunOptions(workers=workers, max_memory=max_memory, progress=progress)
     result = sweep_recipe(
         loaded,
         opened,

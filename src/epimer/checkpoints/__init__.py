@@ -9,18 +9,22 @@ from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import open_file, open_folder
 from epimer.checkpoints.hub import fetch, is_hub_id
 from epimer.checkpoints.lora import Adapted
+from epimer.checkpoints.object_store import download, is_store, open_store
 from epimer.errors import CheckpointError
 
 
 def open_checkpoint(text: str, *, progress: bool = False) -> Checkpoint:
-    """Open a file, a folder, a hub id (`org/name@revision`), or `base+adapter` of any of them."""
+    """Open a file, a folder, a hub id (`org/name@revision`), an object store's address, or `base+adapter` of them."""
     if not text.strip():
         raise CheckpointError("the name of a model is empty; give a path or a hub id.")
     if os.path.exists(text) or "+" not in text:
+        text = text.removeprefix("hf://")
+        if is_store(text):
+            return open_store(text)
         path, name = _locate(text, progress=progress)
         return open_folder(path, text, name) if path.is_dir() else open_file(path, text)
     base, adapter = text.rsplit("+", 1)
-    folder, name = _locate(adapter.strip(), progress=progress)
+    folder, name = _locate(adapter.strip().removeprefix("hf://"), progress=progress)
     if not folder.is_dir() or not (folder / "adapter_config.json").exists():
         raise CheckpointError(f"{adapter} is not a LoRA adapter: expected a folder with adapter_config.json.")
     under = open_checkpoint(base.strip(), progress=progress)
@@ -32,6 +36,8 @@ def _locate(text: str, *, progress: bool) -> tuple[Path, str]:
     path = Path(os.path.expanduser(text))
     if os.path.exists(path):
         return path, path.resolve().name if path.is_dir() else path.stem
+    if is_store(text):
+        return download(text)
     if is_hub_id(text):
         return fetch(text, progress=progress)
     raise CheckpointError(f"{text} does not exist; give a file, a model folder or a hub id (org/name@revision).")

@@ -90,8 +90,8 @@ class Checkpoint(ABC):
         return {name: hashlib.blake2b(content, digest_size=8).hexdigest() for name, content in contents.items()}
 
     @property
-    def state(self) -> list[tuple[str, int, int]]:
-        """Each file's name, size and time of change: if one differs, the file was written to."""
+    def state(self) -> list[tuple[str, int, int | str]]:
+        """Each file's name, size and time of change or version: if one differs, the file was written to."""
         try:
             return [(file.name, (now := file.stat()).st_size, now.st_mtime_ns) for file in self.files]
         except OSError as error:
@@ -202,7 +202,7 @@ class ShardedCheckpoint(Checkpoint):
     """Several files that together hold one model."""
 
     def __init__(self, name: str, where: str, shards: Sequence[Checkpoint], folder: Path) -> None:
-        self.name, self.where, self.folder = name, where, folder
+        self.name, self.where, self.folder, self.shards = name, where, folder, shards
         self.files = [file for shard in shards for file in shard.files]
         self.streams = all(shard.streams for shard in shards)
         self.owner: dict[str, Checkpoint] = {}
@@ -216,6 +216,10 @@ class ShardedCheckpoint(Checkpoint):
                     )
                 self.owner[name], self.headers[name] = part, W
             self.ties = {**self.ties, **part.ties}
+
+    @property
+    def state(self) -> list[tuple[str, int, int | str]]:
+        return [entry for shard in self.shards for entry in shard.state]
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         return self.owner[name].read(name, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from epimer.checkpoints.checkpoint import Checkpoint, ShardedCheckpoint
@@ -58,10 +58,27 @@ def _only_weights(folder: Path, where: str) -> str:
 
 def _open_sharded(folder: Path, index: str, where: str, name: str) -> Checkpoint:
     at = f"{where}/{index}"
-    weight_map = read_json(inside(folder, index), at).get("weight_map")
+
+    def open_shard(file: str) -> Checkpoint:
+        return open_file(inside(folder, file), f"{where}/{file}")
+
+    return assemble(read_json(inside(folder, index), at), at, open_shard, where=where, name=name, folder=folder)
+
+
+def assemble(
+    index: Mapping[str, object],
+    at: str,
+    open_shard: Callable[[str], Checkpoint],
+    *,
+    where: str,
+    name: str,
+    folder: Path,
+) -> Checkpoint:
+    """Open the shards that an index, found `at` some place, names, and check that they hold what it says."""
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{at} has no weight_map from tensor names to file names; save the model again.")
-    shards = {file: open_file(inside(folder, file), f"{where}/{file}") for file in dict.fromkeys(weight_map.values())}
+    shards = {file: open_shard(file) for file in dict.fromkeys(weight_map.values())}
     model = ShardedCheckpoint(name, where, list(shards.values()), folder)
     lost = [tensor for tensor, file in weight_map.items() if tensor not in shards[file].headers]
     if lost:

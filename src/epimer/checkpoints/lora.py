@@ -54,6 +54,10 @@ class Adapted(Checkpoint):
         W = as_compute_dtype(W)
         return W + update.dense().to(W.dtype).reshape(W.shape)
 
+    @property
+    def state(self) -> list[tuple[str, int, int | str]]:
+        return [*self.base.state, *self.adapter.state]
+
     def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
         if name in self.replaced or base.fingerprint != self.base.fingerprint:
             return None

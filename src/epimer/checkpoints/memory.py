@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,10 @@ class Cached(Checkpoint):
         self._tensors: dict[str, Tensor] = {}
         self._deltas: dict[str, LowRank | None] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send the checkpoint on disk to another process, not the tensors that are in memory here."""
+        return _itself, (self.source,)
+
     @property
     def to_come(self) -> int:
         """The bytes that are not in memory yet."""
@@ -77,6 +82,10 @@ class Cached(Checkpoint):
 
     def sample(self, name: str) -> bytes:
         return self.source.sample(name)
+
+
+def _itself(source: Checkpoint) -> Checkpoint:
+    return source
 
 
 def total_bytes(checkpoint: Checkpoint) -> int:

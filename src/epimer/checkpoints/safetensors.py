@@ -10,7 +10,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,20 +102,24 @@ def as_bytes(W: Tensor) -> Any:
 def read_header(path: Path, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return a file's tensors in the order of their data, and its metadata; refuse what the format does not allow."""
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
-            first = file.read(8)
-            if first.startswith(b"version "):
-                raise CheckpointError(f"{where} is a Git LFS pointer, not the weights; run `git lfs pull` there.")
-            length = int.from_bytes(first, "little")
-            if len(first) < 8 or length > LONGEST_HEADER or 8 + length > size:
-                raise CheckpointError(
-                    f"{where} is not a whole safetensors file: it says its header has {length} bytes, "
-                    f"the file has {size}; copy or download it again."
-                )
-            text = file.read(length)
+            return parse_header(file, path.stat().st_size, where)
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from error
+
+
+def parse_header(file: BinaryIO, size: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the same of an open file of `size` bytes."""
+    first = file.read(8)
+    if first.startswith(b"version "):
+        raise CheckpointError(f"{where} is a Git LFS pointer, not the weights; run `git lfs pull` there.")
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or length > LONGEST_HEADER or 8 + length > size:
+        raise CheckpointError(
+            f"{where} is not a whole safetensors file: it says its header has {length} bytes, "
+            f"the file has {size}; copy or download it again."
+        )
+    text = file.read(length)
     parsed = _parse(text, where)
     metadata = parsed.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

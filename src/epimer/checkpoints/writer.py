@@ -99,6 +99,11 @@ class Draft:
         self._pending: list[dict[str, Any]] = []
         self._bytes, self._flushed = 0, time.monotonic()
 
+    @property
+    def first_line(self) -> bytes:
+        """The line that a journal of this merge begins with."""
+        return _line({"key": self.key})
+
     @contextmanager
     def opened(self) -> Iterator[Draft]:
         """Hold the draft alone; what was written stays for the next run unless `discard` is called."""
@@ -124,14 +129,14 @@ class Draft:
     def _begin(self) -> None:
         if not self._restore():
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.journal.write_bytes(_line({"key": self.key}))
+            self.journal.write_bytes(self.first_line)
             self.folder.mkdir()
         for shard in self.shards:
             file = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT, 0o666)
             self._files[shard.file] = file
             if os.fstat(file).st_size != shard.size:
                 _reserve(file, shard.size)
-            _write(file, shard.header, 0)
+            write_at(file, shard.header, 0)
 
     def _restore(self) -> bool:
         """Restore the tensors that the journal lists and that are on disk; False if it is another merge's."""
@@ -172,10 +177,14 @@ class Draft:
         """Write one tensor, or the part of it that is `key`, `skip` bytes into its place; done after the next flush."""
         shard, start = self.place[name]
         data = memoryview(as_bytes(W.contiguous()))
-        _write(self._files[shard.file], data, start + skip)
-        written = {"key": key, "name": name, "skip": skip, "bytes": len(data), "crc": zlib.crc32(data)}
+        write_at(self._files[shard.file], data, start + skip)
+        self.wrote(key, name, skip, len(data), zlib.crc32(data), record)
+
+    def wrote(self, key: str, name: str, skip: int, size: int, crc: int, record: dict[str, Any]) -> None:
+        """Take note of a part of a tensor that is in its place; done after the next flush."""
+        written = {"key": key, "name": name, "skip": skip, "bytes": size, "crc": crc}
         self._pending.append({**written, "record": record})
-        self._bytes += len(data)
+        self._bytes += size
         if self._bytes >= FLUSH_BYTES or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
 
@@ -360,7 +369,8 @@ def _reserve(file: int, size: int) -> None:
             raise
 
 
-def _write(file: int, data: bytes | memoryview, offset: int) -> None:
+def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of some bytes at an offset of an open file."""
     view, done = memoryview(data), 0
     while done < len(view):
         done += os.pwrite(file, view[done : done + PART], offset + done)

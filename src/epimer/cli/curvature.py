@@ -24,6 +24,7 @@ KINDS = (
     "kronecker (epimer_kron, mats, regmean), ekfac (epimer_kron, mats), diagonal (epimer, fisher), "
     "samples (epimer_exact), hessian or ggn (with --basis: epimer_exact)."
 )
+NOT_REQUESTED = ("engine", "address", "shards", "as_json", "quiet")  # options that are about how, not what
 
 
 @app.command()
@@ -55,6 +56,11 @@ def curvature(
     max_length: Annotated[int, typer.Option(help="Most tokens of a text.")] = 512,
     dtype: Annotated[str, typer.Option(help="What the model computes in; sums are in float32 or wider.")] = "float32",
     device: options.Device = "auto",
+    engine: options.Engine = "local",
+    address: options.Address = None,
+    shards: Annotated[
+        int | None, option("Parts of the data with --engine ray.", default="one per GPU or machine")
+    ] = None,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -63,16 +69,19 @@ def curvature(
 
     Without labels it is measured under the model's own predictions, which is the default.
     Its inputs (tokens or pixels, no labels; at most 256) are stored with it, to judge merges on; see --no-inputs.
-    Several processes share the data: torchrun --nproc-per-node 2 -m epimer curvature …
+    Several processes share the data: torchrun --nproc-per-node 2 -m epimer curvature …, or --engine ray.
     """
-    fields = {name: value for name, value in locals().items() if name not in ("as_json", "quiet")}
+    fields = {name: value for name, value in locals().items() if name not in NOT_REQUESTED}
 
     from epimer.curvature.distributed import leave
     from epimer.curvature.measure import Request, measure
+    from epimer.engine.curvature_shards import measure_on_cluster
+    from epimer.engine.options import RunOptions
 
     request = Request(**{**fields, "layers": tuple(layers or ()), "progress": not (quiet or as_json)})
+    run = RunOptions(device, engine=engine, address=address, progress=request.progress)
     with stoppable("nothing was written"), _printed_warnings(shown=not (quiet or as_json)):
-        result = measure(request)
+        result = measure(request) if engine == "local" else measure_on_cluster(request, run, shards)
     if result is not None and not quiet:
         _print_result(result, out, at, as_json=as_json)
     leave()

@@ -29,6 +29,8 @@ def diagnose(
     any_curvature: options.AnyCurvature = False,
     max_memory: options.MaxMemory = None,
     workers: options.Workers = None,
+    engine: options.Engine = "local",
+    address: options.Address = None,
     quiet: options.Quiet = False,
 ) -> None:
     """See before merging: which tasks and layers conflict, which rank and method to take, what each merge would lose.
@@ -43,7 +45,7 @@ def diagnose(
     with stoppable("nothing was written"):
         result = run(
             recipe, rank=rank, methods=split_commas(methods, str, "--methods"), any_curvature=any_curvature,
-            progress=not quiet, max_memory=max_memory, workers=workers,
+            progress=not quiet, max_memory=max_memory, workers=workers, engine=engine, address=address,
         )  # fmt: skip
     if html is not None:
         from epimer.report.write import write_page

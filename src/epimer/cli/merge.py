@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 @app.command()
 def merge(
     recipe: options.Recipe,
-    out: Annotated[Path | None, argument("The model folder to make.")] = None,
+    out: Annotated[str | None, argument("The model folder to make, here or in a store (s3://…, gs://…).")] = None,
     dry_run: Annotated[bool, option("Print the plan and its problems, do nothing.", "--dry-run")] = False,
     device: options.Device = "auto",
+    engine: options.Engine = "local",
+    address: options.Address = None,
     max_memory: options.MaxMemory = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
     any_curvature: options.AnyCurvature = False,
@@ -46,10 +48,11 @@ def merge(
     from epimer.api import plan_merge
     from epimer.checkpoints.writer import check_file
     from epimer.engine.options import RunOptions
-    from epimer.engine.output import warn_of, write_merge
+    from epimer.engine.output import warn_of
+    from epimer.engine.store_output import write_output
 
     progress = not (quiet or as_json)
-    run = RunOptions(device, workers, threads, max_memory, progress)
+    run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     if out is None and not dry_run:
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
@@ -66,19 +69,19 @@ def merge(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with stoppable("the same command goes on from here"):
-            result = write_merge(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
+            result = write_output(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
         warn_of(result)
     notes = [*plan.notes, *(str(warning.message) for warning in caught)]
     show = partial(_print_result, result, out, notes)
     render.output(result.to_dict(), show, file=record, as_json=as_json, quiet=quiet)
 
 
-def _print_result(record: MergeRecord, out: Path, notes: Sequence[str]) -> None:
+def _print_result(record: MergeRecord, out: str, notes: Sequence[str]) -> None:
     if not record.timings:
         return render.print_text(f"{out} is already there, made from the same recipe and models; nothing to do.")
     rules = Counter(tensor.rule for tensor in record.tensors.values())
     counts = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
-    title = f"[bold]{escape(str(out))}[/]"
+    title = f"[bold]{escape(out)}[/]"
     render.print_text(f"{title}  {record.method}, {len(record.tensors)} tensors ({counts})", markup=True)
     written, peak = render.size(sum(record.files.values())), render.size(record.peak_memory or 0)
     render.print_text(f"{written} in {record.timings['total']:.1f} s, peak memory {peak}")

@@ -27,6 +27,10 @@ Recipe = Annotated[Path, argument("The recipe, a YAML file.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto.")]
 MaxMemory = Annotated[str | None, option("Most memory to use, as 3GB.", default="most of what is free")]
 Workers = Annotated[int | None, option("Tensors processed at a time.", default="one per core")]
+Engine = Annotated[str, typer.Option(help="local, or ray: a cluster whose machines share a disk.")]
+Address = Annotated[
+    str | None, option("Of the Ray cluster, or auto.", default="RAY_ADDRESS; without it, Ray starts here")
+]
 AnyCurvature = Annotated[bool, option("Use curvature even where it was measured on another model.", "--any-curvature")]
 Overwrite = Annotated[bool, option("Replace a folder that epimer made.", "--overwrite")]
 OutJson = Annotated[Path | None, option("Also write the result to this JSON file.", "--out", "-o")]

@@ -37,6 +37,8 @@ def sweep(
     any_curvature: options.AnyCurvature = False,
     max_memory: options.MaxMemory = None,
     workers: options.Workers = None,
+    engine: options.Engine = "local",
+    address: options.Address = None,
     out: options.OutJson = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -52,7 +54,7 @@ def sweep(
             recipe, evaluation, methods=split_commas(methods, str, "--methods"),
             scales=split_commas(scale, float, "--scale"), ranks=split_commas(rank, int, "--rank"),
             keep_best=keep_best, overwrite=overwrite, any_curvature=any_curvature,
-            progress=not (quiet or as_json), max_memory=max_memory, workers=workers,
+            progress=not (quiet or as_json), max_memory=max_memory, workers=workers, engine=engine, address=address,
         )  # fmt: skip
     render.output(result.to_dict(), lambda: _print_sweep(result, keep_best), file=out, as_json=as_json, quiet=quiet)
 

@@ -138,12 +138,7 @@ class Curvature(Mapping[str, Metric]):
     def __add__(self, other: Curvature) -> Curvature:
         if not isinstance(other, Curvature):
             raise CurvatureError(f"only curvature can be added to curvature, got {type(other).__name__}.")
-        provenances = [self.provenance, other.provenance]
-        provenance = combined_provenance(provenances)
-        if odd := set(self) ^ set(other):
-            raise CurvatureError(f"only one of the measurements has {listed(sorted(odd))}; measure the same layers.")
-        pairs = {name: [self.metrics[name], other.metrics[name]] for name in self}
-        return Curvature({name: add_metrics(name, pair, provenances) for name, pair in pairs.items()}, provenance)
+        return sum_of([self, other])
 
     def summed_over_ranks(self) -> Curvature:
         """Return the measurement of all ranks' data together, on every rank; one tensor is exchanged at a time."""
@@ -174,6 +169,16 @@ def _clip(metric: Projected) -> tuple[Tensor, float]:
     total = float(values.abs().sum())
     clipped = (vectors * values.clamp_min(0)) @ vectors.T
     return clipped.to(metric.H.dtype), float(values.clamp_max(0).abs().sum()) / total if total else 0.0
+
+
+def sum_of(parts: Sequence[Curvature]) -> Curvature:
+    """Return the measurement of several disjoint data sets together; it keeps no inputs."""
+    provenances = [part.provenance for part in parts]
+    provenance = combined_provenance(provenances)
+    if odd := set[str]().union(*parts) - set(parts[0]).intersection(*parts[1:]):
+        raise CurvatureError(f"only one of the measurements has {listed(sorted(odd))}; measure the same layers.")
+    metrics = {name: add_metrics(name, [part.metrics[name] for part in parts], provenances) for name in parts[0]}
+    return Curvature(metrics, provenance)
 
 
 def combined_provenance(provenances: Sequence[Provenance]) -> Provenance:

@@ -81,6 +81,22 @@ class Request:
 
 def measure(request: Request) -> Curvature | None:
     """Measure and save curvature; return it, or None on every rank of torch.distributed but the first."""
+    basis = check_request(request)
+    with process_group():
+        rank, count = ranks()
+        if request.optimizer is None:
+            part = measure_shard(request, basis, rank, count)
+            total = part.summed_over_ranks()
+            curvature = Curvature(total.metrics, total.provenance, inputs=part.inputs)
+        else:
+            curvature = _from_optimizer(request)
+        if rank == 0:
+            curvature.save(request.out, overwrite=request.overwrite)
+    return curvature if rank == 0 else None
+
+
+def check_request(request: Request) -> StoredBasis | None:
+    """Refuse options that cannot be served, before any work is done for them; return the basis to measure in."""
     for name, known in CHOICES.items():
         value = getattr(request, name)
         if value is not None and value not in known:
@@ -103,13 +119,7 @@ def measure(request: Request) -> Curvature | None:
     if request.kind is not None and KINDS[request.kind].collector is None and request.basis is None:
         raise ParameterError(f"--kind {request.kind} is measured in a basis only; make one with `epimer basis`.")
     check_new(request.out, HEADER, overwrite=request.overwrite)
-    basis = None if request.basis is None else StoredBasis(request.basis.expanduser(), str(request.basis))
-    with process_group():
-        rank, _ = ranks()
-        curvature = _from_data(request, basis) if request.optimizer is None else _from_optimizer(request)
-        if rank == 0:
-            curvature.save(request.out, overwrite=request.overwrite)
-    return curvature if rank == 0 else None
+    return None if request.basis is None else StoredBasis(request.basis.expanduser(), str(request.basis))
 
 
 def _load(request: Request) -> Task:
@@ -140,9 +150,10 @@ def _from_optimizer(request: Request) -> Curvature:
     return _under_stored_names(Curvature.from_optimizer(request.optimizer, task.model, moment=request.moment), task)
 
 
-def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
+def measure_shard(request: Request, basis: StoredBasis | None, rank: int, count: int) -> Curvature:
+    """Measure curvature on every `count`-th of the samples, from the `rank`-th on; the first shard keeps inputs."""
     assert request.data is not None
-    kind, (rank, count) = request.kind or "kronecker", ranks()
+    kind = request.kind or "kronecker"
     if KINDS[kind].add is None and count > 1:
         raise ParameterError(f"--kind {kind} cannot be measured by several processes; start one, or take kronecker.")
     table = open_data(request.data, split=request.split, subset=request.subset, progress=request.progress)
@@ -183,13 +194,13 @@ def _from_data(request: Request, basis: StoredBasis | None) -> Curvature:
         raise CurvatureError(str(error).replace(f"sample {error.sample}", table.where(mine[error.sample]))) from error
     if basis is not None:
         curvature = Curvature(curvature.metrics, replace(curvature.provenance, basis=basis.fingerprint))
-    total = _under_stored_names(curvature, task).summed_over_ranks()
-    provenance = replace(total.provenance, seed=request.seed)
+    stored = _under_stored_names(curvature, task)
+    provenance = replace(stored.provenance, seed=request.seed)
     if merged is not None:
         checkpoint, copied = merged
-        at = stored_fingerprint(checkpoint, {name: copied[name] for name in total.metrics if name in copied})
+        at = stored_fingerprint(checkpoint, {name: copied[name] for name in stored.metrics if name in copied})
         provenance = replace(provenance, at=at)
-    return Curvature(total.metrics, provenance, inputs=None if keeper is None else keeper.kept)
+    return Curvature(stored.metrics, provenance, inputs=None if keeper is None else keeper.kept)
 
 
 def _keeper(request: Request, task: Task) -> InputKeeper:

@@ -38,9 +38,9 @@ def memory_budget(max_memory: str | int | None, jobs: Iterable[Any], *, elsewher
                 f"{_remedy(widest, free)}."
             )
         if needed > free // 4:
-            _return_freed_memory()
+            return_freed_memory()
         return max(int(0.8 * free), needed)
-    _return_freed_memory()
+    return_freed_memory()
     most, used = parse_size(max_memory, "max_memory"), resident_memory() + SLACK
     if widest is not None and used + needed > most:
         raise ParameterError(
@@ -96,7 +96,7 @@ def available_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Let the C library give every freed block of a megabyte or more back at once, not keep it for later."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)

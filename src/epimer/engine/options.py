@@ -10,11 +10,12 @@ import torch
 
 from epimer.engine.memory import memory_budget
 from epimer.engine.protocol import Engine
+from epimer.engine.ray import Ray, check_ray, cluster_devices, cluster_memory
 from epimer.engine.threads import Threads, torch_threads, worker_devices
 from epimer.errors import ParameterError
 from epimer.plan.time import Speeds, measured_speeds
 
-ENGINES: dict[str, Any] = {"local": Threads}
+ENGINES: dict[str, Any] = {"local": Threads, "ray": Ray}
 """name -> what takes one device per worker, `threads` and `memory`, and returns an engine"""
 
 
@@ -32,14 +33,24 @@ class RunOptions:
     """most memory of the process, as "3GB"; by default four fifths of what is free, more for a single job"""
     progress: bool = False
     engine: str = "local"
+    """local, or ray for a cluster whose machines share a disk"""
+    address: str | None = None
+    """of the Ray cluster; by default RAY_ADDRESS, or Ray is started on this machine"""
+
+    def __post_init__(self) -> None:
+        """Refuse an engine that is not there, before any work is done for it."""
+        if self.engine not in ENGINES:
+            raise ParameterError(f"There is no engine {self.engine!r}; engines: {', '.join(ENGINES)}.")
+        if self.engine == "ray":
+            check_ray()
+        elif self.address is not None:
+            raise ParameterError(f"--address {self.address} is for --engine ray; leave it out, or take that engine.")
 
     def start(self, jobs: Sequence[Any], reserved: int = 0) -> Engine:
         """Return an engine for jobs; `reserved` bytes of its memory will be used by others.
 
         A job that exceeds the memory limit, or what is free, is refused by the name of its tensor.
         """
-        if self.engine not in ENGINES:
-            raise ParameterError(f"There is no engine {self.engine!r}; engines: {', '.join(ENGINES)}.")
         widest = max((job.memory for job in jobs), default=0)
         memory = max(self.budget(jobs) - reserved, widest)
         engine: Engine = ENGINES[self.engine](self.devices, threads=self.threads, memory=memory)
@@ -48,15 +59,20 @@ class RunOptions:
     @property
     def devices(self) -> list[torch.device]:
         """The device of every worker."""
+        if self.engine == "ray":
+            return cluster_devices(self.device, self.workers, self.threads, self.address)
         return worker_devices(self.device, self.workers, self.threads)
 
     def speeds(self) -> Speeds:
-        """Return how fast one worker is, measured in a fraction of a second when it is first asked for."""
+        """Return how fast one worker is, measured here in a fraction of a second when it is first asked for."""
+        device = torch.device("cpu") if self.engine == "ray" else self.devices[0]
         with torch_threads(self.threads):
-            return measured_speeds(self.devices[0], self.threads)
+            return measured_speeds(device, self.threads)
 
     def budget(self, jobs: Sequence[Any]) -> int:
         """Return the bytes that jobs may take together; refuse one that exceeds the limit, or what is free."""
+        if self.engine == "ray":
+            return cluster_memory(self.max_memory, jobs, self.address)
         return memory_budget(self.max_memory, jobs, elsewhere=self.devices[0].type != "cpu")
 
 

@@ -296,6 +296,12 @@ def added_methods() -> list[str]:
     return [name for name in _methods() if name in _ORIGINS]
 
 
+def is_installed(name: str) -> bool:
+    """Whether a method is epimer's own or an installed package's, so that another process finds it by its name."""
+    packages = {point.dist.name for point in entry_points(group=GROUP) if point.dist is not None}
+    return name not in _ORIGINS or _ORIGINS[name] in packages
+
+
 def describe_method(name: str) -> Method:
     """Return a method's row: its parameters, needs, equation and citation."""
     table = _methods()

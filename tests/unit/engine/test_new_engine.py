@@ -73,5 +73,5 @@ def test_what_is_wrong_there_is_said_here(models, tmp_path):
 
 
 def test_an_engine_that_is_not_there_is_refused(models, tmp_path):
-    with pytest.raises(epimer.ParameterError, match="There is no engine 'cluster'; engines: local, processes"):
+    with pytest.raises(epimer.ParameterError, match="There is no engine 'cluster'; engines: local, ray, processes"):
         epimer.merge({"merge_method": "tsv", **models}, tmp_path / "out", engine="cluster", progress=False)

@@ -1,0 +1,110 @@
+"""Merge into an object store: the folder is made on this disk, then uploaded; its record appears last.
+
+An object store has no renaming of folders. Files are uploaded next to their place and then copied within the store, the
+config and the record last, so that a folder with epimer.json is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from epimer.checkpoints.object_store import explain_store_errors, filesystem, folder_files, is_store
+from epimer.engine.options import RunOptions
+from epimer.engine.output import RECORD, write_merge
+from epimer.errors import OutputError, listed
+from epimer.plan.jobs import Plan
+from epimer.records import MergeRecord
+
+LAST = ("config.json", RECORD)
+
+
+def write_output(
+    plan: Plan, out: str | os.PathLike[str], run: RunOptions, *, max_shard_size: str | int = "5GB", overwrite: bool
+) -> MergeRecord:
+    """Carry out a plan into a folder here or, where `out` is an address, in an object store."""
+    if is_store(str(out)):
+        return merge_into_store(plan, str(out), run, max_shard_size=max_shard_size, overwrite=overwrite)
+    return write_merge(plan, Path(out), run, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool = False, **options: Any) -> MergeRecord:
+    """Carry out a plan into a folder of an object store, or find that it has been carried out.
+
+    The folder is made in the current folder first, and removed once it is uploaded; a killed run is taken up.
+    """
+    url = url.rstrip("/")
+    if url.startswith("hf://"):
+        raise OutputError(f"{url} cannot be written: merge into a folder, then: hf upload {url[5:]} FOLDER")
+    fs, path = filesystem(url, OutputError)
+    plan.check()
+    with explain_store_errors(url, "written", OutputError):
+        old = _recorded(fs, path)
+        if old is not None and old.request == plan.request and _complete(fs, path, old):
+            return old
+        stopped = _recorded(fs, beside(path))
+        ours = stopped is not None and stopped.request == plan.request  # files of an upload that was stopped
+        check_store(fs, path, url, old or stopped, overwrite=overwrite or ours)
+        if not ours and folder_files(fs, beside(path)):
+            fs.rm(beside(path), recursive=True)
+    digest = hashlib.blake2b(url.encode(), digest_size=6).hexdigest()
+    staged = Path.cwd() / f".{path.rpartition('/')[2]}-{digest}.epimer-upload"
+    record = write_merge(plan, staged, run, overwrite=True, **options)  # what is staged is ours
+    with explain_store_errors(url, "written", OutputError):
+        check_store(fs, path, url, old or stopped, overwrite=overwrite or ours)
+        upload(fs, staged, path)
+    shutil.rmtree(staged)
+    return record
+
+
+def upload(fs: Any, folder: Path, path: str) -> None:
+    """Upload a model folder under another name, then move its files to their places, the record last."""
+    files = sorted((file.name for file in folder.iterdir()), key=lambda name: (name in LAST, name == RECORD, name))
+    fs.makedirs(beside(path), exist_ok=True)
+    for name in files:
+        fs.put_file(str(folder / name), f"{beside(path)}/{name}")
+    there = sorted(folder_files(fs, path), key=lambda name: name != RECORD)
+    for name in there:  # the record of what is replaced goes first: from now on the folder is not complete
+        fs.rm_file(f"{path}/{name}")
+    fs.makedirs(path, exist_ok=True)
+    for name in files:
+        fs.mv(f"{beside(path)}/{name}", f"{path}/{name}")
+    if fs.exists(beside(path)):
+        fs.rm(beside(path), recursive=True)
+    fs.invalidate_cache()
+
+
+def beside(path: str) -> str:
+    """Return where the files of a folder are uploaded before they are moved there."""
+    return f"{path}.epimer-upload"
+
+
+def check_store(fs: Any, path: str, url: str, record: MergeRecord | None, *, overwrite: bool) -> None:
+    """Refuse to write over what is there, unless it was asked for and is ours; refuse a bucket that is not there."""
+    bucket, _, rest = path.partition("/")
+    if rest and not fs.exists(bucket) and fs.protocol not in ("memory", ("memory",)):
+        raise OutputError(f"{url} cannot be written: there is no bucket {bucket!r}; make it first.")
+    there = set(folder_files(fs, path))
+    if not there:
+        return
+    if not overwrite:
+        raise OutputError(f"{url} holds something else, or another version's; choose another name, or --overwrite.")
+    if record is None or (foreign := sorted(there - {*record.files, RECORD, "README.md"})):
+        held = "was not made by epimer" if record is None else f"also holds {listed(foreign)}"
+        raise OutputError(f"{url} {held}, so it is not replaced; remove it yourself first.")
+
+
+def _recorded(fs: Any, path: str) -> MergeRecord | None:
+    """Return the record in a folder of a store, if epimer made it."""
+    try:
+        return MergeRecord.from_dict(json.loads(fs.cat_file(f"{path}/{RECORD}")))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _complete(fs: Any, path: str, record: MergeRecord) -> bool:
+    return record.files.items() <= folder_files(fs, path).items()

@@ -1,0 +1,85 @@
+"""A merge whose tensors are written where they are computed: each to its own byte range of the unfinished output."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from epimer.checkpoints.safetensors import as_bytes
+from epimer.checkpoints.writer import Draft, write_at
+from epimer.engine.merge import Batch, MergeWalk, Tensors
+from epimer.errors import OutputError
+from epimer.plan.jobs import Job
+from epimer.records import TensorRecord
+
+
+class Written(NamedTuple):
+    """What was written in the place of a tensor."""
+
+    bytes: int
+    crc: int
+
+
+class WritingWalk:
+    """Merges tensors and writes each to its place on a disk that all workers share; the driver gets records only."""
+
+    def __init__(self, walk: MergeWalk, draft: Draft) -> None:
+        self.walk, self.jobs = walk, walk.jobs
+        self.folder, self.journal, self.first_line = draft.folder, draft.journal, draft.first_line
+        names = {job.name for batch in walk.jobs for job in batch.jobs}
+        self.places = {name: (shard.file, start) for name, (shard, start) in draft.place.items() if name in names}
+
+    def read(self, batch: Batch) -> list[Tensors]:
+        """Read the tensors, the curvature and the basis of every job."""
+        return self.walk.read(batch)
+
+    def work(
+        self, batch: Batch, loaded: list[Tensors], device: torch.device
+    ) -> list[tuple[Job, Written, TensorRecord]]:
+        """Merge the tensors of every job and write them; return when they are safely on disk."""
+        merged = self.walk.work(batch, loaded, device)
+        self._check_run()
+        files: dict[str, int] = {}
+        try:
+            written = []
+            for job, W, record in merged:
+                name, start = self.places[job.name]
+                if name not in files:
+                    files[name] = _open(self.folder / name)
+                data = memoryview(as_bytes(W.contiguous()))
+                write_at(files[name], data, start + job.skip)
+                written.append((job, Written(len(data), zlib.crc32(data)), record))
+            for file in files.values():
+                os.fdatasync(file)
+            return written
+        finally:
+            for file in files.values():
+                os.close(file)
+
+    def _check_run(self) -> None:
+        """Refuse to write into what another run has begun since: this job's driver is gone then."""
+        try:
+            with self.journal.open("rb") as file:
+                ours = file.read(len(self.first_line)) == self.first_line
+        except OSError as error:
+            raise _not_shared(self.journal, error) from error
+        if not ours:
+            raise OutputError(f"{self.folder} now belongs to another merge; its driver goes on alone.")
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_WRONLY)
+    except OSError as error:
+        raise _not_shared(path, error) from error
+
+
+def _not_shared(path: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"{path} cannot be written on {os.uname().nodename} ({error.strerror}); put the output on a disk that every "
+        "machine sees under this path."
+    )
