@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.frechet import Problem
-from epimer.geometry.linalg import top_svd, weighted_sum
+from epimer.geometry.linalg import weighted_sum
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Tagged
+from epimer.geometry.svd import top_svd
 
 FAINT = 0.01  # share of the merge's energy along a direction below which a task's own is next to nothing
 

@@ -1,4 +1,4 @@
-"""Linear algebra with its failure modes handled: top-k SVD, polar factor, damped solve, conjugate gradients."""
+"""Linear algebra with its failure modes handled: polar factor, damped solve, conjugate gradients, order statistics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -16,12 +15,10 @@ from torch import Tensor
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
 
-BLOCK = 16  # a Krylov block's columns are a multiple of this, which matrix products like
-FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no memory
-FIRST_CHECK = 4  # blocks before the error is first estimated
-SMALL = 192  # below this side a full SVD in float64 costs next to nothing
-SVD_TOLERANCE = 6e-3  # bound on the mean angle of float32 triples; their product's error is some 30x lower
 CHUNK = 1 << 19  # entries of a chunk, which stays in the cache, where entries do not depend on each other
+SMALL_EIGH = 384  # up to this size a matrix on a GPU is decomposed on the CPU
+NEWTON_SCHULZ = 28  # steps, enough for a stack whose weakest direction is a thousandth
+NEARLY_SQUARE = 0.75  # columns per row from which on a stack's Gram matrix is taken in float64
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 MAX_STEPS = 2000  # of conjugate gradients
 
@@ -113,144 +110,17 @@ def dense(D: Delta) -> Tensor:
     return D.dense() if isinstance(D, LowRank) else D
 
 
-class Svd(NamedTuple):
-    """The leading triples: A ≈ U_mk diag(sigma_k) V_nkᵀ; triples with σ = 0 are left out."""
-
-    U: Tensor
-    sigma: Tensor
-    V: Tensor
-
-
-def top_svd(A_mn: Delta, k: int, *, exact: bool = False) -> Svd:
-    """Return the `k` leading singular triples of `A_mn`, fewer where its rank is lower.
-
-    A product of factors takes the SVD of the r x r matrix between their orthonormal bases. Float64 and small
-    matrices take a full SVD. Large float32 matrices take a block Krylov space, grown until the triples have converged,
-    and an eigendecomposition of the Gram matrix where that would need half the space or where `exact` asks for it.
-    """
-    m, n = A_mn.shape
-    if isinstance(A_mn, LowRank):
-        left, right = torch.linalg.qr(A_mn.B.double()), torch.linalg.qr(A_mn.A.T.double())
-        U, sigma, Vh = torch.linalg.svd(left.R @ right.R.T)
-        return _nonzero(Svd(left.Q @ U[:, :k], sigma[:k], right.Q @ Vh[:k].T), A_mn)
-    if m < n:
-        flipped = top_svd(A_mn.T, k, exact=exact)
-        return Svd(flipped.V, flipped.sigma, flipped.U)
-    if k == 0:
-        return Svd(A_mn[:, :0], A_mn.new_zeros(0), A_mn.new_zeros(n, 0))
-    if A_mn.dtype == torch.float64 or n <= SMALL:
-        U, sigma, Vh = torch.linalg.svd(A_mn.double(), full_matrices=False)
-        return _nonzero(Svd(U[:, :k], sigma[:k], Vh[:k].T), A_mn)
-    size = float(torch.linalg.vector_norm(A_mn, dtype=torch.float64))
-    if size and not 1e-6 < size < 1e6:  # powers of it would leave float32
-        scaled = top_svd((A_mn.double() / size).float(), k, exact=exact)
-        return Svd(scaled.U, scaled.sigma * size, scaled.V)
-    return _nonzero((None if exact else _krylov_svd(A_mn, k)) or _gram_svd(A_mn, k), A_mn)
-
-
-def uses_krylov(A_mn: Delta, k: int) -> bool:
-    """Whether `top_svd` searches a Krylov space for `k` triples, which makes them approximate."""
-    side = min(A_mn.shape)
-    single = isinstance(A_mn, Tensor) and A_mn.dtype != torch.float64
-    return single and side > SMALL and side >= 2 * FIRST_CHECK * _width(k)
-
-
-def _width(k: int) -> int:
-    """Return the columns of a Krylov block that is to find `k` triples."""
-    return -(-k // BLOCK) * BLOCK
-
-
-def _nonzero(svd: Svd, A_mn: Delta) -> Svd:
-    """Drop the triples that are zero up to the rounding of `A_mn`'s precision."""
-    rank = int((svd.sigma > rounding_share(A_mn) * svd.sigma[0]).sum()) if svd.sigma.numel() else 0
-    U, sigma, V = (part.to(A_mn.dtype) for part in svd)
-    return Svd(U[:, :rank], sigma[:rank], V[:, :rank])
-
-
 def rounding_share(A_mn: Delta) -> float:
     """Return the share of the largest singular value below which there is only the rounding of `A_mn`."""
     return 8 * torch.finfo(A_mn.dtype).eps * math.sqrt(max(A_mn.shape))
 
 
-def _gram_svd(A_mn: Tensor, k: int) -> Svd:
-    """Take the SVD from the eigenvectors of AᵀA in float64, where squaring loses nothing of float32."""
-    A = A_mn.double()
-    V = torch.linalg.eigh(A.T @ A).eigenvectors.flip(-1)[:, :k]
-    U = A @ V
-    sigma = torch.linalg.vector_norm(U, dim=0)
-    return Svd(U / sigma.clamp_min(torch.finfo(torch.float64).tiny), sigma, V)
-
-
-@cache
-def _start(m: int, width: int) -> Tensor:
-    return torch.randn(m, width, generator=torch.Generator().manual_seed(0))
-
-
-def _krylov_svd(A_mn: Tensor, k: int) -> Svd | None:
-    """Find the leading triples in span{Q, AᵀAQ, (AᵀA)²Q, …}; None when half the space is not enough.
-
-    The start is the same for every matrix of one shape, so that equal matrices have equal triples.
-    """
-    if not uses_krylov(A_mn, k):
-        return None
-    (m, n), width = A_mn.shape, _width(k)
-    columns = n // (2 * width) * width
-    B_nb, W_mb = A_mn.new_empty(n, columns), A_mn.new_empty(m, columns)  # the space and its image AB
-    start = _start(m, width).to(A_mn)
-    for _ in range(FIRST_POWERS):
-        start = A_mn @ (A_mn.T @ start)
-    fresh = A_mn.T @ start
-    for done in range(width, columns + 1, width):
-        new, every = slice(done - width, done), slice(done)
-        B_nb[:, new] = torch.linalg.qr(fresh).Q
-        W_mb[:, new] = image = A_mn @ B_nb[:, new]
-        fresh = A_mn.T @ image
-        for _ in range(2):  # once leaves what rounding brings back, twice is enough
-            fresh -= B_nb[:, every] @ (B_nb[:, every].T @ fresh)
-        if done < FIRST_CHECK * width:
-            continue
-        sigma, R_bk = _ritz(B_nb[:, every], W_mb[:, every], k)
-        # The residual AᵀAv - σ²v of a Ritz vector v = BR lies in the next block: it is what `fresh` makes of R's end.
-        residual_k = torch.linalg.vector_norm(fresh @ R_bk[new], dim=0)
-        if _svd_error(sigma, residual_k, k, rounding_share(A_mn)) <= SVD_TOLERANCE:
-            U = W_mb[:, every] @ R_bk
-            sigma = torch.linalg.vector_norm(U, dim=0)
-            return Svd(U / sigma.clamp_min(torch.finfo(U.dtype).tiny), sigma, B_nb[:, every] @ R_bk)
-    return None
-
-
-def _ritz(B_nb: Tensor, W_mb: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the singular values of A on span(B), W = AB, in falling order, and R with V = BR for the first `k`.
-
-    Where the Krylov space is exhausted (A of low rank), QR fills B up with directions it already has; these are
-    found in the Gram matrix BᵀB and left out.
-    """
-    gram, W = (B_nb.T @ B_nb).double(), W_mb.double()
-    H_bb, change = W.T @ W, None
-    if (gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max() > 1e-4:
-        scales, directions = torch.linalg.eigh(gram)
-        kept = scales > 1e-6
-        change = directions[:, kept] * scales[kept].rsqrt()
-        H_bb = change.T @ H_bb @ change
-    values, vectors = torch.linalg.eigh(H_bb)
-    R = vectors.flip(-1)[:, :k]
-    return values.flip(-1).clamp_min(0).sqrt().float(), (R if change is None else change @ R).float()
-
-
-def _svd_error(sigma: Tensor, residual_k: Tensor, k: int, floor: float) -> float:
-    """Bound the error of the leading triples: the root mean square of their angles to what was cut off.
-
-    sin θ <= ‖AᵀAv - σ²v‖ / (σ² - σ'²) with σ' the first singular value left out. Angles are not weighted by σ: the
-    polar factor of a stack treats all of its vectors alike. Triples below `floor` are rounding and will be dropped.
-    """
-    beyond = sigma[k] if len(sigma) > k else sigma.new_zeros(())
-    counted = sigma[:k] > floor * sigma[0]
-    if not bool(counted.any()):
-        return 0.0 if bool((sigma == 0).all()) else math.inf
-    gap_k = (sigma[:k].square() - beyond.square()).clamp_min(torch.finfo(torch.float32).tiny)
-    angle_k = (residual_k[: len(gap_k)] / gap_k).clamp_max(1.0)[counted]
-    error = float(angle_k.square().mean().sqrt())
-    return error if math.isfinite(error) else math.inf
+def small_eigh(H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of symmetric matrices; small ones come from the CPU, which is faster."""
+    if H.shape[-1] > SMALL_EIGH:
+        return torch.linalg.eigh(H)
+    values, vectors = torch.linalg.eigh(H.cpu())
+    return values.to(H.device), vectors.to(H.device)
 
 
 class Polar(NamedTuple):
@@ -258,32 +128,75 @@ class Polar(NamedTuple):
 
     factor: Tensor
     full_rank: bool
-    weakest: float
-    """lowest eigenvalue of the stack's Gram matrix, relative to its highest: errors grow by one over its root"""
+    amplification: float
+    """how many times an error of the stack, relative to a column, the factor is wrong by; inf for a deficient stack"""
 
 
 def polar(X_mp: Tensor, least: float = 0.0) -> Polar:
     """Return X(XᵀX)^(-1/2), the column-orthonormal matrix nearest to `X_mp`.
 
-    By the eigenvectors of the p x p Gram matrix and one Newton-Schulz step for what squaring lost, far cheaper than
-    an SVD of X; by the SVD where the Gram matrix is near-singular. A rank-deficient stack gives the partial isometry.
-    Above 0, `least` regularises: singular values σ of X below it become σ / `least` instead of 1, so that the factor
-    depends continuously on a stack that comes close to a deficient one.
+    On a GPU by Newton-Schulz steps alone; elsewhere by the eigenvectors of the p x p Gram matrix, in float64 where
+    float32 would show, and one step for what squaring lost: far cheaper than an SVD of X, which is taken where the
+    Gram matrix is near-singular. A rank-deficient stack gives the partial isometry. Above 0, `least` regularises:
+    singular values σ of X below it become σ / `least` instead of 1, so that the factor depends continuously on a
+    stack that comes close to a deficient one.
     """
     if not X_mp.shape[1]:
         return Polar(X_mp, True, 1.0)
-    for dtype in dict.fromkeys((X_mp.dtype, torch.float64)):
+    if X_mp.is_cuda and X_mp.dtype != torch.float64 and least == 0:
+        factor, amplification = newton_schulz_polar(X_mp)
+        if amplification < math.inf:
+            return Polar(factor, True, amplification)
+    square = X_mp.shape[1] > NEARLY_SQUARE * X_mp.shape[0]  # then some direction is weak, by chance alone
+    for dtype in dict.fromkeys((torch.float64 if square else X_mp.dtype, torch.float64)):
         X = X_mp.to(dtype)
-        values, vectors = torch.linalg.eigh(X.T @ X)
-        weakest = float(values[0] / values[-1])
-        if weakest > (1e-9 if dtype == torch.float64 else 1e-3) and float(values[0]) >= least**2:
-            factor = X @ ((vectors * values.rsqrt()) @ vectors.T)
-            factor = 1.5 * factor - 0.5 * (factor @ (factor.T @ factor))
-            return Polar(factor.to(X_mp.dtype), True, weakest)
+        values, vectors = small_eigh(X.T @ X)
+        lowest, highest = torch.stack([values[0], values[-1]]).tolist()
+        if lowest > (1e-9 if dtype == torch.float64 else 1e-3) * highest and lowest >= least**2:
+            factor = _newton_schulz(X_mp @ ((vectors * values.rsqrt()) @ vectors.T).to(X_mp.dtype))
+            return Polar(factor, True, _amplification(values.rsqrt(), len(X_mp)))
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     kept = sigma > math.sqrt(NULL) * sigma[0]
     shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
-    return Polar(((U[:, kept] * shrunk) @ Vh[kept]).to(X_mp.dtype), bool(kept.all() and least == 0), max(0.0, weakest))
+    factor = ((U[:, kept] * shrunk) @ Vh[kept]).to(X_mp.dtype)
+    return Polar(factor, bool(kept.all() and least == 0), math.inf)
+
+
+def newton_schulz_polar(X_mp: Tensor) -> tuple[Tensor, float]:
+    """Return the polar factor by products alone, and its amplification: inf where the steps did not converge."""
+    factor = X_mp / torch.linalg.matrix_norm(X_mp.T @ X_mp, ord=1).sqrt()
+    for _ in range(NEWTON_SCHULZ):
+        factor = _newton_schulz(factor)
+    root = factor.T @ X_mp  # (XᵀX)^½
+    L, info = torch.linalg.cholesky_ex(0.5 * (root + root.T))
+    inverse = torch.cholesky_inverse(L)
+    eye = torch.eye(len(root), dtype=X_mp.dtype, device=X_mp.device)
+    # the mean of 1/σ and of 1/σ² are traces of the inverse root and of its square
+    numbers = [info, (factor.T @ factor - eye).abs().max(), inverse.diagonal().mean(), inverse.square().sum()]
+    failed, defect, mean, squares = torch.stack([number.double() for number in numbers]).tolist()
+    if failed or not defect < 1e-3:
+        return factor, math.inf
+    return factor, _grown(mean, squares / len(root), X_mp.shape)
+
+
+def _newton_schulz(factor: Tensor) -> Tensor:
+    """Return (3Y - YYᵀY) / 2, nearer to orthonormal columns than Y."""
+    return 1.5 * factor - 0.5 * (factor @ (factor.T @ factor))
+
+
+def _amplification(inverse_p: Tensor, m: int) -> float:
+    """Return how many times the polar factor of a stack with m rows is wrong by what its columns are, from 1/σ."""
+    mean, squares = torch.stack([inverse_p.mean(), inverse_p.square().mean()]).tolist()
+    return _grown(mean, squares, (m, len(inverse_p)))
+
+
+def _grown(mean: float, squares: float, shape: Sequence[int]) -> float:
+    """Return the growth of random errors, from the means of 1/σ and of 1/σ².
+
+    Outside of the span they grow by 1/σ_i; within it by √2 / (σ_i + σ_j) <= 1 / √(2 σ_i σ_j).
+    """
+    inside = shape[1] / shape[0]
+    return math.sqrt(inside * mean**2 / 2 + (1 - inside) * squares)
 
 
 def column_basis(X_mp: Tensor) -> Tensor:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NULL, Svd, atom_coefficients, column_basis, polar, sum_of_atoms, top_svd, uses_krylov
+from epimer.geometry.linalg import NULL, atom_coefficients, column_basis, polar, sum_of_atoms
 from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
+from epimer.geometry.svd import SVD_TOLERANCE, Svd, top_svd, top_svds
 
-NEAR_DUPLICATE = 0.02  # where a stack's weakest direction is below this, SVDs are taken exactly
+BASIS_TOLERANCE = 6 * SVD_TOLERANCE  # error of a whitened basis beyond which SVDs are taken exactly
 DISTINCT, COPIES = 0.5, 0.9  # cosine up to which task vectors count as distinct, and from which on as copies
 LEAST = 0.5  # a stack's singular values below this are what copies differ by, not directions of their own
 
@@ -160,16 +161,16 @@ def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, li
 
     Near-duplicate models make the stack near-singular, which magnifies errors; then the SVDs are taken exactly.
     """
-    triples = [top_svd(D, rank) for D in deltas]
-    atoms, weakest = whiten(triples)
-    if weakest < NEAR_DUPLICATE and any(uses_krylov(D, rank) for D in deltas):
-        triples = [top_svd(D, rank, exact=True) for D in deltas]
+    triples, error = top_svds(deltas, rank)
+    atoms, amplification = whiten(triples)
+    if error and error * amplification > BASIS_TOLERANCE:
+        triples, _ = top_svds(deltas, rank, 0.0)
         atoms, _ = whiten(triples)
     return atoms, triples
 
 
 def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, float]:
-    """Return the tagged basis of the first `rank` triples of every task, and its stack's weakest direction."""
+    """Return the tagged basis of the first `rank` triples of every task, and how much whitening amplifies errors."""
     triples = [Svd(U[:, :rank], sigma[:rank], V[:, :rank]) for U, sigma, V in triples]
     nearness = (_largest_cosine(triples) - DISTINCT) / (COPIES - DISTINCT)
     least = LEAST * min(1.0, max(0.0, nearness))
@@ -183,17 +184,14 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
         kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
     atoms = Tagged(left.factor, right.factor, sigma, owner.to(sigma.device), mix)
-    return atoms, min(left.weakest, right.weakest)
+    return atoms, max(left.amplification, right.amplification)
 
 
 def _largest_cosine(triples: Sequence[Svd]) -> float:
     """Return the largest cosine between two task vectors' leading parts U diag(σ) Vᵀ; 0 for a single one."""
-    sizes = [len(triple.sigma) for triple in triples]
     U, V = (torch.cat([triple[side] for triple in triples], dim=1) for side in (0, 2))
-    weighted = torch.cat([triple.sigma for triple in triples]).double()
-    terms = (U.T @ U).double() * (V.T @ V).double() * weighted[:, None] * weighted
-    rows = [torch.stack([block.sum() for block in torch.split(row, sizes, dim=1)]) for row in torch.split(terms, sizes)]
-    inner = torch.stack(rows)
+    weighted = torch.block_diag(*(triple.sigma.double()[:, None] for triple in triples))  # p x T
+    inner = weighted.T @ ((U.T @ U).double() * (V.T @ V).double()) @ weighted
     norms = inner.diagonal().clamp_min(0).sqrt()
     cosines = inner / (norms[:, None] * norms).clamp_min(torch.finfo(inner.dtype).tiny)
     return float(cosines.fill_diagonal_(0).max())
