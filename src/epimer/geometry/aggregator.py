@@ -80,16 +80,24 @@ def stretched_mean(problem: Problem) -> Tensor:
     return min(most, sum(w * each for w, each in zip(problem.weights, lengths, strict=True)) / length) * flat
 
 
-def calibrated(delta: Tensor, deltas: Sequence[Tensor], least: float) -> Tensor:
+def calibrated(
+    delta: Tensor, deltas: Sequence[Tensor], least: float, span: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """Return a merged task vector whose singular values are divided by how often the tasks count each direction.
 
     Singular value calibration: along the left singular vector u_r the merge is s_rt = ⟨u_rᵀΔ, u_rᵀD_t⟩ / ‖u_rᵀD_t‖²
     times task t, so σ_r is multiplied by γ_r = T / Σ_t max(`least`, s_rt). With 1 as least, only what is counted more
     than once is shortened: copies added up become the model again, and tasks that share no direction stay their sum.
     A task whose energy along u_r is below `FAINT` of the merge's is taken at that, so that next to nothing of a task
-    does not decide how long a direction of others may be.
+    does not decide how long a direction of others may be. `span` is orthonormal bases of the columns and the rows of
+    a merge that lies in a subspace, where its SVD is a small one.
     """
-    U, sigma, V = top_svd(delta, min(delta.shape))
+    if span is None:
+        U, sigma, V = top_svd(delta, min(delta.shape))
+    else:
+        left, right = span
+        U, sigma, V = top_svd(left.T @ delta @ right, min(left.shape[1], right.shape[1]))
+        U, V = left @ U, right @ V
     rows = sigma[:, None] * V.T
     faint = FAINT * sigma.square()
     counted = torch.zeros_like(sigma)

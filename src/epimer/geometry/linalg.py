@@ -18,6 +18,7 @@ from epimer.records import Status
 CHUNK = 1 << 19  # entries of a chunk, which stays in the cache, where entries do not depend on each other
 SMALL_EIGH = 384  # up to this size a matrix on a GPU is decomposed on the CPU
 NEWTON_SCHULZ = 28  # steps, enough for a stack whose weakest direction is a thousandth
+PROBE = 1e-3  # size of the error, relative to a column, that measures how errors grow
 NEARLY_SQUARE = 0.75  # columns per row from which on a stack's Gram matrix is taken in float64
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 MAX_STEPS = 2000  # of conjugate gradients
@@ -154,7 +155,7 @@ def polar(X_mp: Tensor, least: float = 0.0) -> Polar:
         lowest, highest = torch.stack([values[0], values[-1]]).tolist()
         if lowest > (1e-9 if dtype == torch.float64 else 1e-3) * highest and lowest >= least**2:
             factor = _newton_schulz(X_mp @ ((vectors * values.rsqrt()) @ vectors.T).to(X_mp.dtype))
-            return Polar(factor, True, _amplification(values.rsqrt(), len(X_mp)))
+            return Polar(factor, True, _amplification(values, len(X_mp)))
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     kept = sigma > math.sqrt(NULL) * sigma[0]
     shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
@@ -163,40 +164,37 @@ def polar(X_mp: Tensor, least: float = 0.0) -> Polar:
 
 
 def newton_schulz_polar(X_mp: Tensor) -> tuple[Tensor, float]:
-    """Return the polar factor by products alone, and its amplification: inf where the steps did not converge."""
-    factor = X_mp / torch.linalg.matrix_norm(X_mp.T @ X_mp, ord=1).sqrt()
+    """Return the polar factor by products alone, and its amplification: inf where the steps did not converge.
+
+    The amplification is measured: a second stack, with a small error, is taken along.
+    """
+    noise = torch.randn(X_mp.shape, generator=torch.Generator().manual_seed(0)).to(X_mp)
+    noise = noise * (PROBE / math.sqrt(len(X_mp)))
+    scale = torch.linalg.matrix_norm(X_mp.T @ X_mp, ord=1).sqrt()
+    pair = torch.stack([X_mp, X_mp + noise]) / (1.01 * scale)
     for _ in range(NEWTON_SCHULZ):
-        factor = _newton_schulz(factor)
-    root = factor.T @ X_mp  # (XᵀX)^½
-    L, info = torch.linalg.cholesky_ex(0.5 * (root + root.T))
-    inverse = torch.cholesky_inverse(L)
-    eye = torch.eye(len(root), dtype=X_mp.dtype, device=X_mp.device)
-    # the mean of 1/σ and of 1/σ² are traces of the inverse root and of its square
-    numbers = [info, (factor.T @ factor - eye).abs().max(), inverse.diagonal().mean(), inverse.square().sum()]
-    failed, defect, mean, squares = torch.stack([number.double() for number in numbers]).tolist()
-    if failed or not defect < 1e-3:
-        return factor, math.inf
-    return factor, _grown(mean, squares / len(root), X_mp.shape)
+        pair = _newton_schulz(pair)
+    factor, other = pair
+    eye = torch.eye(X_mp.shape[1], dtype=X_mp.dtype, device=X_mp.device)
+    defect = (factor.T @ factor - eye).abs().max()
+    grown = torch.linalg.vector_norm(other - factor) / torch.linalg.vector_norm(noise)
+    wrong, amplification = torch.stack([defect, grown]).tolist()
+    return factor, amplification if wrong < 1e-3 else math.inf
 
 
 def _newton_schulz(factor: Tensor) -> Tensor:
     """Return (3Y - YYᵀY) / 2, nearer to orthonormal columns than Y."""
-    return 1.5 * factor - 0.5 * (factor @ (factor.T @ factor))
+    return 1.5 * factor - 0.5 * (factor @ (factor.mT @ factor))
 
 
-def _amplification(inverse_p: Tensor, m: int) -> float:
-    """Return how many times the polar factor of a stack with m rows is wrong by what its columns are, from 1/σ."""
-    mean, squares = torch.stack([inverse_p.mean(), inverse_p.square().mean()]).tolist()
-    return _grown(mean, squares, (m, len(inverse_p)))
+def _amplification(values: Tensor, m: int) -> float:
+    """Return how many times the polar factor of a stack with m rows is wrong by what its columns are, from λ = σ².
 
-
-def _grown(mean: float, squares: float, shape: Sequence[int]) -> float:
-    """Return the growth of random errors, from the means of 1/σ and of 1/σ².
-
-    Outside of the span they grow by 1/σ_i; within it by √2 / (σ_i + σ_j) <= 1 / √(2 σ_i σ_j).
+    Random errors grow by 1 / σ_i outside of the span, and by √2 / (σ_i + σ_j) within it.
     """
-    inside = shape[1] / shape[0]
-    return math.sqrt(inside * mean**2 / 2 + (1 - inside) * squares)
+    sigma, inside = values.sqrt(), len(values) / m
+    within = 2 / (sigma[:, None] + sigma).square()
+    return math.sqrt(float(inside * within.mean() + (1 - inside) * (1 / values).mean()))
 
 
 def column_basis(X_mp: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -80,6 +81,11 @@ class Tagged(Subspace):
     def rank(self) -> int:
         """Directions per task; the most, where tasks differ."""
         return int(self.owner.bincount().max()) if self.owner.numel() else 0
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Σ_i (u_i v_iᵀ)², entry by entry: what a diagonal's trace on the atoms weights its entries with."""
+        return self.U.square() @ self.V.square().T
 
     def project(self, D: Tensor) -> Tensor:
         raw = atom_coefficients(D, self.U, self.V).double()

@@ -24,7 +24,17 @@ from epimer.geometry.frechet import Problem, build_problem
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import Basis, Full, Subspace, Tagged, atoms_of, clamp_rank, tagged, tensor_product
+from epimer.geometry.subspace import (
+    Basis,
+    Full,
+    Subspace,
+    Tagged,
+    TensorProduct,
+    atoms_of,
+    clamp_rank,
+    tagged,
+    tensor_product,
+)
 from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
@@ -62,7 +72,7 @@ class FrechetOptions(MethodOptions):
     projection_tol: Annotated[
         float,
         Option(
-            "error of the low-rank projection that starts a large diagonal solve; 0 projects exactly", low=0, high=1
+            "share down to which a low-rank projection starts a large diagonal solve; 0 projects exactly", low=0, high=1
         ),
     ] = 1e-2
     calibrate: Annotated[
@@ -119,19 +129,21 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         max_steps=options.iterations,
     )
     solution = _aggregator(layer, options, atoms).aggregate(problem)
+    subspace = problem.subspace
     del problem  # a calibration needs its memory
     if options.calibrate is not None and len(shape) == 2:
-        solution = replace(solution, value=_calibrated(solution.value, layer, options.calibrate))
+        span = (subspace.U, subspace.V) if isinstance(subspace, TensorProduct) else None
+        solution = replace(solution, value=_calibrated(solution.value, layer, options.calibrate, span))
     if layer.basis is not None:
         return replace(solution, rank=layer.basis.rank)
     return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
 
 
-def _calibrated(delta: Tensor, layer: Layer, least: float) -> Tensor:
+def _calibrated(delta: Tensor, layer: Layer, least: float, span: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return a merged task vector calibrated along the directions of its outputs, wherever they are stored."""
     if layer.inputs:
-        return calibrated(delta, layer.deltas, least)
-    return calibrated(delta.T, [D.T for D in layer.deltas], least).T
+        return calibrated(delta, layer.deltas, least, span)
+    return calibrated(delta.T, [D.T for D in layer.deltas], least, None if span is None else (span[1], span[0])).T
 
 
 def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Subspace:

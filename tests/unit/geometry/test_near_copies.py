@@ -143,3 +143,10 @@ def test_calibration_keeps_copies_and_strangers_as_they_are():
     left[:20, :20], right[20:, 20:] = decaying(1)[:20, :20], decaying(2)[20:, 20:]
     right += 1e-9 * decaying(3)  # next to nothing of a direction that is the other's
     assert close(calibrated(left + right, [left, right], 1.0), left + right, 1e-6)
+
+
+def test_calibration_in_the_merge_s_own_span_is_the_same():
+    models = [decaying(t) for t in range(3)]
+    left, right = (torch.linalg.qr(torch.randn(len(side), 12, dtype=torch.float64)).Q for side in (models[0], models[0].T))
+    merged = left @ (left.T @ sum(models) @ right) @ right.T
+    assert close(calibrated(merged, models, 1.0, (left, right)), calibrated(merged, models, 1.0), 1e-9)
