@@ -153,14 +153,19 @@ def polar(X_mp: Tensor, least: float = 0.0) -> Polar:
         X = X_mp.to(dtype)
         values, vectors = small_eigh(X.T @ X)
         lowest, highest = torch.stack([values[0], values[-1]]).tolist()
-        if lowest > (1e-9 if dtype == torch.float64 else 1e-3) * highest and lowest >= least**2:
-            factor = _newton_schulz(X_mp @ ((vectors * values.rsqrt()) @ vectors.T).to(X_mp.dtype))
+        enough = 1e-3 if dtype == torch.float32 else 1e-9 if X_mp.dtype == torch.float64 else NULL
+        if lowest > enough * highest and lowest >= least**2:
+            factor = X_mp @ ((vectors * values.rsqrt()) @ vectors.T).to(X_mp.dtype)
+            if dtype == X_mp.dtype and (dtype == torch.float64 or lowest < 0.1 * highest):
+                factor = _newton_schulz(factor)  # squaring lost digits that are not lost otherwise
             return Polar(factor, True, _amplification(values, len(X_mp)))
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     kept = sigma > math.sqrt(NULL) * sigma[0]
     shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
     factor = ((U[:, kept] * shrunk) @ Vh[kept]).to(X_mp.dtype)
-    return Polar(factor, bool(kept.all() and least == 0), math.inf)
+    if least > 0 or not bool(kept.all()):
+        return Polar(factor, False, math.inf)
+    return Polar(factor, True, _amplification(sigma.square(), len(X_mp)))
 
 
 def newton_schulz_polar(X_mp: Tensor) -> tuple[Tensor, float]:

@@ -18,7 +18,8 @@ from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.svd import SVD_TOLERANCE, Svd, top_svd, top_svds
 
-BASIS_TOLERANCE = 6 * SVD_TOLERANCE  # error of a whitened basis beyond which SVDs are taken exactly
+BASIS_TOLERANCE = 4 * SVD_TOLERANCE  # error of a whitened basis
+SHARPEST = 3e-5  # error of singular vectors that float32 reaches
 DISTINCT, COPIES = 0.5, 0.9  # cosine up to which task vectors count as distinct, and from which on as copies
 LEAST = 0.5  # a stack's singular values below this are what copies differ by, not directions of their own
 
@@ -165,14 +166,17 @@ def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
 def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, list[Svd]]:
     """Return the tagged basis and every task's leading singular triples, which it is built from.
 
-    Near-duplicate models make the stack near-singular, which magnifies errors; then the SVDs are taken exactly.
+    Whitening magnifies errors where the stack is near-singular (near-duplicate models, or as many directions as there
+    are); then the SVDs are taken more sharply, or exactly.
     """
-    triples, error = top_svds(deltas, rank)
-    atoms, amplification = whiten(triples)
-    if error and error * amplification > BASIS_TOLERANCE:
-        triples, _ = top_svds(deltas, rank, 0.0)
-        atoms, _ = whiten(triples)
-    return atoms, triples
+    tolerance = SVD_TOLERANCE
+    while True:
+        triples, error = top_svds(deltas, rank, tolerance)
+        atoms, amplification = whiten(triples)
+        if not error or error * amplification <= BASIS_TOLERANCE:
+            return atoms, triples
+        wanted = BASIS_TOLERANCE / (2 * amplification)
+        tolerance = wanted if SHARPEST < wanted < tolerance else 0.0
 
 
 def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, float]:

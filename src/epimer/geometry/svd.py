@@ -175,7 +175,7 @@ def _gram_product(A: Tensor, width: int) -> Callable[[Tensor], Tensor]:
     if n > 16 * width:
         return lambda X: A.mT @ (A @ X)
     K = A.new_empty(*A.shape[:-2], n, n)
-    bounds = [n * i // 4 for i in range(5)]  # of column blocks, to leave out most of what symmetry gives
+    bounds = [n * i // 8 for i in range(9)]  # of column blocks, to leave out most of what symmetry gives
     for start, end in zip(bounds, bounds[1:], strict=False):
         K[..., start:end, start:] = A[..., start:end].mT @ A[..., start:]
         K[..., end:, start:end] = K[..., start:end, end:].mT
