@@ -131,6 +131,8 @@ class Polar(NamedTuple):
     full_rank: bool
     amplification: float
     """how many times an error of the stack, relative to a column, the factor is wrong by; inf for a deficient stack"""
+    bearable: float
+    """the error of the stack's columns from which on its weakest direction may turn over"""
 
 
 def polar(X_mp: Tensor, least: float = 0.0) -> Polar:
@@ -143,11 +145,11 @@ def polar(X_mp: Tensor, least: float = 0.0) -> Polar:
     stack that comes close to a deficient one.
     """
     if not X_mp.shape[1]:
-        return Polar(X_mp, True, 1.0)
+        return Polar(X_mp, True, 1.0, 1.0)
     if X_mp.is_cuda and X_mp.dtype != torch.float64 and least == 0:
         factor, amplification = newton_schulz_polar(X_mp)
         if amplification < math.inf:
-            return Polar(factor, True, amplification)
+            return Polar(factor, True, amplification, math.inf)  # a direction that turned over has amplified a lot
     square = X_mp.shape[1] > NEARLY_SQUARE * X_mp.shape[0]  # then some direction is weak, by chance alone
     for dtype in dict.fromkeys((torch.float64 if square else X_mp.dtype, torch.float64)):
         X = X_mp.to(dtype)
@@ -156,16 +158,16 @@ def polar(X_mp: Tensor, least: float = 0.0) -> Polar:
         enough = 1e-3 if dtype == torch.float32 else 1e-9 if X_mp.dtype == torch.float64 else NULL
         if lowest > enough * highest and lowest >= least**2:
             factor = X_mp @ ((vectors * values.rsqrt()) @ vectors.T).to(X_mp.dtype)
-            if dtype == X_mp.dtype and (dtype == torch.float64 or lowest < 0.1 * highest):
-                factor = _newton_schulz(factor)  # squaring lost digits that are not lost otherwise
-            return Polar(factor, True, _amplification(values, len(X_mp)))
+            if X_mp.dtype == torch.float64 or lowest < 0.1 * highest:  # rounding shows
+                factor = _newton_schulz(factor)
+            return Polar(factor, True, *_sensitivity(values, len(X_mp)))
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     kept = sigma > math.sqrt(NULL) * sigma[0]
     shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
     factor = ((U[:, kept] * shrunk) @ Vh[kept]).to(X_mp.dtype)
     if least > 0 or not bool(kept.all()):
-        return Polar(factor, False, math.inf)
-    return Polar(factor, True, _amplification(sigma.square(), len(X_mp)))
+        return Polar(factor, False, math.inf, 0.0)
+    return Polar(factor, True, *_sensitivity(sigma.square(), len(X_mp)))
 
 
 def newton_schulz_polar(X_mp: Tensor) -> tuple[Tensor, float]:
@@ -192,14 +194,17 @@ def _newton_schulz(factor: Tensor) -> Tensor:
     return 1.5 * factor - 0.5 * (factor @ (factor.mT @ factor))
 
 
-def _amplification(values: Tensor, m: int) -> float:
-    """Return how many times the polar factor of a stack with m rows is wrong by what its columns are, from λ = σ².
+def _sensitivity(values: Tensor, m: int) -> tuple[float, float]:
+    """Return the amplification and the bearable error of a stack with m rows, from its Gram matrix's eigenvalues σ².
 
-    Random errors grow by 1 / σ_i outside of the span, and by √2 / (σ_i + σ_j) within it.
+    Random errors grow by 1 / σ_i outside of the span, and by √2 / (σ_i + σ_j), i ≠ j, within it; along one direction
+    they change nothing until, at a third of it being sure of that, their part 1 / √m exceeds σ_i.
     """
     sigma, inside = values.sqrt(), len(values) / m
-    within = 2 / (sigma[:, None] + sigma).square()
-    return math.sqrt(float(inside * within.mean() + (1 - inside) * (1 / values).mean()))
+    within = (2 / (sigma[:, None] + sigma).square()).fill_diagonal_(0)
+    growth = inside * within.mean() + (1 - inside) * (1 / values).mean()
+    amplification, weakest = torch.stack([growth.sqrt(), sigma.min()]).tolist()
+    return amplification, weakest * math.sqrt(m) / 3
 
 
 def column_basis(X_mp: Tensor) -> Tensor:

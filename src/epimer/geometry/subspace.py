@@ -172,15 +172,14 @@ def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, li
     tolerance = SVD_TOLERANCE
     while True:
         triples, error = top_svds(deltas, rank, tolerance)
-        atoms, amplification = whiten(triples)
-        if not error or error * amplification <= BASIS_TOLERANCE:
+        atoms, bearable = whiten(triples)
+        if error <= bearable:
             return atoms, triples
-        wanted = BASIS_TOLERANCE / (2 * amplification)
-        tolerance = wanted if SHARPEST < wanted < tolerance else 0.0
+        tolerance = bearable / 2 if bearable > SHARPEST else 0.0
 
 
 def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, float]:
-    """Return the tagged basis of the first `rank` triples of every task, and how much whitening amplifies errors."""
+    """Return the tagged basis of the first `rank` triples of every task, and the error of theirs that it bears."""
     triples = [Svd(U[:, :rank], sigma[:rank], V[:, :rank]) for U, sigma, V in triples]
     nearness = (_largest_cosine(triples) - DISTINCT) / (COPIES - DISTINCT)
     least = LEAST * min(1.0, max(0.0, nearness))
@@ -194,7 +193,8 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
         kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
     atoms = Tagged(left.factor, right.factor, sigma, owner.to(sigma.device), mix)
-    return atoms, max(left.amplification, right.amplification)
+    bearable = [min(side.bearable, BASIS_TOLERANCE / side.amplification) for side in (left, right)]
+    return atoms, min(bearable)
 
 
 def _largest_cosine(triples: Sequence[Svd]) -> float:

@@ -21,7 +21,7 @@ from epimer.geometry.linalg import (
 def test_polar_factor_is_the_nearest_orthonormal_matrix(m, p, seed):
     torch.manual_seed(seed)
     X = torch.randn(max(m, p), p, dtype=torch.float64)
-    factor, full_rank, _ = polar(X)
+    factor, full_rank, *_ = polar(X)
     U, _, Vh = torch.linalg.svd(X, full_matrices=False)
     assert full_rank
     assert close(factor, U @ Vh, 1e-7)
@@ -32,7 +32,7 @@ def test_ill_conditioned_polar_factor_still_agrees_with_the_svd():
     torch.manual_seed(0)
     U, V = torch.linalg.qr(torch.randn(30, 8).double()).Q, torch.linalg.qr(torch.randn(8, 8).double()).Q
     for lowest in (1e-1, 1e-3, 1e-4, 1e-4 / 3):
-        factor, full_rank, _ = polar((U * torch.logspace(0, torch.tensor(lowest).log10(), 8).double()) @ V.T)
+        factor, full_rank, *_ = polar((U * torch.logspace(0, torch.tensor(lowest).log10(), 8).double()) @ V.T)
         assert full_rank
         assert close(factor, U @ V.T, 1e-7)
         assert close(factor.T @ factor, torch.eye(8, dtype=torch.float64), 1e-12)
@@ -40,7 +40,7 @@ def test_ill_conditioned_polar_factor_still_agrees_with_the_svd():
 
 def test_polar_factor_of_a_deficient_stack_is_a_partial_isometry():
     Q = torch.linalg.qr(torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).Q
-    factor, full_rank, _ = polar(torch.cat([Q, Q], dim=1))
+    factor, full_rank, *_ = polar(torch.cat([Q, Q], dim=1))
     assert not full_rank
     assert close(factor, torch.cat([Q, Q], dim=1) / 2**0.5, 1e-12)
     assert polar(torch.empty(5, 0)).factor.shape == (5, 0)
@@ -51,7 +51,7 @@ def test_float32_polar_factors_agree_with_the_svd_and_tell_how_errors_grow(m, p)
     torch.manual_seed(0)
     X = torch.cat([torch.linalg.qr(torch.randn(m, p // 2)).Q for _ in range(2)], dim=1)  # square: nearly singular
     U, sigma, Vh = torch.linalg.svd(X.double(), full_matrices=False)
-    factor, full_rank, amplification = polar(X)
+    factor, full_rank, amplification, _ = polar(X)
     assert full_rank
     assert close(factor, U @ Vh, 1e-3)
     assert close(factor.T @ factor, torch.eye(p), 1e-5)
