@@ -195,9 +195,7 @@ def main() -> None:
         if peer and rival not in theirs:
             repeats = 1 if rival == "tsv" else REPEATS
             theirs[rival], _ = best(partial(without_output, fusionbench, rival, models, curvature), repeats)
-        merge = partial(
-            epimer.merge_state_dicts, models.base, models.models, method, curvature=curvature, **given
-        )
+        merge = partial(epimer.merge_state_dicts, models.base, models.models, method, curvature=curvature, **given)
         seconds, merged = best(merge, REPEATS)
         ratio = theirs[rival] / seconds if peer else None
         apart = None if options.no_difference else difference(models, merged, method, given, curvature)

@@ -19,7 +19,7 @@ from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.svd import SVD_TOLERANCE, Svd, top_svd, top_svds
 
 BASIS_TOLERANCE = 4 * SVD_TOLERANCE  # error of a whitened basis
-SHARPEST = 3e-5  # error of singular vectors that float32 reaches
+SHARPEST = 3e-4  # error below which a sharper search is not worth it: SVDs are taken exactly
 DISTINCT, COPIES = 0.5, 0.9  # cosine up to which task vectors count as distinct, and from which on as copies
 LEAST = 0.5  # a stack's singular values below this are what copies differ by, not directions of their own
 
@@ -200,8 +200,10 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
 def _largest_cosine(triples: Sequence[Svd]) -> float:
     """Return the largest cosine between two task vectors' leading parts U diag(σ) Vᵀ; 0 for a single one."""
     U, V = (torch.cat([triple[side] for triple in triples], dim=1) for side in (0, 2))
-    weighted = torch.block_diag(*(triple.sigma.double()[:, None] for triple in triples))  # p x T
-    inner = weighted.T @ ((U.T @ U).double() * (V.T @ V).double()) @ weighted
+    owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)]).to(U.device)
+    sigma = torch.cat([triple.sigma for triple in triples]).double()
+    owned = torch.nn.functional.one_hot(owner, len(triples)) * sigma[:, None]  # p x T
+    inner = owned.T @ ((U.T @ U).double() * (V.T @ V).double()) @ owned
     norms = inner.diagonal().clamp_min(0).sqrt()
     cosines = inner / (norms[:, None] * norms).clamp_min(torch.finfo(inner.dtype).tiny)
     return float(cosines.fill_diagonal_(0).max())

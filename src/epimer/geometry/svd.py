@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ def searches(A_mn: Delta, k: int) -> bool:
     """Whether `top_svd` searches for `k` triples, which makes them approximate, instead of decomposing the matrix."""
     side = min(A_mn.shape)
     single = isinstance(A_mn, Tensor) and A_mn.dtype != torch.float64
-    return single and side > SMALL and 0 < k and 3 * _width(k) <= side
+    return single and side > SMALL and k > 0 and 3 * _width(k) <= side
 
 
 def _width(k: int) -> int:
@@ -171,12 +172,12 @@ def _search(matrices: Sequence[Delta], k: int, tolerance: float) -> tuple[list[S
 
 def _gram_product(A: Tensor, width: int) -> Callable[[Tensor], Tensor]:
     """Return X -> AᵀAX, with AᵀA formed where that pays for itself within a search."""
-    m, n = A.shape[-2:]
+    n = A.shape[-1]
     if n > 16 * width:
         return lambda X: A.mT @ (A @ X)
     K = A.new_empty(*A.shape[:-2], n, n)
     bounds = [n * i // 8 for i in range(9)]  # of column blocks, to leave out most of what symmetry gives
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         K[..., start:end, start:] = A[..., start:end].mT @ A[..., start:]
         K[..., end:, start:end] = K[..., start:end, end:].mT
     return lambda X: K @ X
@@ -215,9 +216,7 @@ def _ritz(product: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tenso
     return values.flip(-1).to(Y.dtype), X @ R, image @ R
 
 
-def _chebyshev(
-    product: Callable[[Tensor], Tensor], X: Tensor, image: Tensor, theta: Tensor, degree: int
-) -> Tensor:
+def _chebyshev(product: Callable[[Tensor], Tensor], X: Tensor, image: Tensor, theta: Tensor, degree: int) -> Tensor:
     """Return T_d(2 AᵀA / b - 1) X for the Chebyshev polynomial T_d, b the lowest Ritz value, image = AᵀAX."""
     step = 2 / _lowest(theta).unsqueeze(-1)
     before, current = X, step * image - X

@@ -99,5 +99,3 @@ def test_equal_matrices_have_equal_triples():
     A = decaying(300, 300, 0.7, 0.3)
     first, second = top_svd(A, 20), top_svd(A.clone(), 20)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
