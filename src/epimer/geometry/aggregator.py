@@ -16,7 +16,7 @@ from epimer.geometry.frechet import Problem
 from epimer.geometry.linalg import weighted_sum
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Tagged
-from epimer.geometry.svd import top_svd
+from epimer.geometry.svd import SMALL, top_svd
 
 FAINT = 0.01  # share of the merge's energy along a direction below which a task's own is next to nothing
 
@@ -90,9 +90,9 @@ def calibrated(
     than once is shortened: copies added up become the model again, and tasks that share no direction stay their sum.
     A task whose energy along u_r is below `FAINT` of the merge's is taken at that, so that next to nothing of a task
     does not decide how long a direction of others may be. `span` is orthonormal bases of the columns and the rows of
-    a merge that lies in a subspace, where its SVD is a small one.
+    a large merge that lies in a subspace, where its SVD is a small one.
     """
-    if span is None:
+    if span is None or min(delta.shape) <= SMALL:
         U, sigma, V = top_svd(delta, min(delta.shape))
     else:
         left, right = span
