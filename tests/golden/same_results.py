@@ -92,7 +92,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "layers.1.tall.weight": (40, 16),
     "layers.1.norm.weight": (24,),
     "layers.1.norm.bias": (24,),
-    "layers.2.large.weight": (256, 224),  # wide enough for a Krylov space and for a low-rank diagonal
+    "layers.2.large.weight": (256, 224),  # wide enough for a searched SVD and for a low-rank diagonal
     "layers.2.large.bias": (256,),
     "small.weight": (2, 2),  # fewer directions than tasks
     "conv.weight": (8, 4, 3, 3),

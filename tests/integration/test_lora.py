@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import epimer
 from epimer.checkpoints import open_checkpoint
-from epimer.geometry.linalg import LowRank, top_svd
+from epimer.geometry.linalg import LowRank
+from epimer.geometry.svd import top_svd
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.frechet import build_problem
-from epimer.geometry.linalg import Svd, chunks, dense
+from epimer.geometry.linalg import chunks, dense
 from epimer.geometry.metric import EKFAC, Kronecker, Metric, TaskGram
 from epimer.geometry.subspace import Tagged, tagged_with_triples, tensor_product, whiten
+from epimer.geometry.svd import Svd
 from epimer.geometry.theory import SubspaceTheory, merge_polynomials, merge_theory
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Layer, describe_method

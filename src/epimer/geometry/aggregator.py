@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.frechet import Problem
-from epimer.geometry.linalg import Delta, Svd, squared_norm, top_svd, weighted_sum
+from epimer.geometry.linalg import squared_norm, weighted_sum
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Full, Tagged
+from epimer.geometry.svd import Svd, top_svd
 
 FAINT = 0.01  # share of the merge's energy along a direction below which a task's own is next to nothing
 
@@ -54,7 +55,7 @@ class Sum(Aggregator):
 class Anchored(Aggregator):
     """x_a + (H̄ + εI)⁻¹ Σ λ_t H̃_t (x_t - x_a): what has no curvature, or is not in the subspace, stays at x_a."""
 
-    anchor: Delta
+    anchor: Tensor
     """x_a, of the layer's shape"""
     damping: float
 
@@ -67,7 +68,7 @@ class Anchored(Aggregator):
         return replace(solution, value=self.anchor + subspace.lift(solution.value - start))
 
 
-def stretched_mean(deltas: Sequence[Delta], weights: Sequence[float]) -> Delta:
+def stretched_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return s·D̄, the mean of task vectors stretched until the tasks keep their whole length on average.
 
     s = Σ λ_t ‖D_t‖² / ‖D̄‖² solves Σ λ_t ⟨s D̄, D_t⟩ = Σ λ_t ‖D_t‖²: T, so the sum, for T orthogonal tasks of equal

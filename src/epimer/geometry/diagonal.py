@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import atom_coefficients, conjugate_gradients, mean_of, null_share, sum_of_atoms
+from epimer.geometry.linalg import conjugate_gradients, mean_of, null_share, small_eigh
 from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from epimer.geometry.subspace import Tagged
 
 CHUNK = 1 << 24  # elements of the largest temporary of an exact projection
+START_RANK = 16  # of the projection that preconditions a solve
+STEPS = 60  # of a solve on exact products, which cost about as much as one exact projection
 CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut
 
 
@@ -28,7 +30,7 @@ class TaggedDiagonal(SubspaceOperator):
     F: Tensor
     atoms: Tagged
     tolerance: float
-    """0 projects exactly; otherwise a low-rank projection with this relative error preconditions the solve"""
+    """0 projects exactly; otherwise a low-rank projection, trusted down to this share, preconditions the solve"""
 
     def apply(self, x: Tensor) -> Tensor:
         return self.atoms.project(self.F.to(self.atoms.U.dtype) * self.atoms.lift(x))
@@ -36,14 +38,14 @@ class TaggedDiagonal(SubspaceOperator):
     def mean_diagonal(self) -> float:
         if self.atoms.mix is not None:
             return mean_of(self.H.diagonal())
-        weight_mn = self.atoms.U.square() @ self.atoms.V.square().T
-        return float((self.F.to(weight_mn.dtype) * weight_mn).sum()) / max(1, self.atoms.U.shape[1])
+        weight_mn = self.atoms.squares
+        return float((self.F.to(weight_mn.dtype) * weight_mn).sum(dtype=torch.float64)) / max(1, len(self.atoms.owner))
 
     def plus(self, other: Self, weight: float) -> TaggedDiagonal:
-        return replace(self, F=self.F + weight * other.F.double())
+        return replace(self, F=self.F + weight * other.F)
 
     def times(self, weight: float) -> TaggedDiagonal:
-        return replace(self, F=self.F.double() * weight)
+        return replace(self, F=self.F * weight)
 
     @cached_property
     def H(self) -> Tensor:
@@ -54,25 +56,34 @@ class TaggedDiagonal(SubspaceOperator):
     def solve(self, b: Tensor, shift: float) -> Solution:
         dtype, (m, n), p = self.atoms.U.dtype, self.F.shape, self.atoms.U.shape[1]
         if self.tolerance > 0 and m * n * p * p > CHEAP:
-            solution = replace(self, F=self.F.to(dtype))._solve_lowrank(b, shift)
-            if solution is not None:
+            solution = replace(self, F=self.F.to(dtype))._iterate(b, shift)
+            if solution.status is Status.CONVERGED:
                 return solution
         return Dense(self.H, null_share(dtype)).solve(b, shift)
 
-    def _solve_lowrank(self, b: Tensor, shift: float) -> Solution | None:
-        """Iterate on exact products, preconditioned by a low-rank projection; None where no low rank is enough."""
-        approximate = project_diagonal_lowrank(self.F, self.atoms.U, self.atoms.V, self.tolerance)
-        if approximate is None:
-            return None
-        values, vectors = torch.linalg.eigh(self.atoms.orthonormal(approximate))
-        inverse = 1 / (values.clamp_min(0) + max(shift, self.tolerance * float(values[-1]) / len(values)))
+    def _iterate(self, b: Tensor, shift: float) -> Solution:
+        """Iterate on exact products, preconditioned by a low-rank projection, for less than an exact one would cost."""
+        approximate = project_diagonal_lowrank(self.F, self.atoms.U, self.atoms.V)
+        values, vectors = small_eigh(self.atoms.orthonormal(approximate))
+        floor = max(shift, self.tolerance * mean_of(values.clamp_min(0)))
+        inverse = 1 / (values.clamp_min(0) + floor)
 
         def precondition(r: Tensor) -> Tensor:
             return vectors @ (inverse * (vectors.T @ r))
 
         tolerance = 1e-10 if self.F.dtype == torch.float64 else 3e-7
-        solution = conjugate_gradients(self.shifted(shift), b, precondition, tolerance=tolerance, max_steps=200)
-        return solution if solution.status is Status.CONVERGED else None
+        return conjugate_gradients(self.shifted(shift), b, precondition, tolerance=tolerance, max_steps=STEPS)
+
+
+def sum_of_products(operators: list[TaggedDiagonal], scales: list[float], points: list[Tensor]) -> Tensor:
+    """Return Σ scale_t H̃_t x_t of diagonals on the same atoms: added up before the projection, which is then one."""
+    atoms = operators[0].atoms
+    total: Tensor | None = None
+    for H, scale, x in zip(operators, scales, points, strict=True):
+        lifted = atoms.lift(scale * x).mul_(H.F.to(atoms.U.dtype))
+        total = lifted if total is None else total.add_(lifted)
+    assert total is not None
+    return atoms.project(total)
 
 
 def project_diagonal(F_mn: Tensor, U_mp: Tensor, V_np: Tensor) -> Tensor:
@@ -91,35 +102,15 @@ def project_diagonal(F_mn: Tensor, U_mp: Tensor, V_np: Tensor) -> Tensor:
     return H_pp.triu() + H_pp.triu(1).T
 
 
-def project_diagonal_lowrank(F_mn: Tensor, U_mp: Tensor, V_np: Tensor, tolerance: float) -> Tensor | None:
-    """Project a low-rank F = Σ_r α_r β_rᵀ: H = Σ_r (Uᵀdiag(α_r)U) ∘ (Vᵀdiag(β_r)V), cost r·p²(m + n).
-
-    The rank doubles until the error, measured with random probes of the exact H, is at most
-    `tolerance`·‖H‖; None when that costs as much as the exact projection.
-    """
-    (m, n), p = F_mn.shape, U_mp.shape[1]
-    generator = torch.Generator().manual_seed(0)
-    probe_p2 = torch.randint(0, 2, (p, 2), generator=generator).to(U_mp) * 2 - 1
-    lifts = [sum_of_atoms(probe, U_mp, V_np) for probe in probe_p2.T]
-
-    def probed(D_mn: Tensor) -> Tensor:
-        return torch.stack([atom_coefficients(D_mn * lift, U_mp, V_np) for lift in lifts])
-
-    size = float(torch.linalg.vector_norm(probed(F_mn)))
-    H_pp = torch.zeros(p, p, dtype=torch.float64, device=F_mn.device)
-    rest_mn, rank, total = F_mn, 8, 0
-    while 2 * (total + rank) * (m + n) < m * n:
-        sketch = torch.randn(n, rank, generator=generator, dtype=torch.float32).to(F_mn)
-        Q_mr = torch.linalg.qr(rest_mn @ (rest_mn.T @ (rest_mn @ sketch))).Q
-        B_rn = Q_mr.T @ rest_mn
-        for alpha, beta in zip(Q_mr.T, B_rn, strict=True):
-            H_pp += (U_mp.T @ (alpha[:, None] * U_mp)) * (V_np.T @ (beta[:, None] * V_np))
-        rest_mn = rest_mn - Q_mr @ B_rn
-        total += rank
-        if float(torch.linalg.vector_norm(probed(rest_mn))) <= tolerance * size:
-            return 0.5 * (H_pp + H_pp.T)
-        rank = total
-    return None
+def project_diagonal_lowrank(F_mn: Tensor, U_mp: Tensor, V_np: Tensor, rank: int = START_RANK) -> Tensor:
+    """Project a low-rank part F ≈ Σ_r α_r β_rᵀ: H = Σ_r (Uᵀdiag(α_r)U) ∘ (Vᵀdiag(β_r)V), cost r·p²(m + n)."""
+    rank = min(rank, *F_mn.shape)
+    sketch = torch.randn(F_mn.shape[1], rank, generator=torch.Generator().manual_seed(0)).to(F_mn)
+    Q_mr = torch.linalg.qr(F_mn @ (F_mn.T @ (F_mn @ sketch))).Q
+    H_pp = torch.zeros(U_mp.shape[1], U_mp.shape[1], dtype=torch.float64, device=F_mn.device)
+    for alpha, beta in zip(Q_mr.T, Q_mr.T @ F_mn, strict=True):
+        H_pp += (U_mp.T @ (alpha[:, None] * U_mp)) * (V_np.T @ (beta[:, None] * V_np))
+    return 0.5 * (H_pp + H_pp.T)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from epimer.errors import CurvatureError
+from epimer.geometry.diagonal import TaggedDiagonal, sum_of_products
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.linalg import weighted_sum
 from epimer.geometry.metric import Metric
@@ -92,6 +93,12 @@ class Problem:
 
     def descent(self, x: Tensor) -> Tensor:
         """Return Σ λ_t H̃_t (x_t - x), half the negative gradient of F."""
+        diagonals = [H for H in self.operators if isinstance(H, TaggedDiagonal)]
+        if len(diagonals) == len(self.operators):
+            scales = [w * s for w, s in zip(self.weights, self.scales, strict=True)]
+            shifts = [w * s for w, s in zip(self.weights, self.shifts, strict=True)]
+            steps = [point - x for point in self.points]
+            return sum_of_products(diagonals, scales, steps) + weighted_sum(steps, shifts)
         total = torch.zeros_like(x)
         for t, (point, weight) in enumerate(zip(self.points, self.weights, strict=True)):
             total += self.product(t, point - x).mul_(weight)

@@ -9,9 +9,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NULL, conjugate_gradients, mean_of, solve_spd, top_svd
+from epimer.geometry.linalg import NULL, conjugate_gradients, mean_of, solve_spd
 from epimer.geometry.operator import SubspaceOperator
 from epimer.geometry.solution import Solution, solved
+from epimer.geometry.svd import top_svd
 from epimer.records import Status
 
 STACKED = 1024  # factors up to this size are decomposed whole, and multiplied by all tasks at once

@@ -1,11 +1,10 @@
-"""Linear algebra with its failure modes handled: top-k SVD, polar factor, damped solve, conjugate gradients."""
+"""Linear algebra with its failure modes handled: polar factor, damped solve, conjugate gradients, order statistics."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
 
-BLOCK = 16  # a Krylov block's columns are a multiple of this, which matrix products like
-FIRST_POWERS = 2  # products with AAᵀ before the first block, which need no memory
-FIRST_CHECK = 4  # blocks before the error is first estimated
-SMALL = 192  # below this side a full SVD in float64 costs next to nothing
-SVD_TOLERANCE = 6e-3  # bound on the mean angle of float32 triples; their product's error is some 30x lower
 CHUNK = 1 << 17  # entries of a chunk, which stays in the cache, where entries do not depend on each other
+SMALL_EIGH = 384  # up to this size a matrix on a GPU is decomposed on the CPU
+NEWTON_SCHULZ = 28  # steps, enough for a stack whose weakest direction is a thousandth
+PROBE = 1e-3  # size of the error, relative to a column, that measures how errors grow
+NEARLY_SQUARE = 0.75  # columns per row from which on a stack's Gram matrix is taken in float64
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 MAX_STEPS = 2000  # of conjugate gradients
 
@@ -119,144 +117,17 @@ def squared_norm(D: Delta) -> float:
     return float(torch.linalg.vector_norm(D, dtype=torch.float64)) ** 2
 
 
-class Svd(NamedTuple):
-    """The leading triples: A ≈ U_mk diag(sigma_k) V_nkᵀ; triples with σ = 0 are left out."""
-
-    U: Tensor
-    sigma: Tensor
-    V: Tensor
-
-
-def top_svd(A_mn: Delta, k: int, *, exact: bool = False) -> Svd:
-    """Return the `k` leading singular triples of `A_mn`, fewer where its rank is lower.
-
-    A product of factors takes the SVD of the r x r matrix between their orthonormal bases. Float64 and small
-    matrices take a full SVD. Large float32 matrices take a block Krylov space, grown until the triples have converged,
-    and an eigendecomposition of the Gram matrix where that would need half the space or where `exact` asks for it.
-    """
-    m, n = A_mn.shape
-    if isinstance(A_mn, LowRank):
-        left, right = torch.linalg.qr(A_mn.B.double()), torch.linalg.qr(A_mn.A.T.double())
-        U, sigma, Vh = torch.linalg.svd(left.R @ right.R.T)
-        return _nonzero(Svd(left.Q @ U[:, :k], sigma[:k], right.Q @ Vh[:k].T), A_mn)
-    if m < n:
-        flipped = top_svd(A_mn.T, k, exact=exact)
-        return Svd(flipped.V, flipped.sigma, flipped.U)
-    if k == 0:
-        return Svd(A_mn[:, :0], A_mn.new_zeros(0), A_mn.new_zeros(n, 0))
-    if A_mn.dtype == torch.float64 or n <= SMALL:
-        U, sigma, Vh = torch.linalg.svd(A_mn.double(), full_matrices=False)
-        return _nonzero(Svd(U[:, :k], sigma[:k], Vh[:k].T), A_mn)
-    size = float(torch.linalg.vector_norm(A_mn, dtype=torch.float64))
-    if size and not 1e-6 < size < 1e6:  # powers of it would leave float32
-        scaled = top_svd((A_mn.double() / size).float(), k, exact=exact)
-        return Svd(scaled.U, scaled.sigma * size, scaled.V)
-    return _nonzero((None if exact else _krylov_svd(A_mn, k)) or _gram_svd(A_mn, k), A_mn)
-
-
-def uses_krylov(A_mn: Delta, k: int) -> bool:
-    """Whether `top_svd` searches a Krylov space for `k` triples, which makes them approximate."""
-    side = min(A_mn.shape)
-    single = isinstance(A_mn, Tensor) and A_mn.dtype != torch.float64
-    return single and side > SMALL and side >= 2 * FIRST_CHECK * _width(k)
-
-
-def _width(k: int) -> int:
-    """Return the columns of a Krylov block that is to find `k` triples."""
-    return -(-k // BLOCK) * BLOCK
-
-
-def _nonzero(svd: Svd, A_mn: Delta) -> Svd:
-    """Drop the triples that are zero up to the rounding of `A_mn`'s precision."""
-    rank = int((svd.sigma > rounding_share(A_mn) * svd.sigma[0]).sum()) if svd.sigma.numel() else 0
-    U, sigma, V = (part.to(A_mn.dtype) for part in svd)
-    return Svd(U[:, :rank], sigma[:rank], V[:, :rank])
-
-
 def rounding_share(A_mn: Delta) -> float:
     """Return the share of the largest singular value below which there is only the rounding of `A_mn`."""
     return 8 * torch.finfo(A_mn.dtype).eps * math.sqrt(max(A_mn.shape))
 
 
-def _gram_svd(A_mn: Tensor, k: int) -> Svd:
-    """Take the SVD from the eigenvectors of AᵀA in float64, where squaring loses nothing of float32."""
-    A = A_mn.double()
-    V = torch.linalg.eigh(A.T @ A).eigenvectors.flip(-1)[:, :k]
-    U = A @ V
-    sigma = torch.linalg.vector_norm(U, dim=0)
-    return Svd(U / sigma.clamp_min(torch.finfo(torch.float64).tiny), sigma, V)
-
-
-@cache
-def _start(m: int, width: int) -> Tensor:
-    return torch.randn(m, width, generator=torch.Generator().manual_seed(0))
-
-
-def _krylov_svd(A_mn: Tensor, k: int) -> Svd | None:
-    """Find the leading triples in span{Q, AᵀAQ, (AᵀA)²Q, …}; None when half the space is not enough.
-
-    The start is the same for every matrix of one shape, so that equal matrices have equal triples.
-    """
-    if not uses_krylov(A_mn, k):
-        return None
-    (m, n), width = A_mn.shape, _width(k)
-    columns = n // (2 * width) * width
-    B_nb, W_mb = A_mn.new_empty(n, columns), A_mn.new_empty(m, columns)  # the space and its image AB
-    start = _start(m, width).to(A_mn)
-    for _ in range(FIRST_POWERS):
-        start = A_mn @ (A_mn.T @ start)
-    fresh = A_mn.T @ start
-    for done in range(width, columns + 1, width):
-        new, every = slice(done - width, done), slice(done)
-        B_nb[:, new] = torch.linalg.qr(fresh).Q
-        W_mb[:, new] = image = A_mn @ B_nb[:, new]
-        fresh = A_mn.T @ image
-        for _ in range(2):  # once leaves what rounding brings back, twice is enough
-            fresh -= B_nb[:, every] @ (B_nb[:, every].T @ fresh)
-        if done < FIRST_CHECK * width:
-            continue
-        sigma, R_bk = _ritz(B_nb[:, every], W_mb[:, every], k)
-        # The residual AᵀAv - σ²v of a Ritz vector v = BR lies in the next block: it is what `fresh` makes of R's end.
-        residual_k = torch.linalg.vector_norm(fresh @ R_bk[new], dim=0)
-        if _svd_error(sigma, residual_k, k, rounding_share(A_mn)) <= SVD_TOLERANCE:
-            U = W_mb[:, every] @ R_bk
-            sigma = torch.linalg.vector_norm(U, dim=0)
-            return Svd(U / sigma.clamp_min(torch.finfo(U.dtype).tiny), sigma, B_nb[:, every] @ R_bk)
-    return None
-
-
-def _ritz(B_nb: Tensor, W_mb: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the singular values of A on span(B), W = AB, in falling order, and R with V = BR for the first `k`.
-
-    Where the Krylov space is exhausted (A of low rank), QR fills B up with directions it already has; these are
-    found in the Gram matrix BᵀB and left out.
-    """
-    gram, W = (B_nb.T @ B_nb).double(), W_mb.double()
-    H_bb, change = W.T @ W, None
-    if (gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max() > 1e-4:
-        scales, directions = torch.linalg.eigh(gram)
-        kept = scales > 1e-6
-        change = directions[:, kept] * scales[kept].rsqrt()
-        H_bb = change.T @ H_bb @ change
-    values, vectors = torch.linalg.eigh(H_bb)
-    R = vectors.flip(-1)[:, :k]
-    return values.flip(-1).clamp_min(0).sqrt().float(), (R if change is None else change @ R).float()
-
-
-def _svd_error(sigma: Tensor, residual_k: Tensor, k: int, floor: float) -> float:
-    """Bound the error of the leading triples: the root mean square of their angles to what was cut off.
-
-    sin θ <= ‖AᵀAv - σ²v‖ / (σ² - σ'²) with σ' the first singular value left out. Angles are not weighted by σ: the
-    polar factor of a stack treats all of its vectors alike. Triples below `floor` are rounding and will be dropped.
-    """
-    beyond = sigma[k] if len(sigma) > k else sigma.new_zeros(())
-    counted = sigma[:k] > floor * sigma[0]
-    if not bool(counted.any()):
-        return 0.0 if bool((sigma == 0).all()) else math.inf
-    gap_k = (sigma[:k].square() - beyond.square()).clamp_min(torch.finfo(torch.float32).tiny)
-    angle_k = (residual_k[: len(gap_k)] / gap_k).clamp_max(1.0)[counted]
-    error = float(angle_k.square().mean().sqrt())
-    return error if math.isfinite(error) else math.inf
+def small_eigh(H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of symmetric matrices; small ones come from the CPU, which is faster."""
+    if H.shape[-1] > SMALL_EIGH:
+        return torch.linalg.eigh(H)
+    values, vectors = torch.linalg.eigh(H.cpu())
+    return values.to(H.device), vectors.to(H.device)
 
 
 class Polar(NamedTuple):
@@ -264,32 +135,82 @@ class Polar(NamedTuple):
 
     factor: Tensor
     full_rank: bool
-    weakest: float
-    """lowest eigenvalue of the stack's Gram matrix, relative to its highest: errors grow by one over its root"""
+    amplification: float
+    """how many times an error of the stack, relative to a column, the factor is wrong by; inf for a deficient stack"""
+    bearable: float
+    """the error of the stack's columns from which on its weakest direction may turn over"""
 
 
 def polar(X_mp: Tensor, least: float = 0.0) -> Polar:
     """Return X(XᵀX)^(-1/2), the column-orthonormal matrix nearest to `X_mp`.
 
-    By the eigenvectors of the p x p Gram matrix and one Newton-Schulz step for what squaring lost, far cheaper than
-    an SVD of X; by the SVD where the Gram matrix is near-singular. A rank-deficient stack gives the partial isometry.
-    Above 0, `least` regularises: singular values σ of X below it become σ / `least` instead of 1, so that the factor
-    depends continuously on a stack that comes close to a deficient one.
+    On a GPU by Newton-Schulz steps alone; elsewhere by the eigenvectors of the p x p Gram matrix, in float64 where
+    float32 would show, and one step for what squaring lost: far cheaper than an SVD of X, which is taken where the
+    Gram matrix is near-singular. A rank-deficient stack gives the partial isometry. Above 0, `least` regularises:
+    singular values σ of X below it become σ / `least` instead of 1, so that the factor depends continuously on a
+    stack that comes close to a deficient one.
     """
     if not X_mp.shape[1]:
-        return Polar(X_mp, True, 1.0)
-    for dtype in dict.fromkeys((X_mp.dtype, torch.float64)):
+        return Polar(X_mp, True, 1.0, 1.0)
+    if X_mp.is_cuda and X_mp.dtype != torch.float64 and least == 0:
+        factor, amplification = newton_schulz_polar(X_mp)
+        if amplification < math.inf:
+            return Polar(factor, True, amplification, math.inf)  # a direction that turned over has amplified a lot
+    square = X_mp.shape[1] > NEARLY_SQUARE * X_mp.shape[0]  # then some direction is weak, by chance alone
+    for dtype in dict.fromkeys((torch.float64 if square else X_mp.dtype, torch.float64)):
         X = X_mp.to(dtype)
-        values, vectors = torch.linalg.eigh(X.T @ X)
-        weakest = float(values[0] / values[-1])
-        if weakest > (1e-9 if dtype == torch.float64 else 1e-3) and float(values[0]) >= least**2:
-            factor = X @ ((vectors * values.rsqrt()) @ vectors.T)
-            factor = 1.5 * factor - 0.5 * (factor @ (factor.T @ factor))
-            return Polar(factor.to(X_mp.dtype), True, weakest)
+        values, vectors = small_eigh(X.T @ X)
+        lowest, highest = torch.stack([values[0], values[-1]]).tolist()
+        enough = 1e-3 if dtype == torch.float32 else 1e-9 if X_mp.dtype == torch.float64 else NULL
+        if lowest > enough * highest and lowest >= least**2:
+            factor = X_mp @ ((vectors * values.rsqrt()) @ vectors.T).to(X_mp.dtype)
+            if X_mp.dtype == torch.float64 or lowest < 0.1 * highest:  # rounding shows
+                factor = _newton_schulz(factor)
+            return Polar(factor, True, *_sensitivity(values, len(X_mp)))
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     kept = sigma > math.sqrt(NULL) * sigma[0]
     shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
-    return Polar(((U[:, kept] * shrunk) @ Vh[kept]).to(X_mp.dtype), bool(kept.all() and least == 0), max(0.0, weakest))
+    factor = ((U[:, kept] * shrunk) @ Vh[kept]).to(X_mp.dtype)
+    if least > 0 or not bool(kept.all()):
+        return Polar(factor, False, math.inf, 0.0)
+    return Polar(factor, True, *_sensitivity(sigma.square(), len(X_mp)))
+
+
+def newton_schulz_polar(X_mp: Tensor) -> tuple[Tensor, float]:
+    """Return the polar factor by products alone, and its amplification: inf where the steps did not converge.
+
+    The amplification is measured: a second stack, with a small error, is taken along.
+    """
+    noise = torch.randn(X_mp.shape, generator=torch.Generator().manual_seed(0)).to(X_mp)
+    noise = noise * (PROBE / math.sqrt(len(X_mp)))
+    scale = torch.linalg.matrix_norm(X_mp.T @ X_mp, ord=1).sqrt()
+    pair = torch.stack([X_mp, X_mp + noise]) / (1.01 * scale)
+    for _ in range(NEWTON_SCHULZ):
+        pair = _newton_schulz(pair)
+    factor, other = pair
+    eye = torch.eye(X_mp.shape[1], dtype=X_mp.dtype, device=X_mp.device)
+    defect = (factor.T @ factor - eye).abs().max()
+    grown = torch.linalg.vector_norm(other - factor) / torch.linalg.vector_norm(noise)
+    wrong, amplification = torch.stack([defect, grown]).tolist()
+    return factor, amplification if wrong < 1e-3 else math.inf
+
+
+def _newton_schulz(factor: Tensor) -> Tensor:
+    """Return (3Y - YYᵀY) / 2, nearer to orthonormal columns than Y."""
+    return 1.5 * factor - 0.5 * (factor @ (factor.mT @ factor))
+
+
+def _sensitivity(values: Tensor, m: int) -> tuple[float, float]:
+    """Return the amplification and the bearable error of a stack with m rows, from its Gram matrix's eigenvalues σ².
+
+    Random errors grow by 1 / σ_i outside of the span, and by √2 / (σ_i + σ_j), i ≠ j, within it; along one direction
+    they change nothing until, at a third of it being sure of that, their part 1 / √m exceeds σ_i.
+    """
+    sigma, inside = values.sqrt(), len(values) / m
+    within = (2 / (sigma[:, None] + sigma).square()).fill_diagonal_(0)
+    growth = inside * within.mean() + (1 - inside) * (1 / values).mean()
+    amplification, weakest = torch.stack([growth.sqrt(), sigma.min()]).tolist()
+    return amplification, weakest * math.sqrt(m) / 3
 
 
 def column_basis(X_mp: Tensor) -> Tensor:

@@ -8,15 +8,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NULL, Svd, atom_coefficients, column_basis, polar, sum_of_atoms, top_svd, uses_krylov
+from epimer.geometry.linalg import NULL, atom_coefficients, column_basis, polar, sum_of_atoms
 from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
+from epimer.geometry.svd import SVD_TOLERANCE, Svd, top_svd, top_svds
 
-NEAR_DUPLICATE = 0.02  # where a stack's weakest direction is below this, SVDs are taken exactly
+BASIS_TOLERANCE = 4 * SVD_TOLERANCE  # error of a whitened basis
+SHARPEST = 3e-4  # error below which a sharper search is not worth it: SVDs are taken exactly
 DISTINCT, COPIES = 0.5, 0.9  # cosine up to which task vectors count as distinct, and from which on as copies
 LEAST = 0.5  # a stack's singular values below this are what copies differ by, not directions of their own
 
@@ -79,6 +82,11 @@ class Tagged(Subspace):
     def rank(self) -> int:
         """Directions per task; the most, where tasks differ."""
         return int(self.owner.bincount().max()) if self.owner.numel() else 0
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Σ_i (u_i v_iᵀ)², entry by entry: what a diagonal's trace on the atoms weights its entries with."""
+        return self.U.square() @ self.V.square().T
 
     def project(self, D: Tensor) -> Tensor:
         raw = atom_coefficients(D, self.U, self.V).double()
@@ -158,18 +166,20 @@ def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
 def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, list[Svd]]:
     """Return the tagged basis and every task's leading singular triples, which it is built from.
 
-    Near-duplicate models make the stack near-singular, which magnifies errors; then the SVDs are taken exactly.
+    Whitening magnifies errors where the stack is near-singular (near-duplicate models, or as many directions as there
+    are); then the SVDs are taken more sharply, or exactly.
     """
-    triples = [top_svd(D, rank) for D in deltas]
-    atoms, weakest = whiten(triples)
-    if weakest < NEAR_DUPLICATE and any(uses_krylov(D, rank) for D in deltas):
-        triples = [top_svd(D, rank, exact=True) for D in deltas]
-        atoms, _ = whiten(triples)
-    return atoms, triples
+    tolerance = SVD_TOLERANCE
+    while True:
+        triples, error = top_svds(deltas, rank, tolerance)
+        atoms, bearable = whiten(triples)
+        if error <= bearable:
+            return atoms, triples
+        tolerance = bearable / 2 if bearable > SHARPEST else 0.0
 
 
 def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, float]:
-    """Return the tagged basis of the first `rank` triples of every task, and its stack's weakest direction."""
+    """Return the tagged basis of the first `rank` triples of every task, and the error of theirs that it bears."""
     triples = [Svd(U[:, :rank], sigma[:rank], V[:, :rank]) for U, sigma, V in triples]
     nearness = (_largest_cosine(triples) - DISTINCT) / (COPIES - DISTINCT)
     least = LEAST * min(1.0, max(0.0, nearness))
@@ -183,17 +193,17 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
         kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
     atoms = Tagged(left.factor, right.factor, sigma, owner.to(sigma.device), mix)
-    return atoms, min(left.weakest, right.weakest)
+    bearable = [min(side.bearable, BASIS_TOLERANCE / side.amplification) for side in (left, right)]
+    return atoms, min(bearable)
 
 
 def _largest_cosine(triples: Sequence[Svd]) -> float:
     """Return the largest cosine between two task vectors' leading parts U diag(σ) Vᵀ; 0 for a single one."""
-    sizes = [len(triple.sigma) for triple in triples]
     U, V = (torch.cat([triple[side] for triple in triples], dim=1) for side in (0, 2))
-    weighted = torch.cat([triple.sigma for triple in triples]).double()
-    terms = (U.T @ U).double() * (V.T @ V).double() * weighted[:, None] * weighted
-    rows = [torch.stack([block.sum() for block in torch.split(row, sizes, dim=1)]) for row in torch.split(terms, sizes)]
-    inner = torch.stack(rows)
+    owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)]).to(U.device)
+    sigma = torch.cat([triple.sigma for triple in triples]).double()
+    owned = torch.nn.functional.one_hot(owner, len(triples)) * sigma[:, None]  # p x T
+    inner = owned.T @ ((U.T @ U).double() * (V.T @ V).double()) @ owned
     norms = inner.diagonal().clamp_min(0).sqrt()
     cosines = inner / (norms[:, None] * norms).clamp_min(torch.finfo(inner.dtype).tiny)
     return float(cosines.fill_diagonal_(0).max())

@@ -22,7 +22,7 @@ from epimer.geometry.aggregator import (
 )
 from epimer.geometry.checks import check_wide_factor
 from epimer.geometry.frechet import build_problem
-from epimer.geometry.linalg import Delta, Svd, as_compute_dtype, mean_of, rounding_share, top_svd, weighted_sum
+from epimer.geometry.linalg import as_compute_dtype, mean_of, rounding_share, weighted_sum
 from epimer.geometry.metric import InputGram, Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import (
@@ -36,6 +36,7 @@ from epimer.geometry.subspace import (
     tagged,
     tensor_product,
 )
+from epimer.geometry.svd import Svd, top_svd
 from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
@@ -73,7 +74,7 @@ class FrechetOptions(MethodOptions):
     projection_tol: Annotated[
         float,
         Option(
-            "error of the low-rank projection that starts a large diagonal solve; 0 projects exactly", low=0, high=1
+            "share down to which a low-rank projection starts a large diagonal solve; 0 projects exactly", low=0, high=1
         ),
     ] = 1e-2
     calibrate: Annotated[
@@ -175,7 +176,7 @@ def _aggregator(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> 
             return Anchored(_anchor(layer, options, atoms), options.damping)
 
 
-def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Delta:
+def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Tensor:
     """Return the anchor, of the layer's shape."""
     match options.anchor:
         case "stretched":

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.aggregator import iso_c_delta, tsv_delta
-from epimer.geometry.linalg import Svd, polar, rounding_share, top_svd, weighted_sum
+from epimer.geometry.linalg import polar, rounding_share, weighted_sum
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import atoms_of, clamp_rank, tagged
+from epimer.geometry.svd import Svd, top_svd
 from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import top_svd
+from epimer.geometry.svd import top_svd
 from epimer.methods import workspace
 from epimer.methods.registry import Method
 from epimer.methods.workspace import Workload, workspace_bytes

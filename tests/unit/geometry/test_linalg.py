@@ -7,70 +7,12 @@ from hypothesis import strategies as st
 
 from dense import close
 from epimer.geometry.linalg import (
-    SVD_TOLERANCE,
-    _gram_svd,
-    _krylov_svd,
     as_compute_dtype,
     conjugate_gradients,
+    newton_schulz_polar,
     polar,
     solve_spd,
-    top_svd,
 )
-
-
-def decaying(m, n, power, noise=0.0, seed=0):
-    torch.manual_seed(seed)
-    side = min(m, n)
-    U, V = torch.linalg.qr(torch.randn(m, side)).Q, torch.linalg.qr(torch.randn(n, side)).Q
-    A = (U * torch.arange(1, side + 1) ** -power) @ V.T
-    E = torch.randn(m, n)
-    return A / A.norm() + noise * E / E.norm()
-
-
-def truncated(A, k):
-    U, S, Vh = torch.linalg.svd(A.double(), full_matrices=False)
-    return (U[:, :k] * S[:k]) @ Vh[:k]
-
-
-def product(svd):
-    U, S, V = svd
-    return ((U * S) @ V.T).double()
-
-
-@pytest.mark.parametrize("shape", [(400, 400), (900, 400), (400, 900)])
-@pytest.mark.parametrize(("power", "noise"), [(0.5, 0.5), (1.0, 0.2), (2.0, 0.0)])
-def test_krylov_svd_is_within_its_tolerance(shape, power, noise):
-    A = decaying(*shape, power, noise)
-    svd = top_svd(A, 12)
-    assert close(product(svd), truncated(A, 12), SVD_TOLERANCE / 4)
-    assert close(svd.sigma, torch.linalg.svdvals(A)[:12], 1e-4)
-    assert close(svd.U.T @ svd.U, torch.eye(12), 1e-4)
-    assert close(svd.V.T @ svd.V, torch.eye(12), 1e-4)
-
-
-def test_flat_spectrum_falls_back_to_the_gram_matrix():
-    A = torch.randn(400, 300, generator=torch.Generator().manual_seed(1))
-    assert _krylov_svd(A, 20) is None
-    assert close(product(top_svd(A, 20)), truncated(A, 20), 1e-5)
-    assert close(product(_gram_svd(A, 20)), truncated(A, 20), 1e-5)
-
-
-@pytest.mark.parametrize("shape", [(40, 30), (300, 260), (500, 260)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rank_deficient_matrices_give_their_rank(shape, dtype):
-    torch.manual_seed(0)
-    A = torch.randn(shape[0], 3, dtype=dtype) @ torch.randn(3, shape[1], dtype=dtype)
-    svd = top_svd(A, 10)
-    assert len(svd.sigma) == 3
-    assert svd.U.dtype == dtype
-    assert close(product(svd), A.double(), 1e-5)
-    assert top_svd(torch.zeros(shape, dtype=dtype), 10).sigma.numel() == 0
-
-
-def test_equal_matrices_have_equal_triples():
-    A = decaying(300, 300, 0.7, 0.3)
-    first, second = top_svd(A, 20), top_svd(A.clone(), 20)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @settings(max_examples=40, deadline=None)
@@ -78,7 +20,7 @@ def test_equal_matrices_have_equal_triples():
 def test_polar_factor_is_the_nearest_orthonormal_matrix(m, p, seed):
     torch.manual_seed(seed)
     X = torch.randn(max(m, p), p, dtype=torch.float64)
-    factor, full_rank, _ = polar(X)
+    factor, full_rank, *_ = polar(X)
     U, _, Vh = torch.linalg.svd(X, full_matrices=False)
     assert full_rank
     assert close(factor, U @ Vh, 1e-7)
@@ -89,7 +31,7 @@ def test_ill_conditioned_polar_factor_still_agrees_with_the_svd():
     torch.manual_seed(0)
     U, V = torch.linalg.qr(torch.randn(30, 8).double()).Q, torch.linalg.qr(torch.randn(8, 8).double()).Q
     for lowest in (1e-1, 1e-3, 1e-4, 1e-4 / 3):
-        factor, full_rank, _ = polar((U * torch.logspace(0, torch.tensor(lowest).log10(), 8).double()) @ V.T)
+        factor, full_rank, *_ = polar((U * torch.logspace(0, torch.tensor(lowest).log10(), 8).double()) @ V.T)
         assert full_rank
         assert close(factor, U @ V.T, 1e-7)
         assert close(factor.T @ factor, torch.eye(8, dtype=torch.float64), 1e-12)
@@ -97,10 +39,34 @@ def test_ill_conditioned_polar_factor_still_agrees_with_the_svd():
 
 def test_polar_factor_of_a_deficient_stack_is_a_partial_isometry():
     Q = torch.linalg.qr(torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).Q
-    factor, full_rank, _ = polar(torch.cat([Q, Q], dim=1))
+    factor, full_rank, *_ = polar(torch.cat([Q, Q], dim=1))
     assert not full_rank
     assert close(factor, torch.cat([Q, Q], dim=1) / 2**0.5, 1e-12)
     assert polar(torch.empty(5, 0)).factor.shape == (5, 0)
+
+
+@pytest.mark.parametrize(("m", "p"), [(300, 300), (700, 256), (400, 30)])
+def test_float32_polar_factors_agree_with_the_svd_and_tell_how_errors_grow(m, p):
+    torch.manual_seed(0)
+    X = torch.cat([torch.linalg.qr(torch.randn(m, p // 2)).Q for _ in range(2)], dim=1)  # square: nearly singular
+    U, _, Vh = torch.linalg.svd(X.double(), full_matrices=False)
+    factor, full_rank, amplification, _ = polar(X)
+    assert full_rank
+    assert close(factor, U @ Vh, 1e-3)
+    assert close(factor.T @ factor, torch.eye(p), 1e-5)
+    stepped, measured = newton_schulz_polar(X)  # the way a GPU takes
+    assert close(stepped, U @ Vh, 1e-5)
+    E = 1e-4 * torch.randn(m, p, dtype=torch.float64) / m**0.5
+    U, _, Vh = torch.linalg.svd(X.double() + E, full_matrices=False)
+    grown = float((U @ Vh - factor.double()).norm() / E.norm())
+    assert amplification / 2 < grown < 2 * amplification
+    assert measured / 2 < grown < 2 * measured
+
+
+def test_newton_schulz_steps_say_where_they_do_not_converge():
+    X = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
+    X[:, 7] = X[:, 3]
+    assert newton_schulz_polar(X)[1] == float("inf")
 
 
 def test_solve_spd_damps_only_what_is_singular():

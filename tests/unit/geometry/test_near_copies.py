@@ -9,9 +9,10 @@ import epimer
 from dense import close
 from epimer.geometry.aggregator import Anchored, calibrated, stretched_mean, tsv_delta
 from epimer.geometry.frechet import build_problem
-from epimer.geometry.linalg import polar, top_svd
+from epimer.geometry.linalg import polar
 from epimer.geometry.metric import Kronecker
 from epimer.geometry.subspace import tagged, tensor_product
+from epimer.geometry.svd import top_svd
 
 M, N, K, T = 48, 40, 6, 4
 EQUAL = [1 / T] * T

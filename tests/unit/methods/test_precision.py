@@ -1,4 +1,4 @@
-"""The fast float32 routes (Krylov SVD, single-precision CG) against the same merge in float64 with full SVDs."""
+"""The fast float32 routes (searched SVD, single-precision CG) against the same merge in float64 with full SVDs."""
 
 import pytest
 import torch

@@ -1,0 +1,245 @@
+"""Leading singular triples: exactly, or as far as a merge can feel, by a filtered subspace, many matrices at once.
+
+Shapes: A_mn or a stack A_tmn with m >= n, k triples wanted, a search space of w > k columns. All of the search is in
+float32 and works on one matrix or on a stack of them, without asking the device for a number but once a round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epimer.geometry.linalg import Delta, LowRank, rounding_share, small_eigh
+
+BLOCK = 16  # the search space's columns are a multiple of this, which matrix products like
+FIRST_POWERS = 2  # products with AᵀA before the first look at the spectrum
+ROUNDS = 6  # of filtering before a matrix is decomposed exactly
+DEGREES = 12  # of one filter at most
+FILTER_RANGE = 1e12  # how far a filter may set the first singular value above the last, which float32 must bear
+SMALL = 192  # below this side a full SVD in float64 costs next to nothing
+SVD_TOLERANCE = 1.5e-3  # root mean square angle between the triples found and the exact ones
+SAME = 1e-3  # singular values whose squares are this close, relatively, need not be told apart
+FAINT = 1e-6  # squares below this share of the largest are lost in the rounding of a float32 Gram matrix
+STACKED = 1 << 26  # entries of Gram matrices that are held at once
+
+
+class Svd(NamedTuple):
+    """The leading triples: A ≈ U_mk diag(sigma_k) V_nkᵀ; triples with σ = 0 are left out."""
+
+    U: Tensor
+    sigma: Tensor
+    V: Tensor
+
+
+def top_svd(A_mn: Delta, k: int, *, exact: bool = False) -> Svd:
+    """Return the `k` leading singular triples of `A_mn`, fewer where its rank is lower."""
+    return top_svds([A_mn], k, 0.0 if exact else SVD_TOLERANCE)[0][0]
+
+
+def top_svds(matrices: Sequence[Delta], k: int, tolerance: float = SVD_TOLERANCE) -> tuple[list[Svd], float]:
+    """Return the `k` leading singular triples of matrices of one shape, and the largest angle they are wrong by.
+
+    Large float32 matrices are searched until the root mean square angle is below `tolerance`, all others, and those
+    where it cannot be reached, decomposed exactly (angle 0); a `tolerance` of 0 decomposes all.
+    """
+    if not matrices:
+        return [], 0.0
+    if matrices[0].shape[0] < matrices[0].shape[1]:
+        flipped, error = top_svds([A.T for A in matrices], k, tolerance)
+        return [Svd(V, sigma, U) for U, sigma, V in flipped], error
+    searched = [t for t, A in enumerate(matrices) if tolerance > 0 and searches(A, k)]
+    triples: dict[int, Svd] = {}
+    worst = 0.0
+    for group in _groups(searched, matrices[0]):
+        for t, svd, error in zip(group, *_search([matrices[t] for t in group], k, tolerance), strict=True):
+            if error <= tolerance:
+                triples[t], worst = _nonzero(svd, matrices[t]), max(worst, error)
+    return [triples[t] if t in triples else _decompose(A, k) for t, A in enumerate(matrices)], worst
+
+
+def searches(A_mn: Delta, k: int) -> bool:
+    """Whether `top_svd` searches for `k` triples, which makes them approximate, instead of decomposing the matrix."""
+    side = min(A_mn.shape)
+    single = isinstance(A_mn, Tensor) and A_mn.dtype != torch.float64
+    return single and side > SMALL and k > 0 and 3 * _width(k) <= side
+
+
+def _width(k: int) -> int:
+    """Return the columns of the space in which `k` triples are searched."""
+    return -(-(k + max(BLOCK, k // 3)) // BLOCK) * BLOCK
+
+
+def _groups(tasks: Sequence[int], A_mn: Delta) -> Iterator[Sequence[int]]:
+    """Divide matrices into stacks that are searched at once: one at a time on the CPU, where a stack gains nothing."""
+    m, n = A_mn.shape
+    size = 1 if A_mn.device.type == "cpu" else max(1, STACKED // (m * n))
+    for start in range(0, len(tasks), size):
+        yield tasks[start : start + size]
+
+
+# --- exactly ---
+
+
+def _decompose(A_mn: Delta, k: int) -> Svd:
+    """Return the leading triples of a matrix with m >= n, exactly.
+
+    A product of factors takes the SVD of the r x r matrix between their orthonormal bases; float64 and small matrices
+    a full SVD; large float32 matrices the eigenvectors of their Gram matrix in float64.
+    """
+    if isinstance(A_mn, LowRank):
+        left, right = torch.linalg.qr(A_mn.B.double()), torch.linalg.qr(A_mn.A.T.double())
+        U, sigma, Vh = torch.linalg.svd(left.R @ right.R.T)
+        return _nonzero(Svd(left.Q @ U[:, :k], sigma[:k], right.Q @ Vh[:k].T), A_mn)
+    n = A_mn.shape[1]
+    if k == 0:
+        return Svd(A_mn[:, :0], A_mn.new_zeros(0), A_mn.new_zeros(n, 0))
+    if A_mn.dtype == torch.float64 or n <= SMALL:
+        U, sigma, Vh = torch.linalg.svd(A_mn.double(), full_matrices=False)
+        return _nonzero(Svd(U[:, :k], sigma[:k], Vh[:k].T), A_mn)
+    return _nonzero(_gram_svd(A_mn, k), A_mn)
+
+
+def _gram_svd(A_mn: Tensor, k: int) -> Svd:
+    """Take the SVD from the eigenvectors of AᵀA in float64, where squaring loses nothing of float32."""
+    A = A_mn.double()
+    V = torch.linalg.eigh(A.T @ A).eigenvectors.flip(-1)[:, :k]
+    U = A @ V
+    sigma = torch.linalg.vector_norm(U, dim=0)
+    return Svd(U / sigma.clamp_min(torch.finfo(torch.float64).tiny), sigma, V)
+
+
+def _nonzero(svd: Svd, A_mn: Delta) -> Svd:
+    """Drop the triples that are zero up to the rounding of `A_mn`'s precision."""
+    rank = int((svd.sigma > rounding_share(A_mn) * svd.sigma[0]).sum()) if svd.sigma.numel() else 0
+    U, sigma, V = (part.to(A_mn.dtype) for part in svd)
+    return Svd(U[:, :rank], sigma[:rank], V[:, :rank])
+
+
+# --- searched ---
+
+
+@cache
+def _start(n: int, width: int) -> Tensor:
+    """Return where every search begins: the same for all matrices, so that equal ones have equal triples."""
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(0))
+
+
+def _search(matrices: Sequence[Delta], k: int, tolerance: float) -> tuple[list[Svd], list[float]]:
+    """Return the leading triples of float32 matrices with m >= n, and the angle each set is wrong by.
+
+    Subspace iteration with Chebyshev filters: a polynomial in AᵀA that is small on the spectrum below the search space
+    and grows fastest above it, whose degree is what float32 bears of the first value growing over the last.
+    """
+    A = torch.stack([dense for dense in matrices if isinstance(dense, Tensor)]) if len(matrices) > 1 else matrices[0]
+    assert isinstance(A, Tensor)
+    sizes = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    lowest, highest = torch.stack([sizes.min(), sizes.max()]).tolist()
+    scaled = not 1e-6 < lowest <= highest < 1e6  # powers of it would leave float32
+    if scaled:
+        sizes = torch.where(sizes > 0, sizes, 1.0)
+        A = (A.double() / sizes).float()
+    width = _width(k)
+    product = _gram_product(A, width)
+    X = _start(A.shape[-1], width).to(A).expand(*A.shape[:-2], -1, -1)
+    for _ in range(FIRST_POWERS):
+        X = product(X)
+    theta, X, image = _ritz(product, X)
+    error = theta.new_ones(())
+    for _ in range(ROUNDS):
+        degree = _degree(theta, k, error, tolerance)
+        theta, X, image = _ritz(product, _chebyshev(product, X, image, theta, degree))
+        error = _mean_angle(theta, X, image, k)
+        if not float(error.max()) > tolerance:
+            break
+    V = X[..., :k]
+    U = A @ V
+    sigma = torch.linalg.vector_norm(U, dim=-2)
+    lost = (theta[..., :k] < FAINT * theta[..., :1]) & (sigma > rounding_share(A) * sigma[..., :1])
+    error = torch.where(lost.any(-1), torch.inf, error)
+    U = U / sigma.clamp_min(torch.finfo(U.dtype).tiny).unsqueeze(-2)
+    if scaled:
+        sigma = sigma * sizes.squeeze(-1)
+    if len(matrices) == 1:
+        return [Svd(U, sigma, V)], [float(error)]
+    return [Svd(*parts) for parts in zip(U, sigma, V, strict=True)], error.tolist()
+
+
+def _gram_product(A: Tensor, width: int) -> Callable[[Tensor], Tensor]:
+    """Return X -> AᵀAX, with AᵀA formed where that pays for itself within a search."""
+    n = A.shape[-1]
+    if n > 16 * width:
+        return lambda X: A.mT @ (A @ X)
+    K = A.new_empty(*A.shape[:-2], n, n)
+    bounds = [n * i // 8 for i in range(9)]  # of column blocks, to leave out most of what symmetry gives
+    for start, end in pairwise(bounds):
+        K[..., start:end, start:] = A[..., start:end].mT @ A[..., start:]
+        K[..., end:, start:end] = K[..., start:end, end:].mT
+    return lambda X: K @ X
+
+
+def _lowest(theta: Tensor) -> Tensor:
+    """Return the lowest Ritz value, with rounding as its floor."""
+    return torch.maximum(theta[..., -1:], 1e-7 * theta[..., :1]).clamp_min(1e-30)
+
+
+def _degree(theta: Tensor, k: int, error: Tensor, tolerance: float) -> int:
+    """Return the degree of the next filter: what brings the error down to a third of `tolerance`, if float32 bears it.
+
+    T_d grows by about 2x a degree at x >> 1, and by x + √(x² - 1) anywhere: at the k-th value that is the gain.
+    """
+    ratio = theta[..., [0, k - 1]] / _lowest(theta)
+    widest, gain, missing = torch.stack([ratio[..., 0].max(), ratio[..., 1].min(), error.max()]).tolist()
+    bearable = math.log(FILTER_RANGE) / math.log(4 * max(1.0, widest))
+    x = max(1.01, 2 * gain - 1)
+    needed = math.log(max(3 * missing / tolerance, 1.0)) / math.log(x + math.sqrt(x * x - 1))
+    return max(1, min(DEGREES, int(bearable), math.ceil(min(needed, DEGREES))))
+
+
+def _ritz(product: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the Ritz values of AᵀA on span(Y), falling, the orthonormal Ritz vectors X, and AᵀAX."""
+    Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True).clamp_min(torch.finfo(Y.dtype).tiny)
+    wide = Y.double()
+    gram = wide.mT @ wide
+    gram.diagonal(dim1=-2, dim2=-1).add_(1e-12)
+    L, _ = torch.linalg.cholesky_ex(gram)
+    X = torch.linalg.solve_triangular(L, wide.mT, upper=False).mT.to(Y.dtype)
+    image = product(X)
+    H = (X.mT @ image).double()
+    values, vectors = small_eigh(torch.nan_to_num(0.5 * (H + H.mT)))  # a search that fails is noticed by its error
+    R = vectors.flip(-1).to(Y.dtype)
+    return values.flip(-1).to(Y.dtype), X @ R, image @ R
+
+
+def _chebyshev(product: Callable[[Tensor], Tensor], X: Tensor, image: Tensor, theta: Tensor, degree: int) -> Tensor:
+    """Return T_d(2 AᵀA / b - 1) X for the Chebyshev polynomial T_d, b the lowest Ritz value, image = AᵀAX."""
+    step = 2 / _lowest(theta).unsqueeze(-1)
+    before, current = X, step * image - X
+    for _ in range(degree - 1):
+        before, current = current, (2 * step) * product(current) - 2 * current - before
+    return current
+
+
+def _mean_angle(theta: Tensor, X: Tensor, image: Tensor, k: int) -> Tensor:
+    """Return the root mean square angle between the leading Ritz vectors and the exact ones.
+
+    Out of the search space a vector leans by ‖AᵀAx - θx‖ / (θ - θ_w), with θ_w the lowest value in it; within it,
+    across the cut after the k-th, by what is left of that squared, over the gap to θ_k+1; and rounding of AᵀA adds to
+    both. Angles are not weighted by σ: the polar factor of a stack treats all of its vectors alike. Gaps below `SAME`
+    are not resolved: neighbours so close on both sides of the cut are as good as each other.
+    """
+    leading, tiny = theta[..., :k], torch.finfo(theta.dtype).tiny
+    residual = torch.linalg.vector_norm(image[..., :k] - X[..., :k] * leading.unsqueeze(-2), dim=-2)
+    closest = SAME * leading
+    outer = torch.maximum(leading - theta[..., -1:], closest).clamp_min(tiny)
+    inner = torch.maximum(leading - theta[..., k : k + 1], closest).clamp_min(tiny)
+    rounding = torch.finfo(theta.dtype).eps * theta[..., :1] / math.sqrt(X.shape[-2])
+    angle = (residual / outer + residual.square() / (outer * inner) + rounding / inner).clamp_max(1.0)
+    counted = leading >= FAINT * theta[..., :1]
+    squares = torch.where(counted, angle.square(), 0.0).sum(-1) / counted.sum(-1).clamp_min(1)
+    return torch.where(torch.isfinite(theta).all(-1), squares.sqrt(), torch.inf)
