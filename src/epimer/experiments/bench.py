@@ -88,6 +88,7 @@ CANDIDATES = (
     *map(Candidate, ("wudi", "tsv", "iso_c", "iso_cts", "epimer", "epimer_exact")),
     Candidate("epimer_free", {"iterations": STEPS}),
     Candidate("epimer_kron", {"iterations": STEPS}),
+    Candidate("epimer_full", {"iterations": STEPS}),
 )
 
 

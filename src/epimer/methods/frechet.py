@@ -343,6 +343,18 @@ METHODS: tuple[Method, ...] = (
         laws=MEAN_LAWS | {"curvature_scale"},
     ),
     Method(
+        name="epimer_full",
+        summary="Kronecker-factored curvature in the full space, singular values calibrated; the best with scale: auto",
+        equation="full x kronecker x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
+        citation="this project; after Lu et al., CVPR 2026 Findings",
+        merge=frechet,
+        options=FrechetOptions(basis="full", aggregator="anchored", damping=1.0, calibrate=1.0),
+        curvature="kronecker",
+        accepts=("kronecker", "ekfac"),
+        workspace=workspace.frechet,
+        laws=MEAN_LAWS | {"curvature_scale"},
+    ),
+    Method(
         name="epimer_exact",
         summary="the full empirical Fisher of per-sample gradients, projected on the tasks' singular vectors",
         equation="tagged x samples x sum: α T H̄⁻¹ Σ λ_t H̃_t x_t",

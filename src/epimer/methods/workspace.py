@@ -141,20 +141,21 @@ def equation(load: Workload, solving: int) -> int:
     atoms = load.basis != "full" or anchor == "tsv"  # other anchors need no singular vectors of the tasks
     held = load.itemsize * load.directions * sum(load.shape) if atoms else 0
     building = basis(load) if atoms and not given else 0
-    solving += iso_c(load) if anchor == "iso_c" else 0
-    calibrating = 0 if options.calibrate is None else calibration(load)
+    outside = anchor not in (None, "tsv") and load.basis != "full"  # the anchor reaches out of the subspace
+    solving += iso_c(load) if anchor == "iso_c" else load.itemsize * load.entries if outside else 0
+    calibrating = 0 if options.calibrate is None else calibration(load, inside=load.basis == "tensor" and not outside)
     merged = 4 * load.itemsize * load.entries
     return max(building, held + max(solving, calibrating, merged))
 
 
-def calibration(load: Workload) -> int:
+def calibration(load: Workload, *, inside: bool) -> int:
     """Return the bytes of calibrating a merge: its SVD, then its products with one task vector at a time.
 
-    On all pairs of singular vectors the SVD is that of p x p coordinates, and the heap still has the solve's small
-    matrices: about four of every task. Elsewhere it is one of the whole merge.
+    `inside` all pairs of singular vectors the SVD is that of p x p coordinates, and the heap still has the solve's
+    small matrices: about four of every task. Elsewhere it is one of the whole merge.
     """
     side, p, long = min(load.shape), load.directions, max(load.shape)
-    if load.basis != "tensor":
+    if not inside:
         products = load.itemsize * (7 * load.entries + side**2)
         return max(svd(load, side) + 2 * load.itemsize * load.entries, products)
     kept = 4 * DOUBLE * load.tasks * p**2 if load.itemsize * p**2 < PIECE else 0

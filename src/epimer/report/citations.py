@@ -18,6 +18,7 @@ CITATIONS = {
     "epimer": "Lu et al., Model Merging on Loss Landscape: A Geometry Perspective, CVPR 2026 Findings, "
     "arXiv:2605.26693",
     "epimer_kron": "this project; after Lu et al., CVPR 2026 Findings",
+    "epimer_full": "this project; after Lu et al., CVPR 2026 Findings",
     "epimer_exact": "this project; after Lu et al., CVPR 2026 Findings",
     "epimer_free": "this project; after Lu et al., CVPR 2026 Findings",
 }

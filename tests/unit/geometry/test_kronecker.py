@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from epimer.geometry.aggregator import Anchored, Mean
-from epimer.geometry.frechet import MERGE_TOLERANCE, Problem, build_problem
+from epimer.geometry.frechet import MERGE_TOLERANCE, build_problem
 from epimer.geometry.metric import Kronecker
 from epimer.geometry.subspace import Full
 
@@ -50,7 +50,7 @@ def test_a_damped_step_needs_few_steps(dtype):
     problem = build_problem(
         Full(torch.float64), metrics, deltas, WEIGHTS, max_steps=12 if dtype == torch.float32 else 25
     )
-    solution = Anchored(Problem.flat_mean, 1.0).aggregate(problem)
+    solution = Anchored(problem.flat_mean(), 1.0).aggregate(problem)
     assert solution.status == "converged"
     allowed = 2 * MERGE_TOLERANCE if dtype == torch.float32 else 1e-9
     assert relative(solution.value, dense(deltas, metrics, 1.0, flat)) < allowed
@@ -68,7 +68,7 @@ def test_a_mean_is_the_dense_one(dtype, allowed, shape):
 def test_an_error_that_the_merge_cannot_feel_ends_the_solve_and_the_record_has_the_residual():
     deltas, metrics = layer(torch.float32)
     problem = build_problem(Full(torch.float64), metrics, deltas, WEIGHTS)
-    solution = Anchored(Problem.flat_mean, 1.0).aggregate(problem)
+    solution = Anchored(problem.flat_mean(), 1.0).aggregate(problem)
     y = solution.value - problem.flat_mean()
     b = problem.descent(problem.flat_mean())
     residual = float((problem.mean_operator.apply(y) + y - b).norm() / b.norm())
@@ -90,7 +90,7 @@ def test_factors_too_wide_to_stack_are_solved_alike(monkeypatch):
     monkeypatch.setattr("epimer.geometry.kronecker.STACKED", 16)
     problem = build_problem(Full(torch.float64), metrics, deltas, WEIGHTS)
     flat = problem.flat_mean()
-    solution = Anchored(Problem.flat_mean, 1.0).aggregate(problem)
+    solution = Anchored(problem.flat_mean(), 1.0).aggregate(problem)
     assert solution.status == "converged"
     assert relative(solution.value, dense(deltas, metrics, 1.0, flat)) < 2 * MERGE_TOLERANCE
 

@@ -214,7 +214,8 @@ def test_registry_describes_every_method():
         assert any(p.name == "scale" for p in method.parameters)
     assert set(epimer.list_methods()) == {
         "average", "task_arithmetic", "nan", "ties", "dare", "fisher", "regmean", "gradient_matching", "tsv", "iso_c",
-        "iso_cts", "mats", "wudi", "epimer", "epimer_kron", "epimer_exact", "epimer_free", "greedy_soup",
+        "iso_cts", "mats", "wudi", "epimer", "epimer_kron", "epimer_exact", "epimer_free",
+        "epimer_full", "greedy_soup",
     }  # fmt: skip
 
 

@@ -315,7 +315,7 @@ def test_a_broken_entry_point_is_one_warning(monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", {})
     monkeypatch.setattr(registry, "_ORIGINS", {})
     with pytest.warns(EpimerWarning, match="methods of the package nowhere:X") as caught:
-        assert len(registry.list_methods()) == 18
+        assert len(registry.list_methods()) == 19
     assert len(caught) == 1
 
 

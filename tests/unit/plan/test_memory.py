@@ -13,6 +13,7 @@ import epimer
 from commands import run
 from epimer.api import plan_merge
 from epimer.checkpoints.checkpoint import header
+from epimer.engine.memory import SLACK
 from epimer.errors import ParameterError
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions
@@ -185,7 +186,7 @@ def test_a_merge_that_needs_more_than_is_free_is_refused_with_what_fits(recipe, 
 def test_a_limit_of_ones_own_that_is_too_low_is_refused_with_what_fits(models, recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("epimer.engine.memory.resident_memory", lambda: 0)
     file = recipe(basis="full")
-    limit = planned(file) + (1 << 26) - 1
+    limit = planned(file) + SLACK - 1
     done = run("merge", file, tmp_path / "out", "--max-memory", limit)
     assert done.code == 2
     fitting = planned(recipe(basis="tensor"))
