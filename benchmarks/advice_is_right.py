@@ -52,8 +52,11 @@ def main() -> None:
         row = {"tasks": [suite.tasks[t].name for t in some], "best": best, "fine-tuned": own}
         for label, used in (("with", [curvature[t] for t in some]), ("without", None)):
             found = epimer.diagnose_state_dicts(dict(part.base), bench.states, curvature=used)
-            method, scale = choice(found)
+            method, scale, _ = choice(found)
             row[label] = {"method": method, "scale": scale, "got": score(method, scale, "test")}
+            row[label]["forecast"] = {
+                m: {"scale": one.scale, "got": score(m, one.scale, "test")} for m, one in found.forecast.items()
+            }
         row["at 1"] = {method: score(method, 1.0, "test") for method in WITH}
         rows.append(row)
         print(len(some), row["with"], row["without"], {m: round(x, 3) for m, x in best.items()}, flush=True)
@@ -65,7 +68,8 @@ def main() -> None:
         print(f"{label} curvature: best {right} of {len(rows)}, within a point {close}, regret {100 * regret:.2f}")
         for method in methods:
             fixed = sum(top - row["at 1"][method] for row, top in zip(rows, tops, strict=True)) / len(rows)
-            print(f"   always {method} at scale 1: regret {100 * fixed:.2f}")
+            ruled = sum(top - row[label]["forecast"][method]["got"] for row, top in zip(rows, tops, strict=True)) / len(rows)
+            print(f"   always {method}: at scale 1 regret {100 * fixed:.2f}, at its forecast's {100 * ruled:.2f}")
     if given.json:
         given.json.write_text(json.dumps({"seed": given.seed, "rows": rows}, indent=1))
 

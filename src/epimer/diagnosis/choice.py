@@ -163,15 +163,14 @@ def by_forecast(recipe: Recipe, opened: OpenedModels, run: RunOptions) -> Choice
     diagnosis = diagnose_recipe(recipe, opened, methods=methods, run=run)
     if not diagnosis.forecast:
         raise RecipeError("projected curvature is known inside its basis only, so nothing can be forecast; add 'eval'.")
-    method, scale = choice(diagnosis, scaled="scale" in recipe.auto)
-    forecast, row = diagnosis.forecast[method], describe_method(method)
-    under = f" ({diagnosis.curvature} curvature)"
-    if "scale" not in recipe.auto:
-        return recipe.settled(method), f"{method}: the lowest forecast, {forecast.mean:.2f}{under}"
-    if row.absolute_weights:  # forecast for weights that sum to 1
+    free = "scale" in recipe.auto
+    method, scale, why = choice(diagnosis, scaled=free)
+    why = f"{why} ({diagnosis.curvature} curvature)"
+    if not free:
+        return recipe.settled(method), f"{method}: {why}"
+    if describe_method(method).absolute_weights:  # forecast for weights that sum to 1
         scale = round(scale / _total_weight(recipe), 4)
-    why = f"{method} at scale {scale:g}: the lowest forecast, {forecast.mean_at_scale:.2f}{under}"
-    return recipe.settled(method, scale), why
+    return recipe.settled(method, scale), f"{method} at scale {scale:g}: {why}"
 
 
 def _total_weight(recipe: Recipe) -> float:
