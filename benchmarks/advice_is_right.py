@@ -14,6 +14,7 @@ import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import epimer
 from epimer.diagnosis.advice import choice
@@ -64,12 +65,15 @@ def main() -> None:
         tops = [max(row["best"][m] for m in methods) for row in rows]
         right = sum(row["best"][row[label]["method"]] == top for row, top in zip(rows, tops, strict=True))
         close = sum(row["best"][row[label]["method"]] >= top - 0.01 for row, top in zip(rows, tops, strict=True))
-        regret = sum(top - row[label]["got"] for row, top in zip(rows, tops, strict=True)) / len(rows)
-        print(f"{label} curvature: best {right} of {len(rows)}, within a point {close}, regret {100 * regret:.2f}")
+        regret = 100 * fmean(top - row[label]["got"] for row, top in zip(rows, tops, strict=True))
+        print(f"{label} curvature: best {right} of {len(rows)}, within a point {close}, regret {regret:.2f}")
         for method in methods:
-            fixed = sum(top - row["at 1"][method] for row, top in zip(rows, tops, strict=True)) / len(rows)
-            ruled = sum(top - row[label]["forecast"][method]["got"] for row, top in zip(rows, tops, strict=True)) / len(rows)
-            print(f"   always {method}: at scale 1 regret {100 * fixed:.2f}, at its forecast's {100 * ruled:.2f}")
+            forecast = [row[label]["forecast"][method]["got"] for row in rows]
+            at_1, at_forecast = (
+                100 * fmean(top - got for top, got in zip(tops, scores, strict=True))
+                for scores in ([row["at 1"][method] for row in rows], forecast)
+            )
+            print(f"   always {method}: regret {at_1:.2f} at scale 1, {at_forecast:.2f} at the scale of its forecast")
     if given.json:
         given.json.write_text(json.dumps({"seed": given.seed, "rows": rows}, indent=1))
 

@@ -18,7 +18,7 @@ FAR, TWIN, LOCAL = 3.0, 0.95, 0.5
 ENOUGH = 0.9  # of every task's energy, for a rank to be called enough
 LITTLE = 0.05  # of F(x̄), below which η is called small; of a forecast, within which another is as good
 MEASURED = ("kronecker", "ekfac")  # curvature that a forecast is taken in beside the task vectors' own
-ADVISED = "the best method without data at scale 1 on the suites measured"
+ADVISED = "without data it beat tsv and averaging on every suite measured"
 ALIKE = "the models do not differ, and it keeps every direction of them"
 
 
@@ -39,8 +39,8 @@ def choice(found: Diagnosis, *, scaled: bool = True) -> Recommendation:
     """Return the method and the scale to take, and why.
 
     With measured two-sided curvature it is the lowest forecast. Without it forecasts take tsv where epimer_free is
-    better (docs/diagnosis.md), so what is advised without data is taken at scale 1; for models that do not differ, a
-    method that keeps every direction. Where none of these was asked for, or one method alone, the forecast decides.
+    better (docs/diagnosis.md), so epimer_free is taken at scale 1, or the average where no two models differ much. If
+    neither is among the methods that were forecast, or it is the only one, the lowest forecast decides.
 
     Args:
         found: a diagnosis with forecasts.
