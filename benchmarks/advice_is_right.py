@@ -14,6 +14,7 @@ import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import epimer
 from epimer.diagnosis.advice import choice
@@ -52,8 +53,11 @@ def main() -> None:
         row = {"tasks": [suite.tasks[t].name for t in some], "best": best, "fine-tuned": own}
         for label, used in (("with", [curvature[t] for t in some]), ("without", None)):
             found = epimer.diagnose_state_dicts(dict(part.base), bench.states, curvature=used)
-            method, scale = choice(found)
+            method, scale, _ = choice(found)
             row[label] = {"method": method, "scale": scale, "got": score(method, scale, "test")}
+            row[label]["forecast"] = {
+                m: {"scale": one.scale, "got": score(m, one.scale, "test")} for m, one in found.forecast.items()
+            }
         row["at 1"] = {method: score(method, 1.0, "test") for method in WITH}
         rows.append(row)
         print(len(some), row["with"], row["without"], {m: round(x, 3) for m, x in best.items()}, flush=True)
@@ -61,11 +65,15 @@ def main() -> None:
         tops = [max(row["best"][m] for m in methods) for row in rows]
         right = sum(row["best"][row[label]["method"]] == top for row, top in zip(rows, tops, strict=True))
         close = sum(row["best"][row[label]["method"]] >= top - 0.01 for row, top in zip(rows, tops, strict=True))
-        regret = sum(top - row[label]["got"] for row, top in zip(rows, tops, strict=True)) / len(rows)
-        print(f"{label} curvature: best {right} of {len(rows)}, within a point {close}, regret {100 * regret:.2f}")
+        regret = 100 * fmean(top - row[label]["got"] for row, top in zip(rows, tops, strict=True))
+        print(f"{label} curvature: best {right} of {len(rows)}, within a point {close}, regret {regret:.2f}")
         for method in methods:
-            fixed = sum(top - row["at 1"][method] for row, top in zip(rows, tops, strict=True)) / len(rows)
-            print(f"   always {method} at scale 1: regret {100 * fixed:.2f}")
+            forecast = [row[label]["forecast"][method]["got"] for row in rows]
+            at_1, at_forecast = (
+                100 * fmean(top - got for top, got in zip(tops, scores, strict=True))
+                for scores in ([row["at 1"][method] for row in rows], forecast)
+            )
+            print(f"   always {method}: regret {at_1:.2f} at scale 1, {at_forecast:.2f} at the scale of its forecast")
     if given.json:
         given.json.write_text(json.dumps({"seed": given.seed, "rows": rows}, indent=1))
 

@@ -223,19 +223,23 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(here, monkeyp
 
 
 @pytest.mark.parametrize("curved", [False, True])
-def test_auto_by_forecast_is_the_merge_that_the_diagnosis_ranks_first(here, curved):
+def test_auto_without_inputs_is_the_merge_that_the_diagnosis_advises(here, curved):
     bare = [{"model": task, "curvature": f"bare-{task}"} for task in tiny.TASKS]  # with inputs it would go by them
     models = {"models": bare} if curved else {}
     recipe = write(here, merge_method="auto", scale="auto", **models)
     out = assert_done(run("merge", recipe, "auto"))
     assert_done(run("diagnose", recipe, "--json", "found.json", "-q"))
-    forecast = json.loads((here / "found.json").read_text())["forecast"]
-    fair = {name: one for name, one in forecast.items() if curved or name != "epimer_free"}
-    best = min(fair, key=lambda name: fair[name]["mean_at_scale"])
-    assert f"auto took {best} at scale {fair[best]['scale']:g}: the lowest forecast" in " ".join(out.split())
+    found = json.loads((here / "found.json").read_text())
+    forecast = found["forecast"]
+    best, at, why = "epimer_free", 1.0, "without data it beat tsv and averaging"
+    if curved:
+        best = min(forecast, key=lambda name: forecast[name]["mean_at_scale"])
+        at, why = forecast[best]["scale"], f"the lowest forecast, {forecast[best]['mean_at_scale']:.2f}"
+    assert f"auto took {best} at scale {at:g}: {why}" in " ".join(out.split())
+    assert found["advice"][0]["text"].startswith(f"{best} at scale {at:g}: {why}")
     needed = epimer.describe_method(best).needs_curvature
     assert needed == curved
-    scale = {"scale": fair[best]["scale"]} if fair[best]["scale"] != 1 else {}
+    scale = {"scale": at} if at != 1 else {}
     assert_done(run("merge", write(here, merge_method=best, **scale, **models), "same", "-q"))
     assert (here / "auto" / "epimer.json").read_bytes() == (here / "same" / "epimer.json").read_bytes()
     assert (here / "auto" / "model.safetensors").read_bytes() == (here / "same" / "model.safetensors").read_bytes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 from epimer.methods.registry import describe_method
 from epimer.records import Advice, Diagnosis
@@ -17,6 +18,8 @@ FAR, TWIN, LOCAL = 3.0, 0.95, 0.5
 ENOUGH = 0.9  # of every task's energy, for a rank to be called enough
 LITTLE = 0.05  # of F(x̄), below which η is called small; of a forecast, within which another is as good
 MEASURED = ("kronecker", "ekfac")  # curvature that a forecast is taken in beside the task vectors' own
+ADVISED = "without data it beat tsv and averaging on every suite measured"
+ALIKE = "the models do not differ, and it keeps every direction of them"
 
 
 def advise(found: Diagnosis) -> Diagnosis:
@@ -24,36 +27,52 @@ def advise(found: Diagnosis) -> Diagnosis:
     return replace(found, advice=(*_take(found), *_warnings(found), *_note(found)))
 
 
-def choice(found: Diagnosis, *, scaled: bool = True) -> tuple[str, float]:
-    """Return the method and the scale that are forecast to lose least; at scale 1 where it may not be `scaled`.
+class Recommendation(NamedTuple):
+    """What to take, and why."""
 
-    Without measured curvature epimer_free minimises the very form that forecasts, so its own forecast says nothing.
+    method: str
+    scale: float
+    why: str
+
+
+def choice(found: Diagnosis, *, scaled: bool = True) -> Recommendation:
+    """Return the method and the scale to take, and why.
+
+    With measured two-sided curvature it is the lowest forecast. Without it forecasts take tsv where epimer_free is
+    better (docs/diagnosis.md), so epimer_free is taken at scale 1, or the average where no two models differ much. If
+    neither is among the methods that were forecast, or it is the only one, the lowest forecast decides.
+
+    Args:
+        found: a diagnosis with forecasts.
+        scaled: whether the scale is chosen too; 1 otherwise.
     """
-    fair = {name: found.forecast[name] for name in _fair(found)} or found.forecast
-    if not scaled:
-        return min(fair, key=lambda name: fair[name].mean), 1.0
-    method = min(fair, key=lambda name: fair[name].mean_at_scale)
-    return method, fair[method].scale
+    names, why = _candidates(found)
+    scaled = scaled and not why
+    losses = {name: found.forecast[name].mean_at_scale if scaled else found.forecast[name].mean for name in names}
+    method = min(losses, key=lambda name: losses[name])
+    scale = found.forecast[method].scale if scaled else 1.0
+    return Recommendation(method, scale, why or f"the lowest forecast, {losses[method]:.2f}")
 
 
-def _fair(found: Diagnosis) -> list[str]:
-    """Return the methods whose forecast is not of the very form that they minimise."""
-    measured = found.curvature in MEASURED
-    return [name for name in found.forecast if measured or not describe_method(name).minimises_forecast]
+def _candidates(found: Diagnosis) -> tuple[list[str], str]:
+    """Return the methods to choose from, and why from these at scale 1; no reason where the lowest forecast decides."""
+    if found.curvature not in MEASURED and len(found.forecast) > 1:
+        rows = [describe_method(name) for name in found.forecast]
+        alike = all(cosine > TWIN for s, row in enumerate(found.conflict.cosine) for cosine in row[:s])
+        names = [row.name for row in rows if (row.elementwise if alike else row.advised_without_data)]
+        if names:
+            return names, ALIKE if alike else ADVISED
+    return list(found.forecast), ""
 
 
 def _take(found: Diagnosis) -> Iterator[Advice]:
     if not found.forecast:
         yield Advice("note", "curvature is known inside its basis only, so nothing is forecast.")
         return
-    method, scale = choice(found)
-    others = sorted(
-        (name for name in found.forecast if name != method), key=lambda name: found.forecast[name].mean_at_scale
-    )
-    fair = _fair(found)
-    beside = ", ".join(f"{name} {found.forecast[name].mean_at_scale:.2f}" for name in others if name in fair)
-    lowest = f"the lowest forecast, {found.forecast[method].mean_at_scale:.2f}"
-    yield Advice("take", f"{method} at scale {scale:g}: {lowest}" + (f" ({beside})." if beside else "."))
+    method, scale, why = choice(found)
+    losses = {name: found.forecast[name].mean_at_scale for name in _candidates(found)[0] if name != method}
+    beside = ", ".join(f"{name} {losses[name]:.2f}" for name in sorted(losses, key=lambda name: losses[name]))
+    yield Advice("take", f"{method} at scale {scale:g}: {why}" + (f" ({beside})." if beside else "."))
     if found.curvature == "task-gram":
         yield Advice(
             "take",
@@ -107,7 +126,7 @@ def _warnings(found: Diagnosis) -> Iterator[Advice]:
                     f"{other} and {one} are near-copies (cosine {found.conflict.cosine[s][t]:.2f}): count them as one.",
                 )
     if found.forecast and len(found.models) > 1:
-        method, _ = choice(found)
+        method = choice(found).method
         tasks = found.forecast[method].tasks
         worst = max(range(len(tasks)), key=lambda t: tasks[t])
         if tasks[worst] > 1.5 * found.forecast[method].mean:

@@ -1,4 +1,4 @@
-"""Choose what a recipe leaves open: by validation data, by inputs without labels, or by forecast."""
+"""Choose what a recipe leaves open: by validation data, by inputs without labels, or as its diagnosis advises."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def scaled_in_rounds(recipe: Recipe) -> bool:
 def choose_and_plan(recipe: Recipe, opened: OpenedModels, folder: Path | None, run: RunOptions) -> Plan:
     """Choose what a recipe leaves open, do its rounds and its refinement, and plan its merge.
 
-    What its `eval` names chooses; without one the inputs that were kept with curvature, and without these a forecast.
+    What its `eval` names chooses; without one the inputs that were kept with curvature, without these a diagnosis.
 
     Args:
         recipe: as it was written.
@@ -145,7 +145,7 @@ def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: S
 
 
 def resolve(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate | None, run: RunOptions) -> Choice:
-    """Choose what a recipe leaves open: by an evaluation where there is one, else by forecast."""
+    """Choose what a recipe leaves open: by an evaluation where there is one, else by a diagnosis."""
     if not recipe.auto:
         return recipe, ""
     if recipe.base_model is None:
@@ -154,24 +154,23 @@ def resolve(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate | None, run
         return recipe.settled(recipe.merge_method), ""
     if evaluate is not None:
         return by_sweep(recipe, opened, evaluate, run)
-    return by_forecast(recipe, opened, run)
+    return by_diagnosis(recipe, opened, run)
 
 
-def by_forecast(recipe: Recipe, opened: OpenedModels, run: RunOptions) -> Choice:
-    """Choose by what the diagnosis forecasts."""
+def by_diagnosis(recipe: Recipe, opened: OpenedModels, run: RunOptions) -> Choice:
+    """Choose what the diagnosis advises."""
     methods = None if "merge_method" in recipe.auto else [recipe.merge_method]
     diagnosis = diagnose_recipe(recipe, opened, methods=methods, run=run)
     if not diagnosis.forecast:
         raise RecipeError("projected curvature is known inside its basis only, so nothing can be forecast; add 'eval'.")
-    method, scale = choice(diagnosis, scaled="scale" in recipe.auto)
-    forecast, row = diagnosis.forecast[method], describe_method(method)
-    under = f" ({diagnosis.curvature} curvature)"
-    if "scale" not in recipe.auto:
-        return recipe.settled(method), f"{method}: the lowest forecast, {forecast.mean:.2f}{under}"
-    if row.absolute_weights:  # forecast for weights that sum to 1
+    free = "scale" in recipe.auto
+    method, scale, why = choice(diagnosis, scaled=free)
+    why = f"{why} ({diagnosis.curvature} curvature)"
+    if not free:
+        return recipe.settled(method), f"{method}: {why}"
+    if describe_method(method).absolute_weights:  # forecast for weights that sum to 1
         scale = round(scale / _total_weight(recipe), 4)
-    why = f"{method} at scale {scale:g}: the lowest forecast, {forecast.mean_at_scale:.2f}{under}"
-    return recipe.settled(method, scale), why
+    return recipe.settled(method, scale), f"{method} at scale {scale:g}: {why}"
 
 
 def _total_weight(recipe: Recipe) -> float:

@@ -381,7 +381,7 @@ METHODS: tuple[Method, ...] = (
         factored=True,
         sweep=True,
         forecast=True,
-        minimises_forecast=True,
+        advised_without_data=True,
         laws=MEAN_LAWS,
     ),
 )

@@ -124,8 +124,8 @@ class Method(Generic[OptionsT]):
     """a sweep tries it by default"""
     forecast: bool = False
     """a diagnosis forecasts it by default"""
-    minimises_forecast: bool = False
-    """minimises the form that forecasts where no curvature was measured, so that its own forecast is not comparable"""
+    advised_without_data: bool = False
+    """a diagnosis advises it, at scale 1, where no two-sided curvature was measured"""
     prepare: Callable[[Prepass, OptionsT], Prepared] | None = None
     passes: int = 1
     """how often the pre-pass reads float32 models, as a rule"""

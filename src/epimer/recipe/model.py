@@ -75,7 +75,7 @@ class Recipe(_Frozen):
     auto: tuple[str, ...] = ()
     """what is to be chosen before planning: merge_method, scale, or both"""
     eval: str | None = None
-    """the suite on whose validation data they are chosen; without it by the curvature's inputs, or by forecast"""
+    """the suite on whose validation data they are chosen; without it by the curvature's inputs, or by a diagnosis"""
     rounds: int = 0
     """how often curvature is measured again at the merge, on the inputs that were kept with it"""
     refine: int = 0

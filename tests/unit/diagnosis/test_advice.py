@@ -67,36 +67,72 @@ def test_nothing_is_minded_where_nothing_is_wrong(plain):
     assert [advice.kind for advice in plain.advice] == ["take", "take", "note"]
 
 
-def test_the_lowest_forecast_is_taken_and_the_others_are_beside_it(plain):
-    losses = {name: forecast.mean_at_scale for name, forecast in plain.forecast.items()}
-    first, second = sorted(("average", "tsv"), key=losses.get)
-    scale = plain.forecast[first].scale
-    assert said(plain, "take")[0] == (
-        f"{first} at scale {scale:g}: the lowest forecast, {losses[first]:.2f} ({second} {losses[second]:.2f})."
-    )
-    assert choice(plain) == (first, scale)
+def test_the_lowest_forecast_is_taken_and_the_others_are_beside_it():
+    found = diagnosis(moved(draw(1), draw(2), draw(3)), curvature=kronecker(3))
+    losses = {name: forecast.mean_at_scale for name, forecast in found.forecast.items()}
+    first, *others = sorted(("average", "tsv", "epimer_free", "regmean", "epimer_kron"), key=losses.get)
+    scale, why = found.forecast[first].scale, f"the lowest forecast, {losses[first]:.2f}"
+    beside = ", ".join(f"{name} {losses[name]:.2f}" for name in others)
+    assert said(found, "take")[0] == f"{first} at scale {scale:g}: {why} ({beside})."
+    assert choice(found) == (first, scale, why)
     alone = diagnosis(moved(draw(1), draw(2)), methods=["average"])
     assert said(alone, "take")[0].endswith(f"the lowest forecast, {alone.forecast['average'].mean_at_scale:.2f}.")
 
 
-def forecast(mean):
-    return Forecast((mean, mean), mean, mean, 1.5, mean)
+def forecast(mean, at_scale=None):
+    return Forecast((mean, mean), mean, mean, 1.5, mean if at_scale is None else at_scale)
 
 
-def test_epimer_free_is_never_taken_by_its_own_form(plain):
-    losses = {name: one.mean_at_scale for name, one in plain.forecast.items()}
-    assert losses["epimer_free"] < losses["average"]
-    assert choice(plain)[0] != "epimer_free"
-    assert not any("epimer_free" in text for text in said(plain, "take"))
-    every = {"average": forecast(0.4), "tsv": forecast(0.3), "epimer_free": forecast(0.1)}
+def test_a_method_that_is_not_scaled_is_chosen_by_its_forecast_at_scale_1(plain):
+    every = {"average": forecast(0.4, 0.1), "tsv": forecast(0.3, 0.2)}
+    for kind in ("kronecker", "task-gram"):
+        found = replace(plain, forecast=every, curvature=kind)
+        assert choice(found) == ("average", 1.5, "the lowest forecast, 0.10")
+        assert choice(found, scaled=False) == ("tsv", 1.0, "the lowest forecast, 0.30")
+
+
+ADVISED = "without data it beat tsv and averaging on every suite measured"
+
+
+def test_without_two_sided_curvature_epimer_free_is_taken_at_scale_1_whatever_is_forecast(plain):
+    assert choice(plain) == choice(plain, scaled=False) == ("epimer_free", 1.0, ADVISED)
+    assert said(plain, "take")[0] == f"epimer_free at scale 1: {ADVISED}."
+    every = {"average": forecast(0.4), "tsv": forecast(0.1), "epimer_free": forecast(0.3)}
     for kind, taken in {
-        "task-gram": "tsv", "diagonal": "tsv", "samples": "tsv", "kronecker": "epimer_free", "ekfac": "epimer_free",
+        "task-gram": ("epimer_free", 1.0), "diagonal": ("epimer_free", 1.0), "samples": ("epimer_free", 1.0),
+        "kronecker": ("tsv", 1.5), "ekfac": ("tsv", 1.5),
     }.items():  # fmt: skip
-        found = advise(replace(plain, forecast=every, curvature=kind))
-        assert choice(found) == (taken, 1.5)
-        assert said(found, "take")[0].startswith(f"{taken} at scale 1.5: the lowest forecast")
-    only = replace(plain, forecast={"epimer_free": forecast(0.1)})
-    assert choice(only) == ("epimer_free", 1.5)  # where it was all that was asked for
+        assert choice(replace(plain, forecast=every, curvature=kind))[:2] == taken
+    asked = {name: every[name] for name in ("average", "tsv")}
+    assert choice(replace(plain, forecast=asked)) == ("tsv", 1.5, "the lowest forecast, 0.10")
+    only = {"epimer_free": every["epimer_free"]}  # its scale alone is left to choose
+    assert choice(replace(plain, forecast=only)) == ("epimer_free", 1.5, "the lowest forecast, 0.30")
+
+
+@pytest.mark.parametrize("noise", [None, 0.0, 0.001, 0.005])
+def test_models_that_do_not_differ_are_averaged(noise):
+    """One model, copies and near-copies: a basis of rank k would leave directions of all of them out."""
+    steps = [first := draw(1)]
+    if noise is not None:
+        steps += [{n: first[n] + draw(s, size=noise)[n] for n in first} for s in (2, 3)]
+    models = moved(*steps)
+    found = diagnosis(models)
+    method, scale, why = choice(found)
+    assert (method, scale, why) == ("average", 1.0, "the models do not differ, and it keeps every direction of them")
+    assert said(found, "take")[0] == f"average at scale 1: {why}."
+    mean = {name: sum(model[name] for model in models) / len(models) for name in BASE}
+
+    def distance(method, **rank):
+        merged = epimer.merge_state_dicts(BASE, models, method, **rank)
+        return size({name: BASE[name] + merged[name] - mean[name] for name in BASE}) / size(mean)
+
+    assert distance(method) < 1e-12 < 0.2 < distance("epimer_free", rank=3)
+    other = replace(found, forecast={name: found.forecast[name] for name in ("tsv", "epimer_free")})
+    assert choice(other).why.startswith("the lowest forecast, 0.00")
+
+
+def test_near_copies_beside_another_model_do_not_make_all_alike():
+    assert choice(diagnosis(moved(draw(1), draw(1), draw(2)))).method == "epimer_free"
 
 
 def test_with_curvature_epimer_free_is_one_of_the_others(plain):
