@@ -231,10 +231,11 @@ def test_auto_without_inputs_is_the_merge_that_the_diagnosis_advises(here, curve
     assert_done(run("diagnose", recipe, "--json", "found.json", "-q"))
     found = json.loads((here / "found.json").read_text())
     forecast = found["forecast"]
-    best, at, why = "epimer_free", 1.0, "without data it beat tsv and averaging"
+    best, why = "epimer_free", "without data it beat tsv and averaging"
     if curved:
         best = min(forecast, key=lambda name: forecast[name]["mean_at_scale"])
-        at, why = forecast[best]["scale"], f"the lowest forecast, {forecast[best]['mean_at_scale']:.2f}"
+        why = f"the lowest forecast, {forecast[best]['mean_at_scale']:.2f}"
+    at = forecast[best]["scale"]
     assert f"auto took {best} at scale {at:g}: {why}" in " ".join(out.split())
     assert found["advice"][0]["text"].startswith(f"{best} at scale {at:g}: {why}")
     needed = epimer.describe_method(best).needs_curvature

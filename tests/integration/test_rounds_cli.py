@@ -109,7 +109,8 @@ def test_the_scale_is_chosen_by_kept_inputs(made, here):
 
 
 def test_rounds_and_steps_are_merged_written_and_told(made, here):
-    recipe = write(made, scale="auto", rounds=1, refine=2)
+    rough = {"scale": "auto", "parameters": {"rank": 1, "anchor": "tsv"}}  # a merge that steps can help
+    recipe = write(made, **rough, rounds=1, refine=2)
     said = assert_done(run("merge", recipe, "out"))
     found = record("out")
     scale, (first, round_1, steps) = found["parameters"]["scale"], found["choices"]
@@ -120,9 +121,9 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
     assert "rounds: 1" in found["recipe"]
     assert "refine: 2" in found["recipe"]
 
-    plain = assert_done(run("merge", write(made, scale="auto"), "plain"))
+    plain = assert_done(run("merge", write(made, **rough), "plain"))
     assert "auto took" in plain
-    assert_done(run("merge", write(made, scale="auto", rounds=1), "round", "-q"))
+    assert_done(run("merge", write(made, **rough, rounds=1), "round", "-q"))
     before, after = (by_hand(made, out, "test")[0] for out in ("plain", "round"))
     assert round_1 in record("round")["choices"]
     assert ("given up" in round_1) == (after == before)
@@ -130,7 +131,7 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
         assert round_1.endswith(f"divergence on held-out inputs {1 - before:.4f} -> {1 - after:.4f}.")
         assert after > before
     unrefined, refined = (by_hand(made, out, "test")[1] for out in ("round", "out"))
-    assert steps == f"1 natural-gradient step: KL on held-out inputs {unrefined:.4f} -> {refined:.4f}."
+    assert steps == f"2 natural-gradient steps: KL on held-out inputs {unrefined:.4f} -> {refined:.4f}."
     assert refined < unrefined
 
     model = transformers.BertModel.from_pretrained("out")
@@ -140,8 +141,8 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
     base = load_file(made / "base" / "model.safetensors")
     assert torch.equal(state["cls.seq_relationship.bias"], base["cls.seq_relationship.bias"])
 
-    assert "out is already there" in assert_done(run("merge", write(made, scale="auto", rounds=1, refine=2), "out"))
-    assert_refused(run("merge", write(made, "other", scale="auto", rounds=1, refine=2), "out"), "--overwrite")
+    assert "out is already there" in assert_done(run("merge", write(made, **rough, rounds=1, refine=2), "out"))
+    assert_refused(run("merge", write(made, "other", **rough, rounds=1, refine=2), "out"), "--overwrite")
     assert_refused(run("merge", write(made, scale=scale), "out"), "--overwrite")
 
 

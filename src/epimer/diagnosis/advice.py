@@ -39,15 +39,14 @@ def choice(found: Diagnosis, *, scaled: bool = True) -> Recommendation:
     """Return the method and the scale to take, and why.
 
     With measured two-sided curvature it is the lowest forecast. Without it forecasts take tsv where epimer_free is
-    better (docs/diagnosis.md), so epimer_free is taken at scale 1, or the average where no two models differ much. If
-    neither is among the methods that were forecast, or it is the only one, the lowest forecast decides.
+    better (docs/diagnosis.md), so epimer_free is taken, or the average where no two models differ much, at the scale of
+    its forecast. If neither is among the methods that were forecast, the lowest forecast decides.
 
     Args:
         found: a diagnosis with forecasts.
         scaled: whether the scale is chosen too; 1 otherwise.
     """
     names, why = _candidates(found)
-    scaled = scaled and not why
     losses = {name: found.forecast[name].mean_at_scale if scaled else found.forecast[name].mean for name in names}
     method = min(losses, key=lambda name: losses[name])
     scale = found.forecast[method].scale if scaled else 1.0
@@ -55,7 +54,7 @@ def choice(found: Diagnosis, *, scaled: bool = True) -> Recommendation:
 
 
 def _candidates(found: Diagnosis) -> tuple[list[str], str]:
-    """Return the methods to choose from, and why from these at scale 1; no reason where the lowest forecast decides."""
+    """Return the methods to choose from, and why from these; no reason where the lowest forecast decides."""
     if found.curvature not in MEASURED and len(found.forecast) > 1:
         rows = [describe_method(name) for name in found.forecast]
         alike = all(cosine > TWIN for s, row in enumerate(found.conflict.cosine) for cosine in row[:s])

@@ -5,6 +5,7 @@ Every subspace is orthonormal in the Frobenius inner product: SᵀS = I.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -193,8 +194,9 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
         kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
     atoms = Tagged(left.factor, right.factor, sigma, owner.to(sigma.device), mix)
-    bearable = [min(side.bearable, BASIS_TOLERANCE / side.amplification) for side in (left, right)]
-    return atoms, min(bearable)
+    amplification = max(left.amplification, right.amplification)
+    allowed = BASIS_TOLERANCE / amplification if amplification else math.inf
+    return atoms, min(left.bearable, right.bearable, allowed)
 
 
 def _largest_cosine(triples: Sequence[Svd]) -> float:

@@ -125,7 +125,7 @@ class Method(Generic[OptionsT]):
     forecast: bool = False
     """a diagnosis forecasts it by default"""
     advised_without_data: bool = False
-    """a diagnosis advises it, at scale 1, where no two-sided curvature was measured"""
+    """a diagnosis advises it where no two-sided curvature was measured"""
     prepare: Callable[[Prepass, OptionsT], Prepared] | None = None
     passes: int = 1
     """how often the pre-pass reads float32 models, as a rule"""
