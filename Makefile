@@ -37,8 +37,12 @@ lint: $(STAMP)  ## ruff, mypy and the import contracts
 coverage: $(STAMP)  ## run the tests and show which lines they miss
 	$(BIN)/python -m pytest --cov --cov-report=term-missing
 
-bench: $(STAMP)  ## run every benchmark and print its ratios
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+bench: $(STAMP) $(PEERS_STAMP)  ## speed on one page, beside FusionBench, mergekit and a plain copy: a quarter of an hour
+	$(PEERS)/bin/python benchmarks/faster_than_fusionbench.py --no-difference
+	$(BIN)/python benchmarks/faster_than_mergekit.py --mergekit $(PEERS)/bin/mergekit-yaml --repeats 1
+	$(BIN)/python benchmarks/seven_billion.py --layers 1
+	$(BIN)/python benchmarks/growth.py --methods tsv epimer_free epimer_kron --project
+	$(BIN)/python benchmarks/ray_overhead.py
 
 docs: $(STAMP)  ## rewrite the pages that are generated from the code
 	$(BIN)/python docs/generate.py
