@@ -208,6 +208,7 @@ KINDS = {
     "regmean": "kronecker",
     "mats": "kronecker",
     "epimer_kron": "kronecker",
+    "epimer_full": "kronecker",
     "epimer_exact": "samples",
 }
 """the curvature a method needs"""
@@ -269,6 +270,7 @@ OPTIONS: dict[str, list[Parameters]] = {
     "epimer_kron": EQUATION,
     "epimer_exact": EQUATION,
     "epimer_free": EQUATION,
+    "epimer_full": [{"calibrate": None}],
 }  # fmt: skip
 """what is varied of each method, one at a time, on three float32 models"""
 RULES: dict[str, list[tuple[str, str]]] = {
@@ -357,7 +359,7 @@ def named(parameters: Mapping[str, Any]) -> str:
 def merges() -> Iterator[tuple[str, Case]]:
     """Yield the merges of state dicts."""
     for method in epimer.list_methods():
-        slow = method == "mats"  # which solves in the full space, by conjugate gradients
+        slow = method in ("mats", "epimer_full")  # which solves in the full space, by conjugate gradients
         run, at = partial(merged, method, rules=ONLY_SMALL if slow else []), f"merge/{method}"
         yield f"{at}/defaults", partial(merged, method)
         for count, dtype in ((1, "float32"), (4, "float32"), (3, "bfloat16"), (4, "bfloat16"), (3, "float64"),
