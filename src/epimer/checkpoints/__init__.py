@@ -10,14 +10,14 @@ from epimer.checkpoints.folder import open_file, open_folder
 from epimer.checkpoints.hub import fetch, is_hub_id
 from epimer.checkpoints.lora import Adapted
 from epimer.checkpoints.object_store import download, is_store, open_store
-from epimer.checkpoints.quantized import refuse_quantized
+from epimer.checkpoints.quantized import dequantized
 from epimer.errors import CheckpointError
 
 
 def open_checkpoint(text: str, *, progress: bool = False, as_stored: bool = False) -> Checkpoint:
     """Open a file, a folder, a hub id (`org/name@revision`), an object store's address, or `base+adapter` of them.
 
-    Quantised weights are refused, unless they are only looked at `as_stored`.
+    Weights in FP8 are dequantised and packed ones refused, unless they are only looked at `as_stored`.
     """
     if not text.strip():
         raise CheckpointError("the name of a model is empty; give a path or a hub id.")
@@ -28,7 +28,7 @@ def open_checkpoint(text: str, *, progress: bool = False, as_stored: bool = Fals
         else:
             path, name = _locate(text, progress=progress)
             checkpoint = open_folder(path, text, name) if path.is_dir() else open_file(path, text)
-        return checkpoint if as_stored else refuse_quantized(checkpoint)
+        return checkpoint if as_stored else dequantized(checkpoint)
     base, adapter = text.rsplit("+", 1)
     folder, name = _locate(adapter.strip().removeprefix("hf://"), progress=progress)
     if not folder.is_dir() or not (folder / "adapter_config.json").exists():

@@ -15,7 +15,7 @@ from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_embedding
 from epimer.checkpoints.hub import is_hub_id
 from epimer.checkpoints.memory import Cached, StateDict, total_bytes
-from epimer.checkpoints.quantized import refuse_quantized
+from epimer.checkpoints.quantized import dequantized
 from epimer.errors import EpimerError, TensorError
 from epimer.geometry.linalg import LowRank
 from epimer.recipe.model import Recipe
@@ -100,8 +100,8 @@ def state_dict_participants(base: Mapping[str, Tensor] | None, models: Sequence[
     if isinstance(models, Mapping) or not isinstance(models, Sequence) or not models:
         raise TensorError("models must be a non-empty list of state dicts, one per fine-tuned model.")
     labels = [f"models[{t}]" for t in range(len(models))]
-    ancestor = None if base is None else refuse_quantized(StateDict(base, "base"))
-    states = [refuse_quantized(StateDict(model, label)) for model, label in zip(models, labels, strict=True)]
+    ancestor = None if base is None else dequantized(StateDict(base, "base"))
+    states = [dequantized(StateDict(model, label)) for model, label in zip(models, labels, strict=True)]
     return align(ancestor, states, labels)
 
 

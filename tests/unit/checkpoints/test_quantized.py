@@ -9,6 +9,7 @@ import yaml
 
 import epimer
 from commands import assert_refused, run
+from epimer.checkpoints import open_checkpoint
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 LAYER = WEIGHT.removesuffix(".weight")
@@ -112,3 +113,162 @@ def test_gguf_is_refused_by_name(tmp_path, place):
     base = "base/model-Q4_K_M.gguf" if place == "file" else "base"
     ran = run("merge", write_recipe(tmp_path, base_model=base), tmp_path / "out")
     assert_refused(ran, "model-Q4_K_M.gguf is a GGUF file", "gguf_file=")
+
+
+# FP8.
+
+SHAPE, BLOCK = (300, 200), (128, 128)
+SCALES = {  # how the scales are called, and their shape
+    "tensor": ("_scale", ()),
+    "tensor of one": ("_scale", (1,)),
+    "channel": ("_scale", (300, 1)),
+    "flat channel": ("_scale", (300,)),
+    "block": ("_scale_inv", (3, 2)),
+}
+FP8 = {
+    "tensor": {"quant_method": "fp8"},
+    "tensor of one": None,
+    "channel": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
+    "flat channel": None,
+    "block": {"quant_method": "fp8", "weight_block_size": list(BLOCK)},
+}
+
+
+def fp8_state(granularity, seed, dtype=torch.float8_e4m3fn):
+    """Return a layer in FP8 with its scales, and its weight in float64, scaled entry by entry."""
+    generator = torch.Generator().manual_seed(seed)
+    ending, shape = SCALES[granularity]
+    codes = (100 * torch.randn(SHAPE, generator=generator)).to(dtype)
+    scale = 1e-3 * (0.5 + torch.rand(shape, generator=generator))
+    rows = [i // BLOCK[0] if granularity == "block" else i for i in range(SHAPE[0])]
+    columns = [j // BLOCK[1] if granularity == "block" else 0 for j in range(SHAPE[1])]
+    each = scale.double().expand(300, 1) if scale.numel() == 1 else scale.double().reshape(scale.shape[0], -1)
+    dense = codes.double() * each[rows][:, columns]
+    state = {
+        WEIGHT: codes,
+        WEIGHT + ending: scale,
+        f"{LAYER}.input_scale": torch.tensor(0.5),
+        "model.norm.weight": torch.randn(8, generator=generator).to(torch.bfloat16),
+    }
+    return state, dense
+
+
+def merged_state(folder):
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("granularity", SCALES)
+def test_fp8_is_dequantised_and_written_as_bfloat16(tmp_path, granularity, dtype):
+    dense = []
+    config = {"torch_dtype": "bfloat16", "quantization_config": FP8[granularity]}
+    for t, name in enumerate(("base", "one", "two")):
+        state, W = fp8_state(granularity, t, dtype)
+        save(tmp_path / name, [state], config if FP8[granularity] else None)
+        dense.append(W)
+    ran = run("merge", write_recipe(tmp_path), tmp_path / "out")
+    assert ran.code == 0, ran.err
+    merged = merged_state(tmp_path / "out")
+    assert set(merged) == {WEIGHT, "model.norm.weight"}
+    assert merged[WEIGHT].dtype == torch.bfloat16
+    mean = (dense[1] + dense[2]) / 2
+    largest = torch.stack(dense).abs().amax(0)  # of what was rounded to bfloat16 on the way
+    assert ((merged[WEIGHT].double() - mean).abs() <= 2**-7 * largest + 1e-12).all()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in written and written["model_type"] == "llama"
+
+
+def test_scales_in_another_shard_are_found_and_the_recipe_says_the_dtype(tmp_path):
+    dense = []
+    for t, name in enumerate(("base", "one", "two")):
+        state, W = fp8_state("block", t)
+        save(
+            tmp_path / name,
+            [{k: v for k, v in state.items() if "scale" not in k}, {k: v for k, v in state.items() if "scale" in k}],
+        )
+        dense.append(W)
+    ran = run("merge", write_recipe(tmp_path, dtype="float32"), tmp_path / "out")
+    assert ran.code == 0, ran.err
+    merged = merged_state(tmp_path / "out")
+    assert merged[WEIGHT].dtype == torch.float32
+    assert (
+        (merged[WEIGHT].double() - (dense[1] + dense[2]) / 2).abs() <= 2**-8 * torch.stack(dense).abs().sum(0)
+    ).all()
+
+
+def test_models_in_fp8_and_a_plain_base_fit_together(tmp_path):
+    state, dense = fp8_state("channel", 0)
+    save(tmp_path / "base", [{WEIGHT: torch.zeros(SHAPE), "model.norm.weight": torch.zeros(8)}])
+    for name in ("one", "two"):
+        save(tmp_path / name, [state], {"quantization_config": FP8["channel"]})
+    assert run("merge", write_recipe(tmp_path), tmp_path / "out").code == 0
+    merged = merged_state(tmp_path / "out")
+    assert merged[WEIGHT].dtype == torch.float32
+    assert torch.equal(merged[WEIGHT], dense.to(torch.bfloat16).float())
+
+
+def test_adapters_change_a_base_in_fp8_by_what_they_add(tmp_path):
+    state, dense = fp8_state("block", 0)
+    save(tmp_path / "base", [state], {"quantization_config": FP8["block"]})
+    total = dense.clone()
+    for t, name in enumerate(("one", "two")):
+        generator = torch.Generator().manual_seed(t)
+        A, B = torch.randn(4, 200, generator=generator), torch.randn(300, 4, generator=generator)
+        (tmp_path / name).mkdir()
+        factors = {f"base_model.model.{LAYER}.lora_A.weight": A, f"base_model.model.{LAYER}.lora_B.weight": B}
+        safetensors.torch.save_file(factors, tmp_path / name / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+        total += 0.5 * 2 * (B.double() @ A.double())
+    models = [{"model": "base+one"}, {"model": "base+two"}]
+    ran = run("merge", write_recipe(tmp_path, models=models, dtype="float32"), tmp_path / "out")
+    assert ran.code == 0, ran.err
+    error = (merged_state(tmp_path / "out")[WEIGHT].double() - total).abs()
+    assert (error <= 2**-8 * dense.abs() + 1e-5).all()
+
+
+@pytest.mark.parametrize("granularity", SCALES)
+def test_rows_of_fp8_are_those_of_the_whole(tmp_path, granularity):
+    state, _ = fp8_state(granularity, 0)
+    save(tmp_path / "base", [state])
+    model = open_checkpoint(str(tmp_path / "base"))
+    whole = model.read(WEIGHT)
+    for rows in ((0, 300), (0, 1), (100, 131), (127, 129), (299, 300)):
+        assert torch.equal(model.read(WEIGHT, rows), whole[slice(*rows)])
+
+
+def test_state_dicts_in_fp8_are_dequantised():
+    (base, _), (one, first), (two, second) = (fp8_state("channel", t) for t in range(3))
+    merged = epimer.merge_state_dicts(base, [one, two], "average")
+    assert set(merged) == {WEIGHT, "model.norm.weight"}
+    assert torch.allclose(merged[WEIGHT].double(), (first + second) / 2, atol=2**-7 * float(first.abs().max()))
+    assert one[WEIGHT].dtype == torch.float8_e4m3fn
+
+
+def test_scales_tell_models_with_the_same_codes_apart(tmp_path):
+    state, _ = fp8_state("tensor", 0)
+    save(tmp_path / "one", [state])
+    save(tmp_path / "two", [state | {f"{WEIGHT}_scale": torch.tensor(0.1)}])
+    one, two = (open_checkpoint(str(tmp_path / name)) for name in ("one", "two"))
+    assert one.fingerprint != two.fingerprint
+
+
+def test_plain_numbers_in_float8_need_no_scale(tmp_path):
+    codes = fp8_state("tensor", 0)[0][WEIGHT]
+    save(tmp_path / "base", [{WEIGHT: codes}])
+    model = open_checkpoint(str(tmp_path / "base"))
+    assert torch.equal(model.read(WEIGHT), codes.to(torch.bfloat16))
+    assert model.headers[WEIGHT].dtype == torch.bfloat16
+
+
+def test_fp8_whose_scales_are_missing_or_do_not_fit_is_refused(tmp_path):
+    state, _ = fp8_state("block", 0)
+    save(tmp_path / "lost", [{WEIGHT: state[WEIGHT]}], {"quantization_config": FP8["block"]})
+    save(tmp_path / "misfit", [{WEIGHT: state[WEIGHT], f"{WEIGHT}_scale": torch.ones(7, 2)}])
+    save(tmp_path / "shifted", [state | {f"{WEIGHT}_zero_point": torch.ones(1)}])
+    with pytest.raises(epimer.CheckpointError, match="without their scales"):
+        open_checkpoint(str(tmp_path / "lost"))
+    with pytest.raises(epimer.CheckpointError, match=r"has shape \(7, 2\).*\(300, 200\)"):
+        open_checkpoint(str(tmp_path / "misfit"))
+    with pytest.raises(epimer.CheckpointError, match="zero points"):
+        open_checkpoint(str(tmp_path / "shifted"))
