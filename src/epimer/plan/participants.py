@@ -7,8 +7,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from epimer.checkpoints import open_checkpoint
@@ -78,6 +80,18 @@ class Participants:
         """Every checkpoint that is read, each once."""
         every = [one.checkpoint for one in self.all] + [self.donor]
         return list({id(one): one for one in every}.values())
+
+    @cached_property
+    def differing_integers(self) -> dict[str, str]:
+        """The integer and boolean tensors that are not the same in all models -> the first model that differs."""
+        found: dict[str, str] = {}
+        for name, W in self.template.headers.items():
+            if W.is_floating_point() or W.is_complex():
+                continue
+            for model in self.models:
+                if name in model.headers and not _same_integers(self.template, model, name):
+                    found.setdefault(name, model.label)
+        return found
 
     def without_base(self) -> Participants:
         """Return the same models without the base, whose files the output still gets."""
@@ -244,6 +258,18 @@ def _aligned(model: Checkpoint, label: str, template: Checkpoint, groups: Iterab
         or not (model.ties.get(name, name) in shared or _twin(model, name, template.headers))
     }
     return Participant(label, model, headers | {name: model.headers[other] for name, other in stored.items()}, stored)
+
+
+def _same_integers(one: Participant, other: Participant, name: str) -> bool:
+    """Whether two models have the same integers, whatever their width; what cannot be compared is for other checks."""
+    W, V = one.headers[name], other.headers[name]
+    if one.checkpoint is other.checkpoint or V.is_floating_point() or V.is_complex():
+        return True
+    if one.problem(name) or other.problem(name):
+        return True
+    if (W.dtype == torch.bool) != (V.dtype == torch.bool):
+        return False
+    return W.shape == V.shape and torch.equal(one.read(name).cpu().to(V.dtype), other.read(name).cpu())
 
 
 def _twin(model: Checkpoint, name: str, among: Mapping[str, Tensor]) -> str | None:
