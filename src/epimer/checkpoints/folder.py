@@ -17,8 +17,8 @@ FORMATS: dict[str, Callable[[Path, str], Checkpoint]] = {
 """suffix -> the class that opens such a file from its path and what to call it in errors"""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 GGUF = (
-    "is a GGUF file, whose weights are quantised or packed and cannot be merged; give the safetensors model it was made "
-    "from, or load it with transformers (from_pretrained with gguf_file=, which dequantises), save it, and merge that."
+    "is a GGUF file, whose weights are packed and cannot be merged; give the safetensors model it was made from, "
+    "or load it with transformers (from_pretrained with gguf_file=, which dequantises), save it, and merge that."
 )
 NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
 
