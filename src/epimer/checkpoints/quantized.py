@@ -37,7 +37,10 @@ NAMES = {"gptq": "GPTQ", "awq": "AWQ", "mxfp4": "MXFP4", "bitsandbytes": "bitsan
 
 
 class Dequantized(Checkpoint):
-    """A checkpoint with weights in FP8, read as bfloat16 without the tensors that only quantisation needs."""
+    """A checkpoint with weights in FP8: bfloat16 to who writes them, without the tensors that only quantisation needs.
+
+    They are read in float32, as task vectors are small differences: rounded to bfloat16 first, tsv would lose digits.
+    """
 
     def __init__(self, source: Checkpoint, config: Mapping[str, Any]) -> None:
         self.source, self.name, self.where, self.folder = source, source.name, source.where, source.folder
@@ -90,7 +93,10 @@ class Dequantized(Checkpoint):
             start, stop = (first, last) if dim == 0 else (0, size)
             if S.shape[dim] > 1:
                 S = S.index_select(dim, torch.arange(start, stop, device=S.device) // block[dim])
-        return W.float().mul_(S).to(torch.bfloat16)
+        return W.float().mul_(S)
+
+    def size(self, name: str) -> int:
+        return super().size(name) * (2 if name in self.scales else 1)
 
     def prefetch(self, name: str, rows: Rows = None) -> None:
         self.source.prefetch(name, rows)

@@ -62,7 +62,7 @@ def _kind(curvature: Mapping[str, Metric], name: str) -> tuple[str, int]:
 
 def bytes_to_read(participants: Participants, name: str) -> int:
     """Return the bytes of one tensor, of the base and of every model, that are not in memory yet."""
-    return sum(one.headers[name].nbytes for one in participants.all if not one.checkpoint.in_memory)
+    return sum(one.size(name) for one in participants.all if not one.checkpoint.in_memory)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,9 @@ class Participant:
     def delta(self, name: str, base: Participant, rows: Rows = None) -> LowRank | None:
         return self.checkpoint.delta(self.stored.get(name, name), base.checkpoint, rows)
 
+    def size(self, name: str) -> int:
+        return self.checkpoint.size(self.stored.get(name, name))
+
     def problem(self, name: str) -> str | None:
         return self.checkpoint.problem(self.stored.get(name, name))
 

@@ -174,8 +174,7 @@ def test_fp8_is_dequantised_and_written_as_bfloat16(tmp_path, granularity, dtype
     assert set(merged) == {WEIGHT, "model.norm.weight"}
     assert merged[WEIGHT].dtype == torch.bfloat16
     mean = (dense[1] + dense[2]) / 2
-    largest = torch.stack(dense).abs().amax(0)  # of what was rounded to bfloat16 on the way
-    assert ((merged[WEIGHT].double() - mean).abs() <= 2**-7 * largest + 1e-12).all()
+    assert ((merged[WEIGHT].double() - mean).abs() <= 2**-8 * mean.abs() + 1e-6).all()
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in written
     assert written["model_type"] == "llama"
@@ -194,9 +193,8 @@ def test_scales_in_another_shard_are_found_and_the_recipe_says_the_dtype(tmp_pat
     assert ran.code == 0, ran.err
     merged = merged_state(tmp_path / "out")
     assert merged[WEIGHT].dtype == torch.float32
-    assert (
-        (merged[WEIGHT].double() - (dense[1] + dense[2]) / 2).abs() <= 2**-8 * torch.stack(dense).abs().sum(0)
-    ).all()
+    error = (merged[WEIGHT].double() - (dense[1] + dense[2]) / 2).abs()
+    assert (error <= 1e-6 * torch.stack(dense).abs().sum(0)).all()
 
 
 def test_models_in_fp8_and_a_plain_base_fit_together(tmp_path):
@@ -207,7 +205,7 @@ def test_models_in_fp8_and_a_plain_base_fit_together(tmp_path):
     assert run("merge", write_recipe(tmp_path), tmp_path / "out").code == 0
     merged = merged_state(tmp_path / "out")
     assert merged[WEIGHT].dtype == torch.float32
-    assert torch.equal(merged[WEIGHT], dense.to(torch.bfloat16).float())
+    assert torch.allclose(merged[WEIGHT].double(), dense, rtol=1e-6, atol=0)
 
 
 def test_adapters_change_a_base_in_fp8_by_what_they_add(tmp_path):
@@ -227,7 +225,7 @@ def test_adapters_change_a_base_in_fp8_by_what_they_add(tmp_path):
     ran = run("merge", write_recipe(tmp_path, models=models, dtype="float32"), tmp_path / "out")
     assert ran.code == 0, ran.err
     error = (merged_state(tmp_path / "out")[WEIGHT].double() - total).abs()
-    assert (error <= 2**-8 * dense.abs() + 1e-5).all()
+    assert (error <= 1e-6 * dense.abs() + 1e-5).all()
 
 
 @pytest.mark.parametrize("granularity", SCALES)
