@@ -67,6 +67,11 @@ class Dequantized(Checkpoint):
     def _block(self, name: str, scale: str, config: Mapping[str, Any]) -> tuple[int, ...]:
         """Return how many entries in each dimension of a weight have one scale."""
         W, S = self.source.headers[name], self.source.headers[scale]
+        if not S.is_floating_point():
+            raise CheckpointError(
+                f"{self.where}[{scale!r}] is {S.dtype}, expected scales in floating point; dequantise the model with "
+                "transformers (model.dequantize()), save it in bfloat16, and give that folder."
+            )
         if S.numel() == 1:
             return tuple(max(1, size) for size in W.shape)
         count = tuple(S.shape) if S.dim() == W.dim() else (*S.shape, *[1] * (W.dim() - S.dim()))
@@ -129,7 +134,8 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
 def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
     """Return the rows and columns of a block with one scale, as a quantization_config has them, or else 128 x 128."""
     groups = config.get("config_groups")
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    each = groups.values() if isinstance(groups, dict) else ()
+    weights = [group.get("weights") for group in each if isinstance(group, dict)]
     found = [config.get("weight_block_size"), *(one.get("block_structure") for one in weights if isinstance(one, dict))]
     sizes = [one for one in found if isinstance(one, list) and len(one) == 2 and all(isinstance(n, int) for n in one)]
     rows, columns = sizes[0] if sizes and min(sizes[0]) > 0 else (128, 128)

@@ -271,5 +271,8 @@ def test_fp8_whose_scales_are_missing_or_do_not_fit_is_refused(tmp_path):
         open_checkpoint(str(tmp_path / "lost"))
     with pytest.raises(epimer.CheckpointError, match=r"has shape \(7, 2\).*\(300, 200\)"):
         open_checkpoint(str(tmp_path / "misfit"))
+    save(tmp_path / "exponents", [{WEIGHT: state[WEIGHT], f"{WEIGHT}_scale": integers(3, 2, dtype=torch.uint8)}])
+    with pytest.raises(epimer.CheckpointError, match=r"is torch\.uint8, expected scales in floating point"):
+        open_checkpoint(str(tmp_path / "exponents"))
     with pytest.raises(epimer.CheckpointError, match="zero points"):
         open_checkpoint(str(tmp_path / "shifted"))
