@@ -10,6 +10,7 @@ import yaml
 import epimer
 from commands import assert_refused, run
 from epimer.checkpoints import open_checkpoint
+from epimer.checkpoints.hub import needed
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 LAYER = WEIGHT.removesuffix(".weight")
@@ -115,6 +116,11 @@ def test_gguf_is_refused_by_name(tmp_path, place):
     base = "base/model-Q4_K_M.gguf" if place == "file" else "base"
     ran = run("merge", write_recipe(tmp_path, base_model=base), tmp_path / "out")
     assert_refused(ran, "model-Q4_K_M.gguf is a GGUF file", "gguf_file=")
+
+
+def test_a_hub_repository_of_gguf_files_is_refused_before_anything_is_fetched():
+    with pytest.raises(epimer.CheckpointError, match=r"org/name/b\.Q8_0\.gguf is a GGUF file"):
+        needed(["README.md", "config.json", "b.Q8_0.gguf"], "org/name")
 
 
 # FP8.
