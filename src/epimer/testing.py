@@ -89,7 +89,7 @@ def make_models(base: Mapping[str, Tensor], count: int = 3, *, rank: int | None 
         model = {}
         for name, W in base.items():
             if not W.is_floating_point():
-                model[name] = W + t
+                model[name] = W.clone()
                 continue
             delta = 0.1 * (1 + t) * torch.randn(W.shape, generator=generator)
             if rank is not None and name in MATRICES:

@@ -10,24 +10,30 @@ from epimer.checkpoints.folder import open_file, open_folder
 from epimer.checkpoints.hub import fetch, is_hub_id
 from epimer.checkpoints.lora import Adapted
 from epimer.checkpoints.object_store import download, is_store, open_store
+from epimer.checkpoints.quantized import dequantized
 from epimer.errors import CheckpointError
 
 
-def open_checkpoint(text: str, *, progress: bool = False) -> Checkpoint:
-    """Open a file, a folder, a hub id (`org/name@revision`), an object store's address, or `base+adapter` of them."""
+def open_checkpoint(text: str, *, progress: bool = False, as_stored: bool = False) -> Checkpoint:
+    """Open a file, a folder, a hub id (`org/name@revision`), an object store's address, or `base+adapter` of them.
+
+    Weights in FP8 are dequantised and packed ones refused, unless they are only looked at `as_stored`.
+    """
     if not text.strip():
         raise CheckpointError("the name of a model is empty; give a path or a hub id.")
     if os.path.exists(text) or "+" not in text:
         text = text.removeprefix("hf://")
         if is_store(text):
-            return open_store(text)
-        path, name = _locate(text, progress=progress)
-        return open_folder(path, text, name) if path.is_dir() else open_file(path, text)
+            checkpoint = open_store(text)
+        else:
+            path, name = _locate(text, progress=progress)
+            checkpoint = open_folder(path, text, name) if path.is_dir() else open_file(path, text)
+        return checkpoint if as_stored else dequantized(checkpoint)
     base, adapter = text.rsplit("+", 1)
     folder, name = _locate(adapter.strip().removeprefix("hf://"), progress=progress)
     if not folder.is_dir() or not (folder / "adapter_config.json").exists():
         raise CheckpointError(f"{adapter} is not a LoRA adapter: expected a folder with adapter_config.json.")
-    under = open_checkpoint(base.strip(), progress=progress)
+    under = open_checkpoint(base.strip(), progress=progress, as_stored=as_stored)
     return Adapted(under, folder, adapter.strip(), f"{under.name}+{name}")
 
 

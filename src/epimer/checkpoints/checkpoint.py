@@ -98,6 +98,7 @@ class Checkpoint(ABC):
             raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
     def size(self, name: str) -> int:
+        """Return the bytes that a tensor has once it is read."""
         return nbytes(self.headers[name])
 
     def equal(self, name: str, other: Checkpoint, twin: str) -> bool:

@@ -16,6 +16,10 @@ FORMATS: dict[str, Callable[[Path, str], Checkpoint]] = {
 }  # fmt: skip
 """suffix -> the class that opens such a file from its path and what to call it in errors"""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+GGUF = (
+    "is a GGUF file, whose weights are packed and cannot be merged; give the safetensors model it was made from, "
+    "or load it with transformers (from_pretrained with gguf_file=, which dequantises), save it, and merge that."
+)
 NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
 
 
@@ -23,6 +27,8 @@ def open_file(path: Path, where: str = "") -> Checkpoint:
     """Open one file of weights in the format of its suffix."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{where or path} is not a regular file; copy the weights to one.")
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"{where or path} {GGUF}")
     if path.suffix not in FORMATS:
         raise CheckpointError(f"{where or path} is not a checkpoint: expected {', '.join(FORMATS)} or a model folder.")
     return FORMATS[path.suffix](path, where)
@@ -50,6 +56,8 @@ def _only_weights(folder: Path, where: str) -> str:
     if "adapter_model.safetensors" in files or "adapter_model.bin" in files:
         raise CheckpointError(f"{where} is a LoRA adapter, not a whole model; write it as BASE+{where}.")
     files = [name for name in files if name.endswith(".safetensors")] or files
+    if not files and (packed := sorted(folder.glob("*.gguf"))):
+        raise CheckpointError(f"{where}/{packed[0].name} {GGUF}")
     if len(files) != 1:
         held = f"{len(files)} weight files and no index: {listed(files)}" if files else "no weights"
         raise CheckpointError(f"{where} holds {held}; expected model.safetensors or shards with an index.")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.folder import NOT_WEIGHTS
+from epimer.checkpoints.folder import GGUF, NOT_WEIGHTS
 from epimer.errors import CheckpointError, EpimerError, listed
 
 REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
@@ -87,4 +87,6 @@ def needed(files: Sequence[str], text: str) -> list[str]:
         weights = [f for f in top if f.startswith(prefix) and f.endswith(suffix) and f not in NOT_WEIGHTS]
         if weights:
             return weights + [file for file in top if file.endswith(SIDECARS)]
+    if packed := [file for file in top if file.endswith(".gguf")]:
+        raise CheckpointError(f"{text}/{packed[0]} {GGUF}")
     raise CheckpointError(f"{text} holds no weights on the hub: neither .safetensors nor .bin among {listed(top)}.")

@@ -80,6 +80,9 @@ class Cached(Checkpoint):
         D = self._deltas[name]
         return D if D is None or rows is None else LowRank(D.B[slice(*rows)], D.A)
 
+    def size(self, name: str) -> int:
+        return self.source.size(name)
+
     def sample(self, name: str) -> bytes:
         return self.source.sample(name)
 
@@ -90,4 +93,4 @@ def _itself(source: Checkpoint) -> Checkpoint:
 
 def total_bytes(checkpoint: Checkpoint) -> int:
     """Return the bytes of all tensors, tied ones counted once."""
-    return sum(nbytes(W) for name, W in checkpoint.headers.items() if name not in checkpoint.ties)
+    return sum(checkpoint.size(name) for name in checkpoint.headers if name not in checkpoint.ties)

@@ -21,6 +21,7 @@ PROCESSOR = (
     "video_preprocessor_config.json", "feature_extractor_config.json",
 )  # fmt: skip
 PATHS = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_file")
+QUANTIZATION = ("quantization_config", "compression_config")  # what is written is never quantised
 LARGEST = 1 << 28  # bytes; a tokenizer is a few megabytes
 
 
@@ -59,9 +60,11 @@ def _read(folder: Path | None, name: str) -> bytes | None:
 
 
 def _config(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
-    """Return a config that names the dtype of the weights and no path of the machine it came from."""
+    """Return a config that names the dtype of the weights, no quantisation and no path of the machine it came from."""
     changed: dict[str, Any] = {}
     for key, value in config.items():
+        if key in QUANTIZATION:
+            continue
         if isinstance(value, dict):
             changed[key] = _config(value, dtype)
         elif key in ("torch_dtype", "dtype") and isinstance(value, str) and dtype is not None:

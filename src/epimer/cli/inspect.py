@@ -17,7 +17,7 @@ def inspect(
     """List a checkpoint's tensors: names, shapes, dtypes, sizes, ties, fingerprint."""
     from epimer.checkpoints import open_checkpoint
 
-    model = open_checkpoint(path, progress=not as_json)
+    model = open_checkpoint(path, progress=not as_json, as_stored=True)
     tensors: list[dict[str, Any]] = [
         {
             "name": name, "shape": list(W.shape), "dtype": render.dtype(W), "bytes": model.size(name),

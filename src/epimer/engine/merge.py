@@ -18,7 +18,7 @@ from epimer.errors import CurvatureError, TensorError
 from epimer.geometry.linalg import CHUNK, LowRank, as_compute_dtype, chunks, dense, nonfinite
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import owned_by
-from epimer.methods.averaging import average
+from epimer.methods.averaging import average, convex_combination
 from epimer.methods.frechet import FISHER, fisher
 from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_method
 from epimer.methods.rules import matrix_shape
@@ -197,8 +197,12 @@ class MergeWalk:
         """Merge task vectors onto the base, and write that to `result`, in its shape and dtype."""
         context = None if self.prepared is None else self.prepared.context
         layer = Layer(job.name, deltas, job.weights, context=context, inputs=job.inputs)
-        solution = merge_layer(job, layer, curvature)
-        total = job.options.scale * dense(solution.value).reshape(result.shape)
+        if job.rule == "statistic":
+            solution = convex_combination(layer, job.options.scale, based=W0 is not None)
+            total = solution.value.reshape(result.shape)
+        else:
+            solution = merge_layer(job, layer, curvature)
+            total = job.options.scale * dense(solution.value).reshape(result.shape)
         if W0 is not None:
             total += as_compute_dtype(W0)
         if (correction := self.plan.corrections.get(job.name)) is not None:

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Annotated, Any, Literal
 
 import torch
@@ -71,6 +72,24 @@ class GradientMatchingOptions(MethodOptions):
 def average(layer: Layer, options: MethodOptions) -> Solution:
     """Return Σ λ_t D_t: the Fréchet mean of the full space under the identity."""
     return Solution(weighted_sum(layer.deltas, layer.weights))
+
+
+def convex_combination(layer: Layer, scale: float, *, based: bool) -> Solution:
+    """Return Σ λ_t D_t with λ_t ≥ 0: `scale` times the weights, or less where they would lead beyond the models.
+
+    Every entry of the merge lies between the models' (and the base's, if the task vectors are `based` on one), which
+    what has been measured must: a variance is never below 0. Without a base λ sums to 1, with one to at most 1.
+    """
+    weights = [max(0.0, scale * weight) for weight in layer.weights]
+    if not based and not any(weights):
+        weights = [1.0] * len(weights)
+    total = sum(weights)
+    if total > 1 or not based:
+        weights = [weight / total for weight in weights]
+    value = weighted_sum(layer.deltas, weights)
+    ends = [D for D, weight in zip(layer.deltas, weights, strict=True) if weight]
+    ends += [torch.zeros_like(value)] if based else []  # against rounding, by which a variance may miss 0
+    return Solution(value.clamp(reduce(torch.minimum, ends), reduce(torch.maximum, ends)))
 
 
 def norms(prepass: Prepass, options: MethodOptions) -> Prepared:

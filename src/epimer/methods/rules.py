@@ -20,6 +20,12 @@ ANYWHERE = ("shared.weight", *(f"{module}.*" for module in MODULES))
 """patterns of a name, or of what follows a dot in it"""
 NOT_MATRICES = (*TABLES, *OTHERS, *ANYWHERE, *(f"*.{pattern}" for pattern in ANYWHERE))
 
+STATISTICS = ("running_mean", "running_var")
+"""what BatchNorm has measured of its inputs; beyond its models a merge would have variances below 0"""
+COUNTERS = ("num_batches_tracked",)
+AVERAGED = ("average", "statistic")
+"""rules under which tensors are averaged whatever the method is"""
+
 CONV1D = tuple(f"{layer}.weight" for layer in ("c_attn", "q_attn", "c_proj", "c_fc"))
 """how the names of GPT-2's Conv1D layers end"""
 
@@ -27,6 +33,16 @@ CONV1D = tuple(f"{layer}.weight" for layer in ("c_attn", "q_attn", "c_proj", "c_
 def matching(name: str, rules: Sequence[tuple[str, str]]) -> str | None:
     """Return the rule of the first pattern that matches `name` (a glob over the whole name)."""
     return next((rule for pattern, rule in rules if fnmatchcase(name, pattern)), None)
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a tensor is a running mean or variance of a normalisation layer."""
+    return name.rpartition(".")[2] in STATISTICS
+
+
+def is_counter(name: str) -> bool:
+    """Whether a tensor counts the batches that a normalisation layer has seen."""
+    return name.rpartition(".")[2] in COUNTERS
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:

@@ -16,7 +16,7 @@ from epimer.errors import CurvatureError, EpimerError
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.registry import Method
-from epimer.methods.rules import matrix_shape
+from epimer.methods.rules import AVERAGED, matrix_shape
 from epimer.plan.layer_curvature import CLASSES, Curvatures, accepted_kinds, missing_metric, needs_metric
 from epimer.plan.participants import Participant, Participants, collect_errors, locate
 from epimer.recipe.model import Recipe
@@ -118,7 +118,7 @@ def basis_problems(basis: StoredBasis, recipe: Recipe, participants: Participant
 
 def curvature_bytes(name: str, rule: str, W: Tensor, method: Method, curvatures: Curvatures | None) -> int:
     """Return the bytes of a tensor's curvature; refuse a method that needs what is not there, without reading it."""
-    if rule != "fisher" and (not method.needs_curvature or rule == "average"):
+    if rule != "fisher" and (not method.needs_curvature or rule in AVERAGED):
         return 0
     kinds = accepted_kinds(method, rule)
     if curvatures is None and rule == "fisher":

@@ -13,7 +13,7 @@ from epimer.geometry.linalg import nonfinite
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions, Rules, is_number
 from epimer.methods.registry import Method
-from epimer.methods.rules import is_matrix, matching
+from epimer.methods.rules import is_counter, is_matrix, is_statistic, matching
 from epimer.plan.participants import Participants
 
 
@@ -22,10 +22,11 @@ class TensorRules:
     """What is done with each tensor, and why some of the models cannot be merged so."""
 
     rules: dict[str, str]
-    """name -> matrix, elementwise, average, fisher, copy or skip, in the output's order"""
+    """name -> matrix, elementwise, average, statistic, fisher, copy or skip, in the output's order"""
     ties: dict[str, str]
     """name -> the earlier name whose tensor it shares"""
     problems: list[EpimerError]
+    notes: list[str]
 
     @property
     def matrices(self) -> list[str]:
@@ -54,6 +55,7 @@ def assign_rules(participants: Participants, patterns: Rules, *, elementwise: bo
         *_rule_problems(template.headers, names, patterns, explicit),
         *_name_problems(participants, rules, explicit),
         *_tensor_problems(participants, rules, explicit),
+        *_integer_problems(participants, explicit),
     ]
     ties = dict(participants.ties)
     for name, twin in template.checkpoint.ties.items():  # what is copied may be anything in the models
@@ -64,7 +66,8 @@ def assign_rules(participants: Participants, patterns: Rules, *, elementwise: bo
         for name, twin in ties.items()
         if "skip" not in (rules[name], rules[twin]) and explicit.get(name, rules[twin]) == rules[twin]
     }
-    return TensorRules(rules | {name: rules[twin] for name, twin in ties.items()}, ties, problems)
+    rules |= {name: rules[twin] for name, twin in ties.items()}
+    return TensorRules(rules, ties, problems, list(_statistics_notes(participants, rules)))
 
 
 def _rule(name: str, W: Tensor, explicit: str, *, elementwise: bool) -> str:
@@ -72,6 +75,8 @@ def _rule(name: str, W: Tensor, explicit: str, *, elementwise: bool) -> str:
         return explicit
     if not W.is_floating_point() or not W.numel():
         return "copy"
+    if is_statistic(name):
+        return "statistic"
     if elementwise and explicit in ("", "matrix"):
         return "elementwise"
     return explicit or ("matrix" if is_matrix(name, W.shape) else "average")
@@ -140,6 +145,31 @@ def _tensor_problems(
             )
         elif W.is_floating_point() and (problem := participant.problem(name)):
             yield TensorError(f"{where}[{name!r}] {problem}, expected a dense tensor.")
+
+
+def _integer_problems(participants: Participants, explicit: Mapping[str, str]) -> Iterator[TensorError]:
+    """Yield the integer tensors that differ between models where no rule says what to do; counters are no problem."""
+    template = participants.template.label
+    for name, model in participants.differing_integers.items():
+        if name not in explicit and not is_counter(name):
+            W = participants.template.headers[name]
+            yield TensorError(
+                f"{model}[{name!r}] differs from {template}'s, and {W.dtype} cannot be averaged; give it the rule "
+                f"'copy' if {template}'s is right for the output, or 'skip' to leave it out."
+            )
+
+
+def _statistics_notes(participants: Participants, rules: Mapping[str, str]) -> Iterator[str]:
+    """Say what becomes of the statistics and counters of BatchNorm."""
+    layers = {name.rpartition(".")[0] for name, rule in rules.items() if rule == "statistic"}
+    if layers:
+        yield (
+            f"running means and variances of {len(layers)} normalisation layers are averaged and never extrapolated, "
+            "whatever the method and scale; re-estimate them: run training inputs through the merge in train() mode."
+        )
+    counters = [name for name in participants.differing_integers if is_counter(name) and rules[name] == "copy"]
+    if counters:
+        yield f"{listed(counters)} differ between models and are copied from {participants.template.label}."
 
 
 def check_finite(who: str, name: str, W: Tensor) -> None:

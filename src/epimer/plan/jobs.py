@@ -21,7 +21,7 @@ from epimer.errors import EpimerError, TensorError
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions, Rules
 from epimer.methods.registry import Method
-from epimer.methods.rules import stored_inputs_first
+from epimer.methods.rules import AVERAGED, stored_inputs_first
 from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.layer_curvature import Curvatures
@@ -98,7 +98,7 @@ class Job:
         """Whether each entry is merged without a look at the others."""
         if self.method is None:
             return False
-        return self.rule == "average" or (self.rule == "elementwise" and self.method.separable)
+        return self.rule in AVERAGED or (self.rule == "elementwise" and self.method.separable)
 
     @property
     def factored(self) -> bool:
@@ -260,7 +260,7 @@ def plan_jobs(
         except EpimerError as error:
             if str(error) not in map(str, plan.problems):
                 plan.problems.append(error)
-    plan.notes.extend(plan.cautions)
+    plan.notes.extend([*assigned.notes, *plan.cautions])
     return plan
 
 

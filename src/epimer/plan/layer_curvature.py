@@ -16,7 +16,7 @@ from epimer.geometry.metric import Diagonal, Metric, Projected
 from epimer.geometry.subspace import Basis, TensorProduct, clamp_rank
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Method
-from epimer.methods.rules import is_matrix, matrix_shape
+from epimer.methods.rules import AVERAGED, is_matrix, matrix_shape
 from epimer.plan.participants import Participants
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ NO_CURVATURE = LayerCurvature()
 def layer_curvature(job: Job, participants: Participants, curvatures: Curvatures | None) -> LayerCurvature:
     """Read and check the curvature and the basis that the merge of one tensor will use."""
     name, method = job.name, job.method
-    if method is None or job.rule == "average":
+    if method is None or job.rule in AVERAGED:
         return NO_CURVATURE
     W, matrix = header(job.template.shape, job.precision), job.rule == "matrix"
     metrics: tuple[Metric, ...] = ()

@@ -15,7 +15,7 @@ from epimer.geometry.linalg import CHUNK
 from epimer.geometry.metric import Metric
 from epimer.methods.frechet import FISHER
 from epimer.methods.registry import Method, describe_method
-from epimer.methods.rules import matrix_shape
+from epimer.methods.rules import AVERAGED, matrix_shape
 from epimer.methods.workspace import Workload, workspace_bytes
 from epimer.plan.curvature_inputs import metric_bytes
 from epimer.plan.layer_curvature import Curvatures
@@ -62,7 +62,7 @@ def _kind(curvature: Mapping[str, Metric], name: str) -> tuple[str, int]:
 
 def bytes_to_read(participants: Participants, name: str) -> int:
     """Return the bytes of one tensor, of the base and of every model, that are not in memory yet."""
-    return sum(one.headers[name].nbytes for one in participants.all if not one.checkpoint.in_memory)
+    return sum(one.size(name) for one in participants.all if not one.checkpoint.in_memory)
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,14 @@ class TensorInputs:
 def workload(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options: Any) -> tuple[Method, Workload]:
     """Return the method by which a tensor is merged under its rule, and what it has to do.
 
-    `rule` is matrix, average, fisher or elementwise, `W` has the tensor's shape and dtype.
+    `rule` is matrix, average, statistic, fisher or elementwise, `W` has the tensor's shape and dtype.
     """
-    if rule in ("average", "fisher"):
-        method, options = describe_method(rule), FISHER if rule == "fisher" else options
+    if rule in (*AVERAGED, "fisher"):
+        method = describe_method("fisher" if rule == "fisher" else "average")
+        options = FISHER if rule == "fisher" else options
     shape = matrix_shape(W) if rule == "matrix" and W.numel() else (1, W.numel())
     size, curvature = inputs.dtype.itemsize, inputs.curvature
-    measured = 0 if rule == "average" else curvature.bytes * size // STORED
+    measured = 0 if rule in AVERAGED else curvature.bytes * size // STORED
     kind = curvature.kind if measured else method.curvature
     return method, Workload(shape, inputs.tasks, size, options, kind, measured, curvature.inputs)
 
@@ -99,9 +100,9 @@ def workload(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options
 def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options: Any) -> int:
     """Return the bytes that one tensor's merge takes at most: while it is read, converted or merged.
 
-    `rule` is matrix, average, fisher or elementwise, `W` has the tensor's shape and dtype.
+    `rule` is matrix, average, statistic, fisher or elementwise, `W` has the tensor's shape and dtype.
     """
-    chunked = rule == "average" or (rule == "elementwise" and method.separable)
+    chunked = rule in AVERAGED or (rule == "elementwise" and method.separable)
     method, load = workload(method, rule, W, inputs, options)
     if chunked:
         load = replace(load, shape=(1, min(W.numel(), CHUNK)))

@@ -7,14 +7,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_embedding
 from epimer.checkpoints.hub import is_hub_id
 from epimer.checkpoints.memory import Cached, StateDict, total_bytes
+from epimer.checkpoints.quantized import dequantized
 from epimer.errors import EpimerError, TensorError
 from epimer.geometry.linalg import LowRank
 from epimer.recipe.model import Recipe
@@ -42,6 +45,9 @@ class Participant:
 
     def delta(self, name: str, base: Participant, rows: Rows = None) -> LowRank | None:
         return self.checkpoint.delta(self.stored.get(name, name), base.checkpoint, rows)
+
+    def size(self, name: str) -> int:
+        return self.checkpoint.size(self.stored.get(name, name))
 
     def problem(self, name: str) -> str | None:
         return self.checkpoint.problem(self.stored.get(name, name))
@@ -78,6 +84,18 @@ class Participants:
         every = [one.checkpoint for one in self.all] + [self.donor]
         return list({id(one): one for one in every}.values())
 
+    @cached_property
+    def differing_integers(self) -> dict[str, str]:
+        """The integer and boolean tensors that are not the same in all models -> the first model that differs."""
+        found: dict[str, str] = {}
+        for name, W in self.template.headers.items():
+            if W.is_floating_point() or W.is_complex():
+                continue
+            for model in self.models:
+                if name in model.headers and not _same_integers(self.template, model, name):
+                    found.setdefault(name, model.label)
+        return found
+
     def without_base(self) -> Participants:
         """Return the same models without the base, whose files the output still gets."""
         labels = [model.label for model in self.models]
@@ -99,8 +117,9 @@ def state_dict_participants(base: Mapping[str, Tensor] | None, models: Sequence[
     if isinstance(models, Mapping) or not isinstance(models, Sequence) or not models:
         raise TensorError("models must be a non-empty list of state dicts, one per fine-tuned model.")
     labels = [f"models[{t}]" for t in range(len(models))]
-    ancestor = None if base is None else StateDict(base, "base")
-    return align(ancestor, [StateDict(model, label) for model, label in zip(models, labels, strict=True)], labels)
+    ancestor = None if base is None else dequantized(StateDict(base, "base"))
+    states = [dequantized(StateDict(model, label)) for model, label in zip(models, labels, strict=True)]
+    return align(ancestor, states, labels)
 
 
 def open_participants(
@@ -242,6 +261,18 @@ def _aligned(model: Checkpoint, label: str, template: Checkpoint, groups: Iterab
         or not (model.ties.get(name, name) in shared or _twin(model, name, template.headers))
     }
     return Participant(label, model, headers | {name: model.headers[other] for name, other in stored.items()}, stored)
+
+
+def _same_integers(one: Participant, other: Participant, name: str) -> bool:
+    """Whether two models have the same integers, whatever their width; what cannot be compared is for other checks."""
+    W, V = one.headers[name], other.headers[name]
+    if one.checkpoint is other.checkpoint or V.is_floating_point() or V.is_complex():
+        return True
+    if one.problem(name) or other.problem(name):
+        return True
+    if (W.dtype == torch.bool) != (V.dtype == torch.bool):
+        return False
+    return W.shape == V.shape and torch.equal(one.read(name).cpu().to(V.dtype), other.read(name).cpu())
 
 
 def _twin(model: Checkpoint, name: str, among: Mapping[str, Tensor]) -> str | None:

@@ -413,6 +413,6 @@ def test_a_name_that_is_neither_a_path_nor_a_model(text, monkeypatch, tmp_path):
 
 
 def test_a_file_of_another_kind(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"model\.gguf is not a checkpoint: expected \.safetensors, \.bin"):
-        open_checkpoint(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.onnx").write_bytes(b"ONNX")
+    with pytest.raises(CheckpointError, match=r"model\.onnx is not a checkpoint: expected \.safetensors, \.bin"):
+        open_checkpoint(str(tmp_path / "model.onnx"))

@@ -124,9 +124,9 @@ def test_what_is_no_matrix_is_averaged_by_a_matrix_method(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_integer_and_bool_buffers_are_copied_from_the_base_whatever_the_models_hold(base, models, name):
+def test_integer_and_bool_buffers_that_all_models_share_are_copied_from_the_base(base, models, name):
     base["mask"] = torch.tensor([True, False, True])
-    models = [model | {"mask": torch.tensor([False, False, False])} for model in models]
+    models = [model | {"mask": base["mask"].clone(), "steps": model["steps"].to(torch.int32)} for model in models]
     merged = merge(base, models, name)
     assert torch.equal(merged["steps"], torch.tensor([3, 1, 4]))
     assert torch.equal(merged["mask"], torch.tensor([True, False, True]))
@@ -134,6 +134,78 @@ def test_integer_and_bool_buffers_are_copied_from_the_base_whatever_the_models_h
     assert merged.record.tensors["mask"].rule == "copy"
     merged["mask"].fill_(False)
     assert base["mask"].any()
+
+
+@pytest.mark.parametrize("other", [torch.tensor([3, 1, 5]), torch.tensor([3, 1]), torch.tensor([True, True, True])])
+def test_integers_that_differ_between_models_are_copied_only_where_a_rule_says_so(base, models, other):
+    models = changed(models, 1, steps=other)
+    refuses(TensorError, lambda: merge(base, models, "average"), "models[1]['steps']", "differs from base's", "'copy'")
+    refuses(TensorError, lambda: merge(None, models, "average"), "models[1]['steps']", "differs from models[0]'s")
+    merged = merge(base, models, "average", rules=[("steps", "copy")])
+    assert torch.equal(merged["steps"], base["steps"])
+    assert "steps" not in merge(base, models, "average", rules=[("steps", "skip")])
+
+
+# Statistics of BatchNorm.
+
+
+def batch_norm(mean, var, count):
+    return {
+        "norm.running_mean": torch.tensor(mean),
+        "norm.running_var": torch.tensor(var),
+        "norm.num_batches_tracked": torch.tensor(count),
+        "norm.weight": torch.ones(2),
+    }
+
+
+NORMS = (
+    batch_norm([0.0, 0.0], [1.0, 4.0], 0),
+    batch_norm([1.0, 2.0], [0.1, 0.5], 10),
+    batch_norm([3.0, -2.0], [0.3, 9], 20),
+)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.5])
+@pytest.mark.parametrize("name", [n for n in METHODS if not epimer.describe_method(n).needs_curvature])
+def test_running_variances_lie_between_the_models_whatever_the_method_and_scale(name, scale):
+    ancestor, *tuned = NORMS
+    base, models = make_base(), make_models(make_base(), 2)
+    base, models = base | ancestor, [model | norm for model, norm in zip(models, tuned, strict=True)]
+    given = {"rules": [("norm.num_batches_tracked", "copy")]}
+    merged = merge(base, models, name, scale=scale, **given)
+    for key in ("norm.running_var", "norm.running_mean"):
+        W0, (W1, W2) = base[key].double(), (model[key].double() for model in models)
+        if name != "nan" and name != "greedy_soup":  # which weigh models by what they see
+            assert close(merged[key].double(), W0 + min(scale, 1) * ((W1 + W2) / 2 - W0), 1e-6)
+        low, high = torch.stack([W0, W1, W2]).aminmax(dim=0)
+        assert ((merged[key] >= low.float()) & (merged[key] <= high.float())).all()
+        assert merged.record.tensors[key].rule == "statistic"
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"), [((2.0, 2.0), 0.2), ((3.0, 1.0), 0.15), ((5.0, -3.0), 0.1), ((-1.0, -2.0), 1.0)]
+)
+def test_absolute_weights_are_normalised_for_running_variances(weights, expected):
+    base, *models = NORMS
+    merged = epimer.merge_state_dicts(base, models, "task_arithmetic", weights=list(weights))
+    assert merged["norm.running_var"][0].item() == pytest.approx(expected)
+
+
+def test_a_variance_of_zero_is_never_missed_by_rounding():
+    variances = torch.rand(10_000, generator=torch.Generator().manual_seed(0))
+    base, model = {"norm.running_var": variances}, {"norm.running_var": torch.zeros(10_000)}
+    merged = epimer.merge_state_dicts(base, [model] * 7, "task_arithmetic", weights=[0.3] * 7, scale=3.0)
+    assert (merged["norm.running_var"] >= 0).all()
+
+
+def test_what_becomes_of_statistics_and_counts_is_said():
+    base, *models = NORMS
+    with pytest.warns(EpimerWarning) as said:
+        merged = epimer.merge_state_dicts(base, models, "average")
+    texts = [str(one.message) for one in said]
+    assert any("1 normalisation layers" in text and "re-estimate" in text for text in texts)
+    assert any("'norm.num_batches_tracked' differ" in text and "copied from base" in text for text in texts)
+    assert merged["norm.num_batches_tracked"].item() == 0
 
 
 def test_a_buffer_that_is_copied_may_be_missing_from_a_model(base, models):
