@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
+import torch
 from torch import Tensor
 
 from epimer.errors import CurvatureError
@@ -21,9 +22,10 @@ from epimer.geometry.aggregator import (
     tsv_delta,
 )
 from epimer.geometry.checks import check_wide_factor
-from epimer.geometry.frechet import build_problem
-from epimer.geometry.linalg import as_compute_dtype, mean_of, rounding_share, weighted_sum
-from epimer.geometry.metric import InputGram, Kronecker, Metric, TaskGram
+from epimer.geometry.frechet import Coordinates, build_problem
+from epimer.geometry.linalg import as_compute_dtype, chunks, mean_of, rounding_share, weighted_sum
+from epimer.geometry.metric import Diagonal, InputGram, Kronecker, Metric, TaskGram
+from epimer.geometry.operator import Elementwise, SubspaceOperator
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import (
     Basis,
@@ -193,12 +195,20 @@ def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Tens
 
 
 def fisher(layer: Layer, options: FisherOptions) -> Solution:
-    """Return Σ λ_t F_t ∘ D_t / Σ λ_t F_t, whatever the tensor's shape."""
-    full = Full(layer.deltas[0].dtype)
+    """Return Σ λ_t F_t ∘ D_t / Σ λ_t F_t, whatever the tensor's shape; entries are merged in chunks, in the cache."""
+    full, merged, eta = Full(layer.deltas[0].dtype), torch.empty_like(layer.deltas[0]), 0.0
     problem = build_problem(
         full, layer.metrics, layer.deltas, layer.weights, normalize=options.normalize, jitter=options.jitter
-    )
-    return Mean(options.damping).aggregate(problem)
+    ).damped(options.damping)
+    diagonals = [metric.F for metric in layer.metrics if isinstance(metric, Diagonal)]
+    flat = (chunks(x.reshape(-1)) for x in (*layer.deltas, *diagonals))
+    for part, *entries in zip(chunks(merged.view(-1)), *flat, strict=True):
+        deltas, factors = entries[: len(diagonals)], entries[len(diagonals) :]
+        operators: list[SubspaceOperator] = [Elementwise(F) for F in factors]
+        solution = replace(problem, points=Coordinates(full, deltas), operators=operators).mean()
+        part.copy_(solution.value)
+        eta += solution.eta or 0.0
+    return Solution(merged, eta=eta)
 
 
 FISHER = FisherOptions()
