@@ -56,7 +56,7 @@ class KroneckerSum(SubspaceOperator):
         return any(all(term[side] is None for term in self.terms) for side in (1, 2))
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return Σ_t c_t G_t X A_t; factors of one side alone are multiplied in the precision that they are known in."""
+        """Return Σ_t c_t G_t X A_t; a single product is taken in the precision that its factor is known in."""
         if len(self.terms) == 1 and self.null > NULL and self.one_sided:
             return _single_product(*self.terms[0], x)
         return _one_by_one(self.terms, 0.0)(x)
@@ -248,6 +248,6 @@ def _total(factors: list[tuple[float, Factor]], size: int, like: Tensor) -> Tens
             total.diagonal().add_(c)
         else:
             matrix = _matrix(factor)
-            for rows, part in zip(total.split(ROWS), matrix.split(ROWS), strict=True):
+            for rows, part in zip(torch.split(total, ROWS), torch.split(matrix, ROWS), strict=True):
                 rows.add_(part.to(total.dtype), alpha=c)  # widened in the cache
     return total
