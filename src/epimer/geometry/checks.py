@@ -79,6 +79,12 @@ def _negative_eigenvalue(name: str, M: Tensor, slack: float) -> str | None:
     return f"{name} must be positive semi-definite; its lowest eigenvalue is {lowest:.3g}"
 
 
+def check_wide_blocks(name: str, M: Tensor) -> None:
+    """Refuse a wide factor that is not positive semi-definite within a block of its diagonal, which is quickly seen."""
+    for i in range(0, len(M), WIDE) if len(M) > WIDE else ():
+        check_wide_factor(name, M, M[i : i + WIDE, i : i + WIDE])
+
+
 def check_wide_factor(name: str, M: Tensor, restricted: Tensor) -> None:
     """Refuse a wide factor that is not positive semi-definite where it is used; `problem` does not look that far."""
     if len(M) <= WIDE:

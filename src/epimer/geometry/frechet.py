@@ -122,7 +122,7 @@ class Problem:
         if not descent.any():
             return Solution(reference)
         operator = self.mean_operator
-        if isinstance(operator, KroneckerSum):
+        if isinstance(operator, KroneckerSum) and not operator.one_sided:
             length = min(float(torch.linalg.vector_norm(x)) for x in (reference, self.flat_mean()))
             operator = replace(operator, allowed=MERGE_TOLERANCE * length)
         step = operator.solve(descent, self.mean_shift + epsilon)

@@ -16,9 +16,12 @@ from epimer.geometry.svd import top_svd
 from epimer.records import Status
 
 STACKED = 1024  # factors up to this size are decomposed whole, and multiplied by all tasks at once
+PROBES = 32  # combinations of columns that a residual is measured on
+ROWS = 32  # of a wide factor, widened at once
 LEADING = 96  # eigenvectors of each factor that a preconditioner may use
 PAIRS = 1024  # products of them that it inverts exactly
 SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
+RANGE = (1e-20, 1e20)  # mean diagonals whose products with a matrix of length 1 are well within single precision
 FLOOR = 3e-6  # relative residual that single precision reaches without a correction
 
 
@@ -47,7 +50,15 @@ class KroneckerSum(SubspaceOperator):
     allowed: float = 0.0
     """error ‖y - y*‖ that makes no difference; where the curvature is in single precision, a solve may stop there"""
 
+    @property
+    def one_sided(self) -> bool:
+        """Whether all factors of one side are the identity, so that a solve has a closed form."""
+        return any(all(term[side] is None for term in self.terms) for side in (1, 2))
+
     def apply(self, x: Tensor) -> Tensor:
+        """Return Σ_t c_t G_t X A_t; a single product is taken in the precision that its factor is known in."""
+        if len(self.terms) == 1 and self.null > NULL and self.one_sided:
+            return _single_product(*self.terms[0], x)
         return _one_by_one(self.terms, 0.0)(x)
 
     def mean_diagonal(self) -> float:
@@ -109,10 +120,18 @@ class KroneckerSum(SubspaceOperator):
     def _one_sided(self, b: Tensor, factors: list[tuple[float, Factor]], shift: float, *, right: bool) -> Solution:
         H, rhs = _total(factors, b.shape[1] if right else b.shape[0], b), b.T if right else b
         y, damping = (solution := solve_spd(H, rhs, shift, self.null)).value, solution.damping
-        norm, residual = float(torch.linalg.vector_norm(b)), H @ y
-        residual.add_(y, alpha=shift + damping).sub_(rhs)
-        relative = float(torch.linalg.vector_norm(residual)) / norm if norm > 0 else 0.0
+        relative = _relative_residual(H, y, rhs, shift + damping)
         return solved(y.T if right else y, relative, damping)
+
+
+def _relative_residual(H: Tensor, y: Tensor, b: Tensor, shift: float) -> float:
+    """Return ‖(H + shift·I) y - b‖ / ‖b‖; of many columns along `PROBES` random combinations z, E zzᵀ = I, of them."""
+    if b.shape[1] > 2 * PROBES:
+        signs = torch.randint(2, (b.shape[1], PROBES), generator=torch.Generator().manual_seed(0))
+        z = (2 * signs - 1).to(b)
+        y, b = y @ z, b @ z
+    norm = float(torch.linalg.vector_norm(b))
+    return float(torch.linalg.vector_norm((H @ y).add_(y, alpha=shift).sub_(b))) / norm if norm > 0 else 0.0
 
 
 def _matrix(factor: Tensor | Formed) -> Tensor:
@@ -130,6 +149,16 @@ def _one_by_one(terms: Sequence[Term], shift: float) -> Callable[[Tensor], Tenso
         return total
 
     return apply
+
+
+def _single_product(c: float, G: Factor, A: Factor, x: Tensor) -> Tensor:
+    """Return c G X A with one product in float32, X divided by its length; as float64 where float32 might leave it."""
+    size, largest = float(torch.linalg.vector_norm(x)), _mean_diagonal(G) * _mean_diagonal(A)
+    if size == 0 or not RANGE[0] < largest < RANGE[1]:
+        return _one_by_one([(c, G, A)], 0.0)(x)
+    single = (x / size).float()
+    image = single @ _matrix(A).float() if A is not None else _matrix(G).float() @ single if G is not None else single
+    return image.to(x.dtype).mul_(c * size)
 
 
 def _shifted_sum(terms: Sequence[Term], shift: float, like: Tensor) -> Callable[[Tensor], Tensor]:
@@ -218,5 +247,7 @@ def _total(factors: list[tuple[float, Factor]], size: int, like: Tensor) -> Tens
         if factor is None:
             total.diagonal().add_(c)
         else:
-            total.add_(_matrix(factor), alpha=c)
+            matrix = _matrix(factor)
+            for rows, part in zip(torch.split(total, ROWS), torch.split(matrix, ROWS), strict=True):
+                rows.add_(part.to(total.dtype), alpha=c)  # widened in the cache
     return total

@@ -248,7 +248,8 @@ def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL) -
     """
     if not H_pp.numel():
         return Solution(b.clone())
-    H_pp = 0.5 * (H_pp + H_pp.T) + shift * torch.eye(len(H_pp), dtype=H_pp.dtype, device=H_pp.device)
+    H_pp = (H_pp + H_pp.T).mul_(0.5)
+    H_pp.diagonal().add_(shift)
     L, info = torch.linalg.cholesky_ex(H_pp)
     pivots = L.diagonal().square()
     noise = null * float(pivots.max())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
+import torch
 from torch import Tensor
 
 from epimer.errors import CurvatureError
@@ -20,10 +21,11 @@ from epimer.geometry.aggregator import (
     stretched_mean,
     tsv_delta,
 )
-from epimer.geometry.checks import check_wide_factor
-from epimer.geometry.frechet import build_problem
-from epimer.geometry.linalg import as_compute_dtype, mean_of, rounding_share, weighted_sum
-from epimer.geometry.metric import InputGram, Kronecker, Metric, TaskGram
+from epimer.geometry.checks import check_wide_blocks, check_wide_factor
+from epimer.geometry.frechet import Coordinates, build_problem
+from epimer.geometry.linalg import as_compute_dtype, chunks, mean_of, rounding_share, weighted_sum
+from epimer.geometry.metric import Diagonal, InputGram, Kronecker, Metric, TaskGram
+from epimer.geometry.operator import Elementwise, SubspaceOperator
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import (
     Basis,
@@ -193,12 +195,20 @@ def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Tens
 
 
 def fisher(layer: Layer, options: FisherOptions) -> Solution:
-    """Return Σ λ_t F_t ∘ D_t / Σ λ_t F_t, whatever the tensor's shape."""
-    full = Full(layer.deltas[0].dtype)
+    """Return Σ λ_t F_t ∘ D_t / Σ λ_t F_t, whatever the tensor's shape; entries are merged in chunks, in the cache."""
+    full, merged, eta = Full(layer.deltas[0].dtype), torch.empty_like(layer.deltas[0]), 0.0
     problem = build_problem(
         full, layer.metrics, layer.deltas, layer.weights, normalize=options.normalize, jitter=options.jitter
-    )
-    return Mean(options.damping).aggregate(problem)
+    ).damped(options.damping)
+    diagonals = [metric.F for metric in layer.metrics if isinstance(metric, Diagonal)]
+    flat = (chunks(x.reshape(-1)) for x in (*layer.deltas, *diagonals))
+    for part, *entries in zip(chunks(merged.view(-1)), *flat, strict=True):
+        deltas, factors = entries[: len(diagonals)], entries[len(diagonals) :]
+        operators: list[SubspaceOperator] = [Elementwise(F) for F in factors]
+        solution = replace(problem, points=Coordinates(full, deltas), operators=operators).mean()
+        part.copy_(solution.value)
+        eta += solution.eta or 0.0
+    return Solution(merged, eta=eta)
 
 
 FISHER = FisherOptions()
@@ -206,22 +216,40 @@ FISHER = FisherOptions()
 
 
 def regmean(layer: Layer, options: RegMeanOptions) -> Solution:
-    """Return (Σ λ_t W_t A_t)(Σ λ_t A_t)⁻¹, the off-diagonal entries of every A_t shrunk."""
-    grams: list[Metric] = []
-    for t, metric in enumerate(layer.metrics):
-        side = "G" if isinstance(metric, Kronecker) and metric.inputs == 0 else "A"
-        gram = getattr(metric, side) if isinstance(metric, Kronecker) else None
-        if gram is None:
-            raise CurvatureError(
-                f"curvature[{t}][{layer.name!r}] has no {side}; regmean needs the inputs' Gram matrix."
-            )
+    """Return (Σ λ_t W_t A_t)(Σ λ_t A_t)⁻¹, the off-diagonal entries of every A_t shrunk.
+
+    The solve's Cholesky factorisation shows that the sum is positive definite; of each wide Gram matrix the blocks of
+    its diagonal are checked, and the whole where the sum turns out to be singular or indefinite.
+    """
+    grams = [_input_gram(layer, t) for t in range(len(layer.metrics))]
+    metrics: list[Metric] = [
+        InputGram(partial(_shrunk, A, options.off_diagonal), mean_of(A.diagonal().double()), A.dtype, "GA".index(side))
+        for side, A in grams
+    ]
+    _check(layer, grams, check_wide_blocks)
+    solution = frechet(replace(layer, metrics=metrics), options)
+    if solution.damping > 0:
+        _check(layer, grams, lambda side, A: check_wide_factor(side, A, A))
+    return solution
+
+
+def _input_gram(layer: Layer, t: int) -> tuple[str, Tensor]:
+    """Return the side that a layer's inputs belong to, G or A, and a task's Gram matrix of them."""
+    metric = layer.metrics[t]
+    side = "G" if isinstance(metric, Kronecker) and metric.inputs == 0 else "A"
+    gram = getattr(metric, side) if isinstance(metric, Kronecker) else None
+    if gram is None:
+        raise CurvatureError(f"curvature[{t}][{layer.name!r}] has no {side}; regmean needs the inputs' Gram matrix.")
+    return side, gram
+
+
+def _check(layer: Layer, grams: Sequence[tuple[str, Tensor]], check: Callable[[str, Tensor], None]) -> None:
+    """Check every task's Gram matrix, and name the one that is refused."""
+    for t, (side, gram) in enumerate(grams):
         try:
-            check_wide_factor(side, gram, gram)
+            check(side, gram)
         except CurvatureError as error:
             raise CurvatureError(f"curvature[{t}][{layer.name!r}]: {error}") from None
-        form = partial(_shrunk, gram, options.off_diagonal)
-        grams.append(InputGram(form, mean_of(gram.diagonal().double()), gram.dtype, "GA".index(side)))
-    return frechet(replace(layer, metrics=grams), options)
 
 
 def wudi(layer: Layer, options: FrechetOptions) -> Solution:

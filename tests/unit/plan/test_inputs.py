@@ -704,6 +704,22 @@ def test_wide_factors_are_checked_on_the_directions_that_are_merged(base, models
     )
 
 
+@pytest.mark.parametrize("column", [1, 19])
+def test_a_wide_gram_that_is_indefinite_is_refused_by_name(base, models, column, monkeypatch):
+    """Within a block of its diagonal (column 1), or only between two of them, where the sum of all shows it."""
+    monkeypatch.setattr("epimer.geometry.checks.WIDE", 10)
+    broken = torch.eye(20)
+    broken[0, column] = broken[column, 0] = 4.0
+    curvature = [{FIRST: Kronecker(A=M), SECOND: Kronecker(A=psd(30))} for M in (torch.eye(20), broken)]
+    refuses(
+        CurvatureError,
+        lambda: merge(base, models, "regmean", curvature=curvature),
+        "curvature[1]",
+        f"'{FIRST}'",
+        "A must be positive semi-definite; its lowest eigenvalue is -3",
+    )
+
+
 @pytest.mark.parametrize("wide", [8, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_factors_that_rounding_left_slightly_indefinite_are_accepted(base, models, dtype, wide, monkeypatch):
