@@ -14,12 +14,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NULL, atom_coefficients, column_basis, polar, stack_gram, sum_of_atoms
+from epimer.geometry.linalg import NEARLY_SQUARE, NULL, atom_coefficients, column_basis, polar, stack_gram, sum_of_atoms
 from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.svd import SVD_TOLERANCE, Svd, top_svd, top_svds
 
 BASIS_TOLERANCE = 4 * SVD_TOLERANCE  # error of a whitened basis
+CROWDED_TOLERANCE = 4e-4  # of the SVDs of a nearly square stack, which has a weak direction by chance alone
 SHARPEST = 3e-4  # error below which a sharper search is not worth it: SVDs are taken exactly
 DISTINCT, COPIES = 0.5, 0.9  # cosine up to which task vectors count as distinct, and from which on as copies
 LEAST = 0.5  # a stack's singular values below this are what copies differ by, not directions of their own
@@ -168,9 +169,10 @@ def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, li
     """Return the tagged basis and every task's leading singular triples, which it is built from.
 
     Whitening magnifies errors where the stack is near-singular (near-duplicate models, or as many directions as there
-    are); then the SVDs are taken more sharply, or exactly.
+    are); then the SVDs are taken more sharply, or exactly. Where that can be told beforehand, they are sharper at once.
     """
-    tolerance = SVD_TOLERANCE
+    crowded = rank * len(deltas) > NEARLY_SQUARE * min(deltas[0].shape)
+    tolerance = CROWDED_TOLERANCE if crowded else SVD_TOLERANCE
     while True:
         triples, error = top_svds(deltas, rank, tolerance)
         atoms, bearable = whiten(triples)

@@ -137,10 +137,11 @@ def _search(matrices: Sequence[Delta], k: int, tolerance: float) -> tuple[list[S
     """
     A = torch.stack([dense for dense in matrices if isinstance(dense, Tensor)]) if len(matrices) > 1 else matrices[0]
     assert isinstance(A, Tensor)
-    sizes = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    sizes = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True)
     lowest, highest = torch.stack([sizes.min(), sizes.max()]).tolist()
     scaled = not 1e-6 < lowest <= highest < 1e6  # powers of it would leave float32
     if scaled:
+        sizes = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True, dtype=torch.float64)
         sizes = torch.where(sizes > 0, sizes, 1.0)
         A = (A.double() / sizes).float()
     width = _width(k)
