@@ -157,7 +157,7 @@ class Polar(NamedTuple):
 
 
 def stack_gram(X_mp: Tensor) -> Tensor:
-    """Return XᵀX of stacked columns; of a nearly square stack, which has a weak direction by chance alone, in float64."""
+    """Return XᵀX of stacked columns, in float64 for a nearly square stack: it has a weak direction by chance alone."""
     return gram(X_mp.double() if X_mp.shape[1] > NEARLY_SQUARE * X_mp.shape[0] else X_mp)
 
 
