@@ -188,7 +188,7 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
     grams = [stack_gram(X) for X in stacks]
     sigma = torch.cat([triple.sigma for triple in triples])
     owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)]).to(sigma.device)
-    nearness = (_largest_cosine(*grams, sigma, owner) - DISTINCT) / (COPIES - DISTINCT)
+    nearness = (_largest_cosine(grams[0], grams[1], sigma, owner) - DISTINCT) / (COPIES - DISTINCT)
     least = LEAST * min(1.0, max(0.0, nearness))
     left, right = (polar(X, least, inner) for X, inner in zip(stacks, grams, strict=True))
     mix = None
