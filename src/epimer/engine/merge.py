@@ -181,11 +181,12 @@ class MergeWalk:
         solution = Solution(result)
         for i, target in enumerate(chunks(result.reshape(-1))):
             *deltas, start = scratch[:, : len(target)].unbind()
-            W0 = start.copy_(columns[-1][i]) if columns[-1] else None
+            W0 = _in_precision(columns[-1][i], start) if columns[-1] else None
             for W, D, column in zip(tensors.models, deltas, columns, strict=False):
-                D.copy_(column[i])
-                if W0 is not None and not isinstance(W, LowRank):
-                    D -= W0
+                if W0 is None or isinstance(W, LowRank):
+                    D.copy_(column[i])
+                else:
+                    torch.sub(_in_precision(column[i], D), W0, out=D)
             if not summed:
                 check_deltas(self.plan.participants, job, deltas)
             solution = self._merge_deltas(job, W0, deltas, target, NO_CURVATURE)
@@ -213,6 +214,11 @@ class MergeWalk:
                 f"the merged {job.name!r} does not fit in {result.dtype}; lower scale, or widen its dtype."
             )
         return solution
+
+
+def _in_precision(x: Tensor, room: Tensor) -> Tensor:
+    """Return `x` in the precision of `room`: itself, or else as a copy there."""
+    return x if x.dtype == room.dtype else room.copy_(x)
 
 
 def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
@@ -293,9 +299,9 @@ def task_vectors(
             D = W.to(device, job.precision)
             deltas.append(D if job.factored and len(D.A) else D.dense().reshape(shape))
             continue
-        E = W.to(device, job.precision, copy=start is not None and model.checkpoint.in_memory)
-        if start is not None:
-            E -= start  # what was read from a file, or copied, is nobody else's
+        E = W.to(device, job.precision)
+        if start is not None:  # in place where that is nobody else's: what was read from a file, or has been converted
+            E = E - start if E is W and model.checkpoint.in_memory else E.sub_(start)
         check_delta(participants, model, job, E)
         deltas.append(E.reshape(shape))
     return deltas

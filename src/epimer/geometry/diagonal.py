@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from epimer.geometry.subspace import Tagged
 
 CHUNK = 1 << 24  # elements of the largest temporary of an exact projection
-START_RANK = 16  # of the projection that preconditions a solve
+START_RANK = 8  # of the projection that preconditions a solve
 STEPS = 60  # of a solve on exact products, which cost about as much as one exact projection
 CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut
 
@@ -39,7 +39,8 @@ class TaggedDiagonal(SubspaceOperator):
         if self.atoms.mix is not None:
             return mean_of(self.H.diagonal())
         weight_mn = self.atoms.squares
-        return float((self.F.to(weight_mn.dtype) * weight_mn).sum(dtype=torch.float64)) / max(1, len(self.atoms.owner))
+        rows = torch.linalg.vecdot(self.F.to(weight_mn.dtype), weight_mn)
+        return float(rows.sum(dtype=torch.float64)) / max(1, len(self.atoms.owner))
 
     def plus(self, other: Self, weight: float) -> TaggedDiagonal:
         return replace(self, F=self.F + weight * other.F)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
 
 CHUNK = 1 << 17  # entries of a chunk, which stays in the cache, where entries do not depend on each other
+HALVED = 512  # columns from which on a Gram matrix is formed in blocks, without most of what symmetry gives
+BLOCKS = 8  # of columns of a Gram matrix
 SMALL_EIGH = 384  # up to this size a matrix on a GPU is decomposed on the CPU
 NEWTON_SCHULZ = 28  # steps, enough for a stack whose weakest direction is a thousandth
 PROBE = 1e-3  # size of the error, relative to a column, that measures how errors grow
@@ -122,6 +125,18 @@ def rounding_share(A_mn: Delta) -> float:
     return 8 * torch.finfo(A_mn.dtype).eps * math.sqrt(max(A_mn.shape))
 
 
+def gram(X: Tensor) -> Tensor:
+    """Return XᵀX of a matrix or of a stack of them; of a wide one in blocks of columns, the upper half alone."""
+    n = X.shape[-1]
+    if n < (4 * HALVED if X.is_cuda else HALVED):  # on a GPU many small products take longer than a large one
+        return X.mT @ X
+    K = X.new_empty(*X.shape[:-2], n, n)
+    for start, end in pairwise(n * i // BLOCKS for i in range(BLOCKS + 1)):
+        K[..., start:end, start:] = X[..., start:end].mT @ X[..., start:]
+        K[..., end:, start:end] = K[..., start:end, end:].mT
+    return K
+
+
 def small_eigh(H: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of symmetric matrices; small ones come from the CPU, which is faster."""
     if H.shape[-1] > SMALL_EIGH:
@@ -141,14 +156,19 @@ class Polar(NamedTuple):
     """the error of the stack's columns from which on its weakest direction may turn over"""
 
 
-def polar(X_mp: Tensor, least: float = 0.0) -> Polar:
+def stack_gram(X_mp: Tensor) -> Tensor:
+    """Return XᵀX of stacked columns, in float64 for a nearly square stack: it has a weak direction by chance alone."""
+    return gram(X_mp.double() if X_mp.shape[1] > NEARLY_SQUARE * X_mp.shape[0] else X_mp)
+
+
+def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Polar:
     """Return X(XᵀX)^(-1/2), the column-orthonormal matrix nearest to `X_mp`.
 
     On a GPU by Newton-Schulz steps alone; elsewhere by the eigenvectors of the p x p Gram matrix, in float64 where
     float32 would show, and one step for what squaring lost: far cheaper than an SVD of X, which is taken where the
     Gram matrix is near-singular. A rank-deficient stack gives the partial isometry. Above 0, `least` regularises:
     singular values σ of X below it become σ / `least` instead of 1, so that the factor depends continuously on a
-    stack that comes close to a deficient one.
+    stack that comes close to a deficient one. `inner` is its `stack_gram`, where the caller has it.
     """
     if not X_mp.shape[1]:
         return Polar(X_mp, True, 1.0, 1.0)
@@ -156,17 +176,18 @@ def polar(X_mp: Tensor, least: float = 0.0) -> Polar:
         factor, amplification = newton_schulz_polar(X_mp)
         if amplification < math.inf:
             return Polar(factor, True, amplification, math.inf)  # a direction that turned over has amplified a lot
-    square = X_mp.shape[1] > NEARLY_SQUARE * X_mp.shape[0]  # then some direction is weak, by chance alone
-    for dtype in dict.fromkeys((torch.float64 if square else X_mp.dtype, torch.float64)):
-        X = X_mp.to(dtype)
-        values, vectors = small_eigh(X.T @ X)
+    inner = stack_gram(X_mp) if inner is None else inner
+    for G in (inner,) if inner.dtype == torch.float64 else (inner, None):
+        G = gram(X_mp.double()) if G is None else G
+        values, vectors = small_eigh(G)
         lowest, highest = torch.stack([values[0], values[-1]]).tolist()
-        enough = 1e-3 if dtype == torch.float32 else 1e-9 if X_mp.dtype == torch.float64 else NULL
+        enough = 1e-3 if G.dtype == torch.float32 else 1e-9 if X_mp.dtype == torch.float64 else NULL
         if lowest > enough * highest and lowest >= least**2:
-            factor = X_mp @ ((vectors * values.rsqrt()) @ vectors.T).to(X_mp.dtype)
+            factor = X_mp @ gram((vectors * values.pow(-0.25)).T).to(X_mp.dtype)
             if X_mp.dtype == torch.float64 or lowest < 0.1 * highest:  # rounding shows
                 factor = _newton_schulz(factor)
             return Polar(factor, True, *_sensitivity(values, len(X_mp)))
+    X = X_mp.double()
     U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
     kept = sigma > math.sqrt(NULL) * sigma[0]
     shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
@@ -197,7 +218,7 @@ def newton_schulz_polar(X_mp: Tensor) -> tuple[Tensor, float]:
 
 def _newton_schulz(factor: Tensor) -> Tensor:
     """Return (3Y - YYᵀY) / 2, nearer to orthonormal columns than Y."""
-    return 1.5 * factor - 0.5 * (factor @ (factor.mT @ factor))
+    return 1.5 * factor - 0.5 * (factor @ gram(factor))
 
 
 def _sensitivity(values: Tensor, m: int) -> tuple[float, float]:
@@ -207,8 +228,8 @@ def _sensitivity(values: Tensor, m: int) -> tuple[float, float]:
     they change nothing until, at a third of it being sure of that, their part 1 / √m exceeds σ_i.
     """
     sigma, inside = values.sqrt(), len(values) / m
-    within = (2 / (sigma[:, None] + sigma).square()).fill_diagonal_(0)
-    growth = inside * within.mean() + (1 - inside) * (1 / values).mean()
+    within = (sigma[:, None] + sigma).square_().reciprocal_().fill_diagonal_(0)  # in place: p x p is large
+    growth = 2 * inside * within.mean() + (1 - inside) * (1 / values).mean()
     amplification, weakest = torch.stack([growth.sqrt(), sigma.min()]).tolist()
     return amplification, weakest * math.sqrt(m) / 3
 

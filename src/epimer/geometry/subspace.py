@@ -14,12 +14,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NULL, atom_coefficients, column_basis, polar, sum_of_atoms
+from epimer.geometry.linalg import NEARLY_SQUARE, NULL, atom_coefficients, column_basis, polar, stack_gram, sum_of_atoms
 from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.svd import SVD_TOLERANCE, Svd, top_svd, top_svds
 
 BASIS_TOLERANCE = 4 * SVD_TOLERANCE  # error of a whitened basis
+CROWDED_TOLERANCE = 4e-4  # of the SVDs of a nearly square stack, which has a weak direction by chance alone
 SHARPEST = 3e-4  # error below which a sharper search is not worth it: SVDs are taken exactly
 DISTINCT, COPIES = 0.5, 0.9  # cosine up to which task vectors count as distinct, and from which on as copies
 LEAST = 0.5  # a stack's singular values below this are what copies differ by, not directions of their own
@@ -168,9 +169,10 @@ def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, li
     """Return the tagged basis and every task's leading singular triples, which it is built from.
 
     Whitening magnifies errors where the stack is near-singular (near-duplicate models, or as many directions as there
-    are); then the SVDs are taken more sharply, or exactly.
+    are); then the SVDs are taken more sharply, or exactly. Where that can be told beforehand, they are sharper at once.
     """
-    tolerance = SVD_TOLERANCE
+    crowded = rank * len(deltas) > NEARLY_SQUARE * min(deltas[0].shape)
+    tolerance = CROWDED_TOLERANCE if crowded else SVD_TOLERANCE
     while True:
         triples, error = top_svds(deltas, rank, tolerance)
         atoms, bearable = whiten(triples)
@@ -182,30 +184,30 @@ def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, li
 def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, float]:
     """Return the tagged basis of the first `rank` triples of every task, and the error of theirs that it bears."""
     triples = [Svd(U[:, :rank], sigma[:rank], V[:, :rank]) for U, sigma, V in triples]
-    nearness = (_largest_cosine(triples) - DISTINCT) / (COPIES - DISTINCT)
-    least = LEAST * min(1.0, max(0.0, nearness))
-    left, right = (polar(torch.cat([triple[side] for triple in triples], dim=1), least) for side in (0, 2))
+    stacks = [torch.cat([triple[side] for triple in triples], dim=1) for side in (0, 2)]
+    grams = [stack_gram(X) for X in stacks]
     sigma = torch.cat([triple.sigma for triple in triples])
-    owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)])
+    owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)]).to(sigma.device)
+    nearness = (_largest_cosine(grams[0], grams[1], sigma, owner) - DISTINCT) / (COPIES - DISTINCT)
+    least = LEAST * min(1.0, max(0.0, nearness))
+    left, right = (polar(X, least, inner) for X, inner in zip(stacks, grams, strict=True))
     mix = None
     if not (left.full_rank and right.full_rank):
         U, V = left.factor.double(), right.factor.double()
         values, vectors = torch.linalg.eigh((U.T @ U) * (V.T @ V))
         kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
-    atoms = Tagged(left.factor, right.factor, sigma, owner.to(sigma.device), mix)
+    atoms = Tagged(left.factor, right.factor, sigma, owner, mix)
     amplification = max(left.amplification, right.amplification)
     allowed = BASIS_TOLERANCE / amplification if amplification else math.inf
     return atoms, min(left.bearable, right.bearable, allowed)
 
 
-def _largest_cosine(triples: Sequence[Svd]) -> float:
-    """Return the largest cosine between two task vectors' leading parts U diag(σ) Vᵀ; 0 for a single one."""
-    U, V = (torch.cat([triple[side] for triple in triples], dim=1) for side in (0, 2))
-    owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)]).to(U.device)
-    sigma = torch.cat([triple.sigma for triple in triples]).double()
-    owned = torch.nn.functional.one_hot(owner, len(triples)) * sigma[:, None]  # p x T
-    inner = owned.T @ ((U.T @ U).double() * (V.T @ V).double()) @ owned
+def _largest_cosine(left_pp: Tensor, right_pp: Tensor, sigma: Tensor, owner: Tensor) -> float:
+    """Return the largest cosine between two tasks' leading parts U diag(σ) Vᵀ, from UᵀU and VᵀV; 0 for a single one."""
+    tasks = int(owner.max()) + 1 if len(owner) else 1
+    owned = torch.nn.functional.one_hot(owner, tasks) * sigma.double()[:, None]  # p x T
+    inner = owned.T @ (left_pp.double() * right_pp.double()) @ owned
     norms = inner.diagonal().clamp_min(0).sqrt()
     cosines = inner / (norms[:, None] * norms).clamp_min(torch.finfo(inner.dtype).tiny)
     return float(cosines.fill_diagonal_(0).max())

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import Delta, LowRank, rounding_share, small_eigh
+from epimer.geometry.linalg import Delta, LowRank, gram, rounding_share, small_eigh
 
 BLOCK = 16  # the search space's columns are a multiple of this, which matrix products like
 FIRST_POWERS = 2  # products with AᵀA before the first look at the spectrum
@@ -108,7 +107,7 @@ def _decompose(A_mn: Delta, k: int) -> Svd:
 def _gram_svd(A_mn: Tensor, k: int) -> Svd:
     """Take the SVD from the eigenvectors of AᵀA in float64, where squaring loses nothing of float32."""
     A = A_mn.double()
-    V = torch.linalg.eigh(A.T @ A).eigenvectors.flip(-1)[:, :k]
+    V = torch.linalg.eigh(gram(A)).eigenvectors.flip(-1)[:, :k]
     U = A @ V
     sigma = torch.linalg.vector_norm(U, dim=0)
     return Svd(U / sigma.clamp_min(torch.finfo(torch.float64).tiny), sigma, V)
@@ -138,10 +137,11 @@ def _search(matrices: Sequence[Delta], k: int, tolerance: float) -> tuple[list[S
     """
     A = torch.stack([dense for dense in matrices if isinstance(dense, Tensor)]) if len(matrices) > 1 else matrices[0]
     assert isinstance(A, Tensor)
-    sizes = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    sizes = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True)
     lowest, highest = torch.stack([sizes.min(), sizes.max()]).tolist()
     scaled = not 1e-6 < lowest <= highest < 1e6  # powers of it would leave float32
     if scaled:
+        sizes = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True, dtype=torch.float64)
         sizes = torch.where(sizes > 0, sizes, 1.0)
         A = (A.double() / sizes).float()
     width = _width(k)
@@ -172,14 +172,9 @@ def _search(matrices: Sequence[Delta], k: int, tolerance: float) -> tuple[list[S
 
 def _gram_product(A: Tensor, width: int) -> Callable[[Tensor], Tensor]:
     """Return X -> AᵀAX, with AᵀA formed where that pays for itself within a search."""
-    n = A.shape[-1]
-    if n > 16 * width:
+    if A.shape[-1] > 16 * width:
         return lambda X: A.mT @ (A @ X)
-    K = A.new_empty(*A.shape[:-2], n, n)
-    bounds = [n * i // 8 for i in range(9)]  # of column blocks, to leave out most of what symmetry gives
-    for start, end in pairwise(bounds):
-        K[..., start:end, start:] = A[..., start:end].mT @ A[..., start:]
-        K[..., end:, start:end] = K[..., start:end, end:].mT
+    K = gram(A)
     return lambda X: K @ X
 
 
@@ -205,9 +200,9 @@ def _ritz(product: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tenso
     """Return the Ritz values of AᵀA on span(Y), falling, the orthonormal Ritz vectors X, and AᵀAX."""
     Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True).clamp_min(torch.finfo(Y.dtype).tiny)
     wide = Y.double()
-    gram = wide.mT @ wide
-    gram.diagonal(dim1=-2, dim2=-1).add_(1e-12)
-    L, _ = torch.linalg.cholesky_ex(gram)
+    inner = gram(wide)
+    inner.diagonal(dim1=-2, dim2=-1).add_(1e-12)
+    L, _ = torch.linalg.cholesky_ex(inner)
     X = torch.linalg.solve_triangular(L, wide.mT, upper=False).mT.to(Y.dtype)
     image = product(X)
     H = (X.mT @ image).double()

@@ -9,6 +9,7 @@ from dense import close
 from epimer.geometry.linalg import (
     as_compute_dtype,
     conjugate_gradients,
+    gram,
     newton_schulz_polar,
     polar,
     solve_spd,
@@ -111,3 +112,11 @@ def test_conjugate_gradients_solve_a_consistent_singular_system():
 def test_the_precision_of_arithmetic_is_float32_at_least():
     assert as_compute_dtype(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
     assert as_compute_dtype(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_gram_in_blocks_is_the_dense_product() -> None:
+    X = torch.randn(2, 40, 601, generator=torch.Generator().manual_seed(0))
+    exact = X.double().mT @ X.double()
+    assert gram(X.double()).sub(exact).abs().max() < 1e-12
+    assert gram(X).double().sub(exact).abs().max() < 1e-4
+    assert torch.equal(gram(X).triu(75), gram(X).mT.triu(75))
