@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ TOKENIZER = (
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm",
     "tekken.json", "chat_template.json", "chat_template.jinja",
 )  # fmt: skip
+VOCABULARY = ("tokenizer.json", "vocab.json", "added_tokens.json", "vocab.txt")
 PROCESSOR = (
     "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
     "video_preprocessor_config.json", "feature_extractor_config.json",
@@ -26,8 +28,8 @@ LARGEST = 1 << 28  # bytes; a tokenizer is a few megabytes
 
 def sidecar_files(donor: Path | None, tokenizer: Path | None, dtype: str | None) -> dict[str, bytes]:
     """Return the files to add to the weights; `dtype` is what the config is to say, None to leave it."""
-    files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := _read(donor, name)) is not None}
-    files |= {name: data for name in TOKENIZER if (data := _read(tokenizer, name)) is not None}
+    files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := read_sidecar(donor, name)) is not None}
+    files |= {name: data for name in TOKENIZER if (data := read_sidecar(tokenizer, name)) is not None}
     if tokenizer is not None and "tokenizer_config.json" in files:
         path = tokenizer / "tokenizer_config.json"
         config = read_json(path, str(path))
@@ -46,7 +48,54 @@ def code_files(donor: Path | None) -> list[str]:
     return [] if donor is None else sorted(path.name for path in donor.glob("*.py"))
 
 
-def _read(folder: Path | None, name: str) -> bytes | None:
+def vocabulary(folder: Path) -> dict[int, str]:
+    """Return a tokenizer's tokens by their ids, those that were added included; none where no file lists them."""
+    if (data := read_sidecar(folder, "tokenizer.json")) is not None:
+        where = folder / "tokenizer.json"
+        tokenizer = parse_json(data, where)
+        model = tokenizer.get("model")
+        table = model.get("vocab") if isinstance(model, dict) else None
+        added = tokenizer.get("added_tokens")
+        return _tokens(table, where) | _added(added if isinstance(added, list) else [], where)
+    if (data := read_sidecar(folder, "vocab.json")) is not None:
+        extra = read_sidecar(folder, "added_tokens.json")
+        tokens = _tokens(parse_json(data, folder / "vocab.json"), folder / "vocab.json")
+        return tokens | ({} if extra is None else _tokens(parse_json(extra, folder / "added_tokens.json"), folder))
+    if (data := read_sidecar(folder, "vocab.txt")) is not None:
+        return dict(enumerate(data.decode("utf-8", "replace").splitlines()))
+    return {}
+
+
+def _tokens(table: Any, where: Path) -> dict[int, str]:
+    """Return id -> token of a mapping from tokens to ids, or of a list of tokens with their scores."""
+    if isinstance(table, dict) and all(isinstance(i, int) for i in table.values()):
+        return {i: token for token, i in table.items()}
+    if isinstance(table, list) and all(isinstance(entry, list) and entry for entry in table):
+        return {i: str(entry[0]) for i, entry in enumerate(table)}
+    if table is None:
+        return {}
+    raise CheckpointError(f"{where} has a vocabulary that maps no tokens to ids; save the tokenizer again.")
+
+
+def _added(entries: list[Any], where: Path) -> dict[int, str]:
+    try:
+        return {int(entry["id"]): str(entry["content"]) for entry in entries}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} has added_tokens without id or content; save the tokenizer again.") from error
+
+
+def parse_json(data: bytes, where: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} holds a {type(value).__name__}, expected an object.")
+    return value
+
+
+def read_sidecar(folder: Path | None, name: str) -> bytes | None:
+    """Return a small file of a folder; None where there is none."""
     if folder is None or not (folder / name).is_file():
         return None
     path = inside(folder, name)

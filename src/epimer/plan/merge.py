@@ -12,6 +12,7 @@ from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, ParameterError, RecipeError, TensorError
 from epimer.methods.registry import Method, describe_method
+from epimer.plan.compatibility import compare_folders
 from epimer.plan.curvature_inputs import (
     basis_problems,
     check_measured_models,
@@ -63,6 +64,7 @@ def open_models(
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in missing) + ".")
     problems: list[EpimerError] = []
     notes = equal_models(participants)
+    compare_folders(participants, tokenizer, recipe.rules, problems, notes)
     check_measured_models(participants.models, curvatures or [], problems, notes, any_curvature=any_curvature)
     problems += kind_problems(curvatures or [], basis)
     problems += [] if basis is None else basis_problems(basis, recipe, participants)
