@@ -214,7 +214,7 @@ def diagnose_state_dicts(
     return diagnose_models(
         participants,
         lambda name, depth: shares,
-        curvatures=python_curvatures(curvature, tasks),
+        curvatures=python_curvatures(curvature, participants.models),
         bases=basis,
         rules=options["rules"],
         rank=options["rank"],

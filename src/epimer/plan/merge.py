@@ -104,7 +104,7 @@ def plan_state_dicts(
         raise TensorError(f"{method.name} needs the base model that the others were fine-tuned from; pass base.")
     check_options(options, method, tasks, based=participants.base is not None)
     settings = options, check_weights(weights, tasks, method.name, absolute=method.absolute_weights)
-    curvatures = python_curvatures(curvature, tasks, method)
+    curvatures = python_curvatures(curvature, participants.models, method)
     plan = plan_jobs(participants, method, lambda name, depth: settings, options.rules, curvatures)
     if plan.problems:
         raise plan.problems[0]
