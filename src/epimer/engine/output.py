@@ -7,6 +7,7 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from epimer.progress import Progress
 from epimer.records import MergeRecord, Status, TensorRecord
 
 RECORD = "epimer.json"
+MOST = 0.5  # share of the changed parameters that a merge may leave as they were without a warning
 INDEX = "model.safetensors.index.json"
 
 
@@ -84,6 +86,7 @@ def merge_record(
     shown = {} if first is None else {name: _plain(value) for name, value in plan.method.values(first.options).items()}
     weights = (prepared and prepared.weights) or (first.weights if first is not None else ())
     known: dict[str, Any] = {"unlabelled": plan.unlabelled, "choices": plan.choices}
+    known["untouched"] = _untouched(plan.participants, tensors)
     if plan.recipe is not None:
         known |= {
             "models": tuple((one.checkpoint.name, one.checkpoint.fingerprint) for one in plan.participants.all),
@@ -95,6 +98,20 @@ def merge_record(
             "peak_memory": peak_memory(),
         }
     return MergeRecord(plan.method.name, shown, tuple(weights), tensors, **known)
+
+
+def _untouched(participants: Participants, tensors: Mapping[str, TensorRecord]) -> float:
+    """Return the share of the parameters that some model has changed and that did not change in the merge.
+
+    Only tensors that did not change in the merge are looked at in the models, and of those some entries.
+    """
+    changed, left = 0, 0
+    for name, tensor in tensors.items():
+        if tensor.rule not in ("copy", "skip") and not tensor.unchanged:
+            changed += tensor.parameters
+        elif tensor.parameters and participants.moved(name):
+            left += tensor.parameters
+    return left / (changed + left) if left else 0.0
 
 
 def _plain(value: Any) -> Any:
@@ -109,6 +126,15 @@ def _plain(value: Any) -> Any:
 def warn_of(record: MergeRecord, stacklevel: int = 3) -> None:
     """Warn once per kind of what did not go exactly as asked in a merge."""
     records = record.tensors
+    unchanged = [one.unchanged or one.rule in ("copy", "skip") for one in records.values()]
+    if records and all(unchanged):
+        remedy = "look at the rules, raise scale, or write a wider dtype if the models moved little"
+        text = f"{record.method}: the merge equals its base: nothing that the models learnt is in it; {remedy}."
+        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
+    elif record.untouched > MOST:
+        text = f"{record.untouched:.0%} of the parameters that the models changed are copied, skipped or end as they were"
+        text = f"{record.method}: {text}; look at the rules, or at scale and dtype."
+        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
     lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
     if lowered:
         ranks = sorted({rank for name in lowered if (rank := records[name].rank) is not None})

@@ -46,6 +46,9 @@ class Participant:
     def problem(self, name: str) -> str | None:
         return self.checkpoint.problem(self.stored.get(name, name))
 
+    def sample(self, name: str) -> bytes:
+        return b"" if self.problem(name) else self.checkpoint.sample(self.stored.get(name, name))
+
     def shares(self, name: str, twin: str) -> bool:
         first, second = self.stored.get(name, name), self.stored.get(twin, twin)
         return {first, second} <= self.checkpoint.headers.keys() and self.checkpoint.shares(first, second)
@@ -77,6 +80,13 @@ class Participants:
         """Every checkpoint that is read, each once."""
         every = [one.checkpoint for one in self.all] + [self.donor]
         return list({id(one): one for one in every}.values())
+
+    def moved(self, name: str) -> bool:
+        """Whether a model has another tensor than the base, going by some of its entries."""
+        if self.base is None or not self.base.headers[name].is_floating_point():
+            return False
+        sample = self.base.sample(name)
+        return any(model.sample(name) != sample for model in self.models if name in model.headers)
 
     def without_base(self) -> Participants:
         """Return the same models without the base, whose files the output still gets."""
