@@ -11,7 +11,9 @@ from epimer.checkpoints.folder import inside, read_json
 from epimer.checkpoints.writer import as_json
 from epimer.errors import CheckpointError
 
-CONFIG = ("config.json", "generation_config.json")
+GENERATION = "generation_config.json"
+CONFIG = ("config.json", GENERATION)
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm",
@@ -26,10 +28,17 @@ PATHS = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_
 LARGEST = 1 << 28  # bytes; a tokenizer is a few megabytes
 
 
-def sidecar_files(donor: Path | None, tokenizer: Path | None, dtype: str | None) -> dict[str, bytes]:
-    """Return the files to add to the weights; `dtype` is what the config is to say, None to leave it."""
+def sidecar_files(
+    donor: Path | None, tokenizer: Path | None, dtype: str | None, generation: Path | None = None
+) -> dict[str, bytes]:
+    """Return the files to add to the weights; `dtype` is what the config is to say, None to leave it.
+
+    `generation` is the folder that gives generation_config.json and the ids of eos, bos and padding, where it has them.
+    """
     files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := read_sidecar(donor, name)) is not None}
     files |= {name: data for name in TOKENIZER if (data := read_sidecar(tokenizer, name)) is not None}
+    if (data := read_sidecar(generation, GENERATION)) is not None:
+        files[GENERATION] = data
     if tokenizer is not None and "tokenizer_config.json" in files:
         path = tokenizer / "tokenizer_config.json"
         config = read_json(path, str(path))
@@ -37,7 +46,7 @@ def sidecar_files(donor: Path | None, tokenizer: Path | None, dtype: str | None)
     if donor is not None and "config.json" in files:
         path = donor / "config.json"
         try:
-            files[path.name] = as_json(_config(read_json(path, str(path)), dtype))
+            files[path.name] = as_json(_config(read_json(path, str(path)), dtype) | token_ids(generation))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be written down again: {error}.") from error
     return files
@@ -46,6 +55,37 @@ def sidecar_files(donor: Path | None, tokenizer: Path | None, dtype: str | None)
 def code_files(donor: Path | None) -> list[str]:
     """Return the Python files of a folder, which are neither run nor copied."""
     return [] if donor is None else sorted(path.name for path in donor.glob("*.py"))
+
+
+def token_ids(folder: Path | None) -> dict[str, Any]:
+    """Return the ids of eos, bos and padding that a folder's config.json has."""
+    config = _object(folder, "config.json")
+    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+
+
+def generation_settings(folder: Path | None) -> dict[str, Any]:
+    """Return what a folder says about generating text: its generation config, and the ids of eos, bos and padding."""
+    settings = {key: value for key, value in _object(folder, GENERATION).items() if value is not None}
+    return token_ids(folder) | {k: v for k, v in settings.items() if not k.startswith("_") and k != "transformers_version"}
+
+
+def chat_settings(folder: Path | None) -> dict[str, Any]:
+    """Return a tokenizer's chat template and its token for the end of a text, where the folder has them."""
+    config = _object(folder, "tokenizer_config.json")
+    file = read_sidecar(folder, "chat_template.jinja")
+    template = config.get("chat_template") or _object(folder, "chat_template.json").get("chat_template")
+    template = file.decode("utf-8", "replace") if file is not None else template
+    end = config.get("eos_token") or _object(folder, "special_tokens_map.json").get("eos_token")
+    found = {
+        "chat template": template.strip() if isinstance(template, str) else template,
+        "eos_token": end.get("content") if isinstance(end, dict) else end,
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _object(folder: Path | None, name: str) -> dict[str, Any]:
+    data = read_sidecar(folder, name)
+    return {} if data is None or folder is None else parse_json(data, folder / name)
 
 
 def vocabulary(folder: Path) -> dict[int, str]:

@@ -248,7 +248,8 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
     """Return the index and the files that are carried over; note those that are not."""
     dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
     folder = plan.participants.donor.folder
-    files = sidecar_files(folder, plan.tokenizer, dtypes.pop() if len(dtypes) == 1 else None)
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation)
     if (index := shard_index(shards, plan.outputs)) is not None:
         files[INDEX] = index
     left = code_files(folder)

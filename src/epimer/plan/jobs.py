@@ -144,6 +144,8 @@ class Plan:
     """what the merge was planned from, unless it was planned in Python"""
     tokenizer: Path | None = None
     """the folder whose tokenizer the output gets"""
+    generation: Path | None = None
+    """the folder whose settings for generating it gets"""
     basis: StoredBasis | None = None
     unlabelled: int | None = None
     """inputs per task, without labels, by which something was chosen or refined"""
@@ -242,12 +244,14 @@ def plan_jobs(
     notes: Sequence[str] = (),
     recipe: Recipe | None = None,
     tokenizer: Path | None = None,
+    generation: Path | None = None,
     basis: StoredBasis | None = None,
 ) -> Plan:
     """Plan a job for every tensor that is written; `problems` and `notes` are those known so far."""
     assigned = assign_rules(participants, patterns, elementwise=method.elementwise)
     known = [*problems, *assigned.problems]
-    plan = Plan(participants, method, curvatures, [], assigned, known, list(notes), recipe, tokenizer, basis)
+    folders = tokenizer, generation
+    plan = Plan(participants, method, curvatures, [], assigned, known, list(notes), recipe, *folders, basis)
     used = method.needs_curvature or "fisher" in assigned.rules.values() or (recipe is not None and recipe.refine)
     if curvatures is not None and not used:
         source = "was given" if recipe is None else "the recipe gives"

@@ -23,6 +23,7 @@ from epimer.plan.curvature_inputs import (
 from epimer.plan.inputs import check_options, check_weights
 from epimer.plan.jobs import Plan, SettingsOf, plan_jobs
 from epimer.plan.participants import Participants, equal_models, open_participants
+from epimer.plan.settings_source import settings_source
 from epimer.recipe.model import Recipe
 
 
@@ -32,6 +33,8 @@ class OpenedModels:
 
     participants: Participants
     tokenizer: Path | None
+    generation: Path | None
+    """the folder whose settings for generating the output gets"""
     curvatures: list[Curvature] | None
     basis: StoredBasis | None
     problems: Sequence[EpimerError]
@@ -64,11 +67,12 @@ def open_models(
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in missing) + ".")
     problems: list[EpimerError] = []
     notes = equal_models(participants)
+    tokenizer, generation = settings_source(participants, recipe.tokenizer_source, tokenizer, notes)
     compare_folders(participants, tokenizer, recipe.rules, problems, notes)
     check_measured_models(participants.models, curvatures or [], problems, notes, any_curvature=any_curvature)
     problems += kind_problems(curvatures or [], basis)
     problems += [] if basis is None else basis_problems(basis, recipe, participants)
-    return OpenedModels(participants, tokenizer, curvatures, basis, problems, notes)
+    return OpenedModels(participants, tokenizer, generation, curvatures, basis, problems, notes)
 
 
 def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
@@ -91,6 +95,7 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
         notes=opened.notes,
         recipe=recipe,
         tokenizer=opened.tokenizer,
+        generation=opened.generation,
         basis=basis,
     )
 

@@ -130,7 +130,7 @@ def open_participants(
 
     base = None if recipe.base_model is None else opening(recipe.base_model, "base_model")
     models = [opening(entry.model, f"models[{t}]") for t, entry in enumerate(recipe.models)]
-    source = recipe.tokenizer_source
+    source = recipe.tokenizer_source or "base"
     place = Path(locate(source, folder)).expanduser()
     tokenizer = None if source == "base" else place if place.is_dir() else opening(source, "tokenizer_source")
     if problems:
@@ -138,7 +138,7 @@ def open_participants(
     present = [model for model in models if model is not None]
     labels = [f"models[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
     participants = align(base, present, labels)
-    return participants, tokenizer if isinstance(tokenizer, Path) else (tokenizer or participants.donor).folder
+    return participants, tokenizer if isinstance(tokenizer, Path) else (tokenizer or participants.donor).tokenizer_folder
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def public_recipe(recipe: Recipe, participants: Participants, tokenizer: Path | 
     for entry, model in zip(recipe.models, participants.models, strict=True):
         names[entry.model] = model.checkpoint.name
     source = recipe.tokenizer_source
-    if source != "base" and source not in names:
+    if source not in (None, "base") and source not in names:
         cached = tokenizer is not None and "snapshots" in tokenizer.parts
         names[source] = source if is_hub_id(source) and cached else Path(source).name
     for path in (recipe.basis, recipe.eval, *(entry.curvature for entry in recipe.models)):
