@@ -118,6 +118,14 @@ def download(url: str) -> tuple[Path, str]:
     return folder, path.rpartition("/")[2]
 
 
+def all_files(fs: Any, path: str) -> dict[str, int]:
+    """Return the files in a folder of a store and in the folders in it, by their path there, with their sizes."""
+    fs.invalidate_cache()
+    found = fs.find(path, detail=True)
+    root = fs._strip_protocol(path).rstrip("/") + "/"
+    return {name.removeprefix(root): entry["size"] for name, entry in found.items() if name.startswith(root)}
+
+
 def folder_files(fs: Any, path: str) -> dict[str, int]:
     """Return the files directly in a folder of a store, with their sizes; none where there is no such folder."""
     fs.invalidate_cache()

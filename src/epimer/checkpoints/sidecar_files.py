@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.folder import inside, read_json
+from epimer.checkpoints.folder import INDEXES, NOT_WEIGHTS, inside, read_json
 from epimer.checkpoints.writer import as_json
 from epimer.errors import CheckpointError
 
@@ -24,6 +24,8 @@ PROCESSOR = (
     "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
     "video_preprocessor_config.json", "feature_extractor_config.json",
 )  # fmt: skip
+TOKENIZER_PATTERNS = ("*.tiktoken", "additional_chat_templates/*.jinja")
+WRITTEN_ANEW = ("README.md", "epimer.json", "trainer_state.json", *NOT_WEIGHTS, *INDEXES)
 PATHS = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_file")
 LARGEST = 1 << 28  # bytes; a tokenizer is a few megabytes
 
@@ -36,7 +38,9 @@ def sidecar_files(
     `generation` is the folder that gives generation_config.json and the ids of eos, bos and padding, where it has them.
     """
     files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := read_sidecar(donor, name)) is not None}
-    files |= {name: data for name in TOKENIZER if (data := read_sidecar(tokenizer, name)) is not None}
+    more = [] if tokenizer is None else [path for pattern in TOKENIZER_PATTERNS for path in tokenizer.glob(pattern)]
+    names = [*TOKENIZER, *sorted(path.relative_to(tokenizer).as_posix() for path in more if tokenizer is not None)]
+    files |= {name: data for name in names if (data := read_sidecar(tokenizer, name)) is not None}
     if (data := read_sidecar(generation, GENERATION)) is not None:
         files[GENERATION] = data
     if tokenizer is not None and "tokenizer_config.json" in files:
@@ -55,6 +59,15 @@ def sidecar_files(
 def code_files(donor: Path | None) -> list[str]:
     """Return the Python files of a folder, which are neither run nor copied."""
     return [] if donor is None else sorted(path.name for path in donor.glob("*.py"))
+
+
+def left_behind(donor: Path | None, carried: Iterable[str], weights: Iterable[Path]) -> list[str]:
+    """Return the files and folders of a folder that an output does not get; weights, code and hidden files apart."""
+    if donor is None:
+        return []
+    known = {name.split("/")[0] for name in carried} | {path.name for path in weights} | {*WRITTEN_ANEW}
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in donor.iterdir() if path.name not in known]
+    return sorted(name for name in names if not name.startswith(".") and not name.endswith((".py", "__pycache__/")))
 
 
 def token_ids(folder: Path | None) -> dict[str, Any]:

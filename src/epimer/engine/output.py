@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import epimer
-from epimer.checkpoints.sidecar_files import code_files, sidecar_files
+from epimer.checkpoints.sentence_modules import sentence_files
+from epimer.checkpoints.sidecar_files import code_files, left_behind, sidecar_files
 from epimer.checkpoints.writer import Draft, Shard, as_json, explain_os_errors, plan_shards, recover, shard_index
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
@@ -185,7 +186,7 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
     if not out.is_dir():
         raise OutputError(f"{out} is a file; the output is a folder: choose another name.")
     with explain_os_errors(out, "read"):
-        content = {path.name for path in out.iterdir()}
+        content = {path.relative_to(out).as_posix() for path in out.rglob("*") if _holds_nothing_else(path)}
     if not content:
         return
     if not overwrite:
@@ -200,6 +201,11 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         raise OutputError(
             f"{out} also holds {listed(sorted(content - ours))}, which epimer did not make; move it away."
         )
+
+
+def _holds_nothing_else(path: Path) -> bool:
+    """Whether a path is a file, a link or an empty folder."""
+    return path.is_symlink() or not path.is_dir() or not any(path.iterdir())
 
 
 def _prepare(plan: Plan, engine: Engine, draft: Draft, progress: Progress) -> Prepared | None:
@@ -249,12 +255,15 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
     dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
     folder = plan.participants.donor.folder
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation)
+    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation) | sentence_files(plan.modules)
     if (index := shard_index(shards, plan.outputs)) is not None:
         files[INDEX] = index
     left = code_files(folder)
     if left:
         plan.notes.append(f"Python files are not copied: {', '.join(left)}; add them yourself if you trust them.")
+    read = [path for one in plan.participants.all for path in one.checkpoint.files]
+    if others := left_behind(folder, files, read):
+        plan.notes.append(f"not carried over from {plan.participants.donor.name}: {listed(others)}; copy what you need.")
     return files
 
 

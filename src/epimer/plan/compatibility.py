@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from epimer.checkpoints.sentence_modules import MODULES, missing_modules, module_differences
 from epimer.checkpoints.sidecar_files import VOCABULARY, parse_json, read_sidecar, vocabulary
 from epimer.errors import CheckpointError, EpimerError, listed, short
 from epimer.methods.options import Rules
@@ -68,6 +69,8 @@ def compare_folders(
             problems += _config_problems(first, configs[first], other, configs[other])
             notes += _config_notes(first, configs[first], other, configs[other])
         problems += _label_problems(configs, participants, merged)
+    with collect_errors(problems, "sentence-transformers"):
+        problems += _module_problems([one for one in folders.values() if (one.path / MODULES).is_file()])
     tables = [name for name in merged if _matches(name, TOKEN_TABLES)]
     if tokenizer is not None:
         folders.setdefault(tokenizer, Folder("tokenizer_source", tokenizer))
@@ -184,6 +187,19 @@ def _labels(labels: Any) -> dict[int, str]:
         return {}
     found = {int(key): str(value) for key, value in labels.items()}
     return {} if all(value == f"LABEL_{key}" for key, value in found.items()) else found
+
+
+def _module_problems(folders: Sequence[Folder]) -> Iterator[CheckpointError]:
+    """Refuse modules of sentence-transformers that are missing or differ: they are copied, not merged."""
+    for one in folders[:1]:
+        for module in missing_modules(one.path):
+            yield CheckpointError(f"{one.label} has no folder {module!r}, which its modules.json names; download it again.")
+    for first, other in _against_first(folders):
+        for name in module_differences(first.path, other.path):
+            yield CheckpointError(
+                f"{name} differs between {first.label} and {other.label}, and modules beside the model are copied, not "
+                "merged; train them frozen, or put one and the same into every folder."
+            )
 
 
 # --- tokenizers ---

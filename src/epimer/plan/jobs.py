@@ -155,6 +155,12 @@ class Plan:
     """name -> what is added to the merged tensor: the steps of its refinement"""
 
     @property
+    def modules(self) -> Path | None:
+        """The first folder with modules.json of sentence-transformers, which the output gets."""
+        folders = (self.participants.donor.folder, *(one.checkpoint.folder for one in self.participants.models))
+        return next((folder for folder in folders if folder is not None and (folder / "modules.json").is_file()), None)
+
+    @property
     def ties(self) -> dict[str, str]:
         return self.assigned.ties
 
