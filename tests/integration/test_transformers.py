@@ -344,7 +344,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 def furnished(tmp_path):
     """Llamas with tokenizers of which each adds a token, generation settings that differ, and a processor."""
     paths = save_all(tmp_path / "home", "llama", 2)
-    for t, (path, words) in enumerate(zip(paths, ("red green blue", "red green blue pink", "red green blue pink mauve"), strict=True)):
+    for t, (path, words) in enumerate(
+        zip(paths, ("red green blue", "red green blue pink", "red green blue pink mauve"), strict=True)
+    ):
         save_tokenizer(path, words)
         transformers.GenerationConfig(max_new_tokens=11 + t, **TOKENS).save_pretrained(path)
         (path / "preprocessor_config.json").write_text(json.dumps({**PREPROCESSOR, "resample": t}))

@@ -1,4 +1,4 @@
-"""What sentence-transformers keeps beside the weights: modules.json, its prompts, and folders as 1_Pooling and 2_Dense."""
+"""What sentence-transformers keeps beside the weights: modules.json, prompts, and folders as 1_Pooling and 2_Dense."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = ("config_sentence_transformers.json", "sentence_bert_config.json")
 
 
 def sentence_files(folder: Path | None) -> dict[str, bytes]:
-    """Return modules.json, the files it needs and those in the folders it names; none where there is no modules.json."""
+    """Return modules.json, the settings beside it and the files of the folders it names; none where it is not there."""
     if folder is None or not (folder / MODULES).is_file():
         return {}
     names = [MODULES, *SETTINGS]

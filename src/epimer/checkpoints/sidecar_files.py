@@ -79,7 +79,9 @@ def token_ids(folder: Path | None) -> dict[str, Any]:
 def generation_settings(folder: Path | None) -> dict[str, Any]:
     """Return what a folder says about generating text: its generation config, and the ids of eos, bos and padding."""
     settings = {key: value for key, value in _object(folder, GENERATION).items() if value is not None}
-    return token_ids(folder) | {k: v for k, v in settings.items() if not k.startswith("_") and k != "transformers_version"}
+    return token_ids(folder) | {
+        k: v for k, v in settings.items() if not k.startswith("_") and k != "transformers_version"
+    }
 
 
 def chat_settings(folder: Path | None) -> dict[str, Any]:
@@ -138,6 +140,7 @@ def _added(entries: list[Any], where: Path) -> dict[int, str]:
 
 
 def parse_json(data: bytes, where: Path) -> dict[str, Any]:
+    """Return the object in the bytes of a JSON file that lies at `where`."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -133,7 +133,9 @@ def warn_of(record: MergeRecord, stacklevel: int = 3) -> None:
         text = f"{record.method}: the merge equals its base: nothing that the models learnt is in it; {remedy}."
         warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
     elif record.untouched > MOST:
-        text = f"{record.untouched:.0%} of the parameters that the models changed are copied, skipped or end as they were"
+        text = (
+            f"{record.untouched:.0%} of the parameters that the models changed are copied, skipped or end as they were"
+        )
         text = f"{record.method}: {text}; look at the rules, or at scale and dtype."
         warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
     lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
@@ -263,7 +265,9 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
         plan.notes.append(f"Python files are not copied: {', '.join(left)}; add them yourself if you trust them.")
     read = [path for one in plan.participants.all for path in one.checkpoint.files]
     if others := left_behind(folder, files, read):
-        plan.notes.append(f"not carried over from {plan.participants.donor.name}: {listed(others)}; copy what you need.")
+        plan.notes.append(
+            f"not carried over from {plan.participants.donor.name}: {listed(others)}; copy what you need."
+        )
     return files
 
 

@@ -24,14 +24,16 @@ FUNCTION = (
 )  # fmt: skip
 """patterns of the keys of config.json that change what a model computes with the same weights"""
 SILENT = (
-    "_*", "name_or_path", "*dtype", "transformers_version", "use_cache", "architectures", "auto_map", "*dropout*", "*_drop",
-    "*pdrop", "attn_implementation", "gradient_checkpointing", "initializer_*", "finetuning_task", "problem_type",
+    "_*", "name_or_path", "*dtype", "transformers_version", "use_cache", "architectures", "auto_map", "*dropout*",
+    "*_drop", "*pdrop", "attn_implementation", "gradient_checkpointing", "initializer_*", "finetuning_task",
+    "problem_type",
     "task_specific_params", "id2label", "label2id", "num_labels", "output_attentions", "output_hidden_states",
     "return_dict", "pretraining_tp", "*_token_id", "vocab_size", "torchscript", "chunk_size_feed_forward",
 )  # fmt: skip
 """patterns of keys that are looked at elsewhere, or that change nothing of a merge"""
 GENERATION = (
-    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "temperature", "top_k", "top_p", "typical_p",
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "temperature", "top_k", "top_p",
+    "typical_p",
     "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_return_sequences", "diversity_penalty",
 )  # fmt: skip
 """keys of how to generate, which older versions of transformers keep in config.json"""
@@ -60,9 +62,9 @@ def compare_folders(
     """
     merged = [name for name in participants.template.headers if matching(name, rules) not in KEPT]
     folders: dict[Path, Folder] = {}
-    for one in participants.all:
-        if one.checkpoint.folder is not None:
-            folders.setdefault(one.checkpoint.folder, Folder(one.label, one.checkpoint.folder))
+    for participant in participants.all:
+        if (path := participant.checkpoint.folder) is not None:
+            folders.setdefault(path, Folder(participant.label, path))
     with collect_errors(problems, "configs"):
         configs = {one: found for one in folders.values() if (found := _config(one)) is not None}
         for first, other in _against_first(list(configs)):
@@ -146,14 +148,13 @@ def _config_problems(
     for key in sorted(config.keys() & theirs.keys()):
         if config[key] != theirs[key] and _changes_function(key):
             yield CheckpointError(
-                f"config.json: {key} is {short(config[key])} in {first.label} and {short(theirs[key])} in {other.label}: "
-                "the same weights compute something else there; merge models of one function, or correct the config."
+                f"config.json: {key} is {short(config[key])} in {first.label} and {short(theirs[key])} in "
+                f"{other.label}: the same weights compute something else there; merge models of one function, or "
+                "correct the config."
             )
 
 
-def _config_notes(
-    first: Folder, config: Mapping[str, Any], other: Folder, theirs: Mapping[str, Any]
-) -> Iterator[str]:
+def _config_notes(first: Folder, config: Mapping[str, Any], other: Folder, theirs: Mapping[str, Any]) -> Iterator[str]:
     """Say which keys only one config has that change the function, and which others differ."""
     for has, lacks, keys in ((first, other, config.keys() - theirs), (other, first, theirs.keys() - config)):
         if unsure := sorted(filter(_changes_function, keys)):
@@ -176,8 +177,9 @@ def _label_problems(
         if heads and mine != theirs:
             i = next(i for i in sorted(mine.keys() | theirs.keys()) if mine.get(i) != theirs.get(i))
             yield CheckpointError(
-                f"config.json: id2label {i} is {mine.get(i)!r} in {first.label} and {theirs.get(i)!r} in {other.label}, "
-                f"and {listed(heads)} would mix them; give it the rule 'copy' or 'skip', or train with one order."
+                f"config.json: id2label {i} is {mine.get(i)!r} in {first.label} and {theirs.get(i)!r} in "
+                f"{other.label}, and {listed(heads)} would mix them; give it the rule 'copy' or 'skip', or train with "
+                "one order."
             )
 
 
@@ -193,7 +195,9 @@ def _module_problems(folders: Sequence[Folder]) -> Iterator[CheckpointError]:
     """Refuse modules of sentence-transformers that are missing or differ: they are copied, not merged."""
     for one in folders[:1]:
         for module in missing_modules(one.path):
-            yield CheckpointError(f"{one.label} has no folder {module!r}, which its modules.json names; download it again.")
+            yield CheckpointError(
+                f"{one.label} has no folder {module!r}, which its modules.json names; download it again."
+            )
     for first, other in _against_first(folders):
         for name in module_differences(first.path, other.path):
             yield CheckpointError(

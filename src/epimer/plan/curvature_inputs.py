@@ -22,9 +22,7 @@ from epimer.plan.participants import Participant, Participants, collect_errors, 
 from epimer.recipe.model import Recipe
 
 
-def python_curvatures(
-    curvature: Any, models: Sequence[Participant], method: Method | None = None
-) -> Curvatures | None:
+def python_curvatures(curvature: Any, models: Sequence[Participant], method: Method | None = None) -> Curvatures | None:
     """Refuse curvature from Python that is not one mapping per model, in their order, or missing where it is needed."""
     tasks = len(models)
     if curvature is None:
@@ -46,7 +44,7 @@ def python_curvatures(
             owner = next((model.label for model in models if _measured_on(metrics, model)), None)
             if owner is not None:
                 raise CurvatureError(
-                    f"curvature[{t}] was measured on {owner}, not on {models[t].label}; give one per model, in their order."
+                    f"curvature[{t}] was measured on {owner}, not on {models[t].label}; give them in the models' order."
                 )
     return curvature
 

@@ -138,7 +138,9 @@ def open_participants(
     present = [model for model in models if model is not None]
     labels = [f"models[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
     participants = align(base, present, labels)
-    return participants, tokenizer if isinstance(tokenizer, Path) else (tokenizer or participants.donor).tokenizer_folder
+    return participants, tokenizer if isinstance(tokenizer, Path) else (
+        tokenizer or participants.donor
+    ).tokenizer_folder
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which folder gives the output its tokenizer and its settings for generating: the base's, or what all models agree on."""
+"""Which folder gives the output its tokenizer and generation settings: the base's, or what all models agree on."""
 
 from __future__ import annotations
 

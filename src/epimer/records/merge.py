@@ -87,7 +87,7 @@ class MergeRecord(Record):
     choices: tuple[str, ...] = ()
     """what was chosen for the merge and by what, in words"""
     untouched: float = 0.0
-    """share of the parameters that some model has changed and that were copied, skipped or merged to the base's again"""
+    """share of the parameters that models changed, and that were copied, skipped or merged to the base's again"""
 
     @property
     def shares(self) -> dict[str, float]:

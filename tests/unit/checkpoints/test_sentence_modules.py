@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers are merged whole; what differs beside the model is refused, what is left is named."""
+"""Folders of sentence-transformers are carried whole; what differs beside the model is refused."""
 
 import json
 
@@ -76,7 +76,7 @@ def test_an_output_with_folders_is_replaced_unless_something_else_lies_in_them(f
     epimer.merge(changed, out, progress=False, overwrite=True)
     assert inside(out) == CARRIED | {"README.md", "epimer.json", "model.safetensors"}
     (out / "1_Pooling" / "mine.txt").write_text("keep me")
-    with pytest.raises(epimer.OutputError, match="1_Pooling/mine.txt"):
+    with pytest.raises(epimer.OutputError, match=r"1_Pooling/mine\.txt"):
         epimer.merge(recipe(folder), out, progress=False, overwrite=True)
     assert (out / "1_Pooling" / "mine.txt").read_text() == "keep me"
 

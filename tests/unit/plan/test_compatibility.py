@@ -71,7 +71,11 @@ def test_what_changes_the_function_is_refused_by_name(tmp_path, key, value):
     with pytest.raises(epimer.CheckpointError) as caught:
         epimer.merge(recipe(tmp_path), tmp_path / "out", progress=False)
     text = str(caught.value)
-    name, shown = ("text_config.hidden_act", "relu") if key == "text_config" else (key, "linear" if key == "rope_scaling" else str(value))
+    name, shown = (
+        ("text_config.hidden_act", "relu")
+        if key == "text_config"
+        else (key, "linear" if key == "rope_scaling" else str(value))
+    )
     assert f"{name} is " in text
     assert shown in text
     assert "in base and" in text

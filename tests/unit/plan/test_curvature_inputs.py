@@ -14,7 +14,9 @@ def measured():
     networks = [nn.Linear(4, 3) for _ in range(3)]
     batches = [(torch.randn(16, 4), torch.randint(3, (16,)))]
     curvature = [
-        epimer.estimate_curvature(network, batches, nn.CrossEntropyLoss(reduction="sum"), kind="diagonal", progress=False)
+        epimer.estimate_curvature(
+            network, batches, nn.CrossEntropyLoss(reduction="sum"), kind="diagonal", progress=False
+        )
         for network in networks[1:]
     ]
     return [network.state_dict() for network in networks], curvature

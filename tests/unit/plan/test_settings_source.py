@@ -21,12 +21,13 @@ OTHER = {**CHAT, "template": "{{ other }}", "eos_id": 4, "generation": {"eos_tok
 
 def write(folder, seed, settings, *, jinja=False):
     folder.mkdir()
+    template = {} if jinja else {"chat_template": settings["template"]}
     W = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
     save_file({"layer.weight": W}, folder / "model.safetensors")
     texts = {
         "config.json": {"model_type": "llama", "eos_token_id": settings["eos_id"], "pad_token_id": 0},
         "generation_config.json": settings["generation"],
-        "tokenizer_config.json": {"eos_token": settings["eos"]} | ({} if jinja else {"chat_template": settings["template"]}),
+        "tokenizer_config.json": {"eos_token": settings["eos"]} | template,
     }
     for file, value in texts.items():
         (folder / file).write_text(json.dumps(value))
