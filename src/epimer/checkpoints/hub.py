@@ -81,7 +81,7 @@ def fetch_repo(
     return folder, f"{repo}@{folder.resolve().name}"
 
 
-def _beside_weights(file: str, files: Sequence[str]) -> bool:
+def beside_weights(file: str, files: Sequence[str]) -> bool:
     """Whether a file goes with the weights: config, tokenizer, or a module of sentence-transformers as 2_Dense."""
     folder, _, name = file.rpartition("/")
     if folder == "additional_chat_templates" or not folder:
@@ -98,5 +98,5 @@ def needed(files: Sequence[str], text: str) -> list[str]:
     for prefix, suffix in (("model", ".safetensors"), ("", ".safetensors"), ("pytorch_model", ".bin"), ("", ".bin")):
         weights = [f for f in top if f.startswith(prefix) and f.endswith(suffix) and f not in NOT_WEIGHTS]
         if weights:
-            return weights + [file for file in files if _beside_weights(file, files)]
+            return weights + [file for file in files if beside_weights(file, files)]
     raise CheckpointError(f"{text} holds no weights on the hub: neither .safetensors nor .bin among {listed(top)}.")

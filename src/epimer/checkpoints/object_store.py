@@ -23,7 +23,7 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, ShardedCheckpoint, allocate, nbytes, sample_ranges
 from epimer.checkpoints.folder import INDEXES, assemble
-from epimer.checkpoints.hub import SIDECARS
+from epimer.checkpoints.hub import SIDECARS, beside_weights
 from epimer.checkpoints.safetensors import as_bytes, parse_header
 from epimer.errors import CheckpointError, EpimerError, listed
 
@@ -79,7 +79,9 @@ def open_store(url: str) -> Checkpoint:
         files = folder_files(fs, path)
         if not files:
             raise FileNotFoundError(path)
-        folder = download_small_files(fs, path, files)
+        modules = all_files(fs, path) if "modules.json" in files else {}  # of sentence-transformers, in folders
+        more = [file for file in modules if "/" in file and beside_weights(file, list(modules))]
+        folder = download_small_files(fs, path, [*(file for file in files if file.endswith(SIDECARS)), *more], "")
     name = path.rpartition("/")[2]
 
     def open_shard(file: str) -> Checkpoint:
@@ -142,6 +144,7 @@ def download_small_files(fs: Any, path: str, files: Sequence[str] | dict[str, in
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for file in files:
         if file.endswith(suffixes):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_bytes(fs.cat_file(f"{path}/{file}"))
     return folder
 
