@@ -1,13 +1,13 @@
 """Chat template, end of text and generation settings: what all models agree on, or the base's, and it is said."""
 
 import json
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import epimer
-from epimer.api import plan_merge
 
 BASE = {"template": "{{ base }}", "eos": "</s>", "eos_id": 2, "generation": {"eos_token_id": 2, "temperature": 0.6}}
 CHAT = {
@@ -41,16 +41,17 @@ def recipe(folder, **more):
 
 
 def written(folder, **more):
-    """Return what the merged folder says, and the notes of its plan."""
-    plan = plan_merge(recipe(folder, **more))
-    epimer.merge(recipe(folder, **more), folder / "out", progress=False)
+    """Return what the merged folder says, and what was said."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        epimer.merge(recipe(folder, **more), folder / "out", progress=False)
     read = {file.name: file.read_text() for file in (folder / "out").iterdir() if file.suffix in (".json", ".jinja")}
     config, generation = json.loads(read["config.json"]), json.loads(read["generation_config.json"])
     tokenizer = json.loads(read["tokenizer_config.json"])
     template = read.get("chat_template.jinja", tokenizer.get("chat_template"))
     ids = config["eos_token_id"], generation["eos_token_id"]
     assert config["pad_token_id"] == 0
-    return (template.strip(), tokenizer["eos_token"], *ids), " ".join(plan.notes)
+    return (template.strip(), tokenizer["eos_token"], *ids), " ".join(str(one.message) for one in caught)
 
 
 FROM_BASE, FROM_CHAT = ("{{ base }}", "</s>", 2, 2), ("{{ chat }}", "<|im_end|>", 5, [2, 5])
