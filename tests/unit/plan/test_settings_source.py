@@ -94,3 +94,22 @@ def test_equal_settings_are_no_reason_to_say_anything(tmp_path):
     found, notes = written(tmp_path)
     assert found == FROM_BASE
     assert not notes
+
+
+def test_an_adapter_that_was_saved_with_its_tokenizer_gives_it(tmp_path):
+    write(tmp_path / "base", 0, BASE)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        factors = {"base_model.model.layer.lora_A.weight": torch.ones(2, 4)}
+        factors |= {"base_model.model.layer.lora_B.weight": torch.ones(4, 2)}
+        save_file(factors, tmp_path / name / "adapter_model.safetensors")
+        about = {"peft_type": "LORA", "lora_alpha": 2, "r": 2}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(about))
+        chat = {"chat_template": CHAT["template"], "eos_token": {"content": CHAT["eos"], "special": True}}
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(chat))
+    models = [{"model": f"{tmp_path / 'base'}+{tmp_path / name}"} for name in ("one", "two")]
+    given = {"merge_method": "average", "base_model": str(tmp_path / "base"), "models": models}
+    epimer.merge(given, tmp_path / "out", progress=False)
+    found = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert found["chat_template"] == CHAT["template"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
