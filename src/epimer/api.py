@@ -85,6 +85,8 @@ def merge(
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     plan = plan_merge(recipe, folder=folder, progress=progress, any_curvature=any_curvature)
     record = write_output(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
+    for note in plan.notes:
+        warnings.warn(note, EpimerWarning, stacklevel=2)
     warn_of(record)
     return record
 
@@ -214,7 +216,7 @@ def diagnose_state_dicts(
     return diagnose_models(
         participants,
         lambda name, depth: shares,
-        curvatures=python_curvatures(curvature, tasks),
+        curvatures=python_curvatures(curvature, participants.models),
         bases=basis,
         rules=options["rules"],
         rank=options["rank"],

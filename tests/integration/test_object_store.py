@@ -143,6 +143,27 @@ def test_an_upload_that_stops_leaves_no_record_and_is_taken_up(store, models, mo
     assert not list(models.parent.glob(".*"))
 
 
+def test_the_modules_of_sentence_transformers_go_from_store_to_store(store, models):
+    upload(store, models, "bucket")
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    for name in ("base", "m0", "m1"):
+        store.pipe_file(f"bucket/{name}/modules.json", json.dumps(modules).encode())
+        store.pipe_file(f"bucket/{name}/1_Pooling/config.json", b'{"pooling_mode_cls_token": true}')
+    epimer.merge(recipe("memory://bucket"), "memory://bucket/out", device="cpu", progress=False)
+    files = {"README.md", "config.json", "epimer.json", "model.safetensors", "modules.json", "1_Pooling/config.json"}
+    assert set(object_store.all_files(store, "bucket/out")) == files
+    assert store.cat_file("bucket/out/1_Pooling/config.json") == b'{"pooling_mode_cls_token": true}'
+    again = epimer.merge(recipe("memory://bucket"), "memory://bucket/out", device="cpu", progress=False)
+    assert again.timings == {}  # already there
+    changed = recipe("memory://bucket", "average")
+    epimer.merge(changed, "memory://bucket/out", device="cpu", progress=False, overwrite=True)
+    assert set(object_store.all_files(store, "bucket/out")) == files
+    store.pipe_file("bucket/m1/1_Pooling/config.json", b'{"pooling_mode_mean_tokens": true}')
+    with pytest.raises(epimer.CheckpointError, match=r"1_Pooling/config\.json differs between base and models\[1\]"):
+        epimer.merge(recipe("memory://bucket"), "memory://bucket/other", device="cpu", progress=False)
+
+
 def test_an_adapter_in_a_store(store, models):
     A, B = torch.randn(2, 48), torch.randn(64, 2)
     parts = {"lora_A": A, "lora_B": B}

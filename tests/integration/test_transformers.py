@@ -342,9 +342,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 @pytest.fixture
 def furnished(tmp_path):
-    """Llamas with tokenizers that differ, generation settings that differ, and a processor."""
+    """Llamas with tokenizers of which each adds a token, generation settings that differ, and a processor."""
     paths = save_all(tmp_path / "home", "llama", 2)
-    for t, (path, words) in enumerate(zip(paths, ("red green blue", "blue red green", "green blue red"), strict=True)):
+    for t, (path, words) in enumerate(
+        zip(paths, ("red green blue", "red green blue pink", "red green blue pink mauve"), strict=True)
+    ):
         save_tokenizer(path, words)
         transformers.GenerationConfig(max_new_tokens=11 + t, **TOKENS).save_pretrained(path)
         (path / "preprocessor_config.json").write_text(json.dumps({**PREPROCESSOR, "resample": t}))
@@ -372,12 +374,11 @@ def test_the_tokenizer_is_that_of_the_source_named(furnished, tmp_path, among):
     out, source = tmp_path / "out", furnished[2]
     paths = furnished if among else furnished[:2]
     epimer.merge(recipe(paths, "average", tokenizer_source=str(source)), out, progress=False)
-    for file in TOKENIZER_FILES:
+    for file in ("generation_config.json", *TOKENIZER_FILES):
         assert (out / file).read_bytes() == (source / file).read_bytes(), file
-    for file in ("generation_config.json", "preprocessor_config.json"):
-        assert (out / file).read_bytes() == (furnished[0] / file).read_bytes(), file
+    assert (out / "preprocessor_config.json").read_bytes() == (furnished[0] / "preprocessor_config.json").read_bytes()
     found = transformers.AutoTokenizer.from_pretrained(out)
-    assert found("blue red mauve")["input_ids"] == [2, 3, 0]
+    assert found("blue red mauve")["input_ids"] == [3, 1, 5]
     assert found.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == "hello"
     assert not any(str(tmp_path) in text for text in texts(out).values())
 

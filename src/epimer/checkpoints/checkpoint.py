@@ -71,6 +71,11 @@ class Checkpoint(ABC):
         """Return some bytes of a tensor, from its start, middle and end."""
         return sample_bytes(self.read(name))
 
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """Where its tokenizer and chat template lie: beside its config, or with an adapter that was saved with one."""
+        return self.folder
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of every name, dtype and shape and of a sample of every tensor, whatever files they lie in."""

@@ -12,6 +12,7 @@ from epimer.errors import CheckpointError, EpimerError, listed
 
 REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
 HUB_ID = re.compile(rf"{REPO}(@[\w./-]+)?")
+MODULE = re.compile(r"\d+_\w+")  # the folder of a module of sentence-transformers
 SIDECARS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
 
 
@@ -80,13 +81,24 @@ def fetch_repo(
     return folder, f"{repo}@{folder.resolve().name}"
 
 
+def beside_weights(file: str, files: Sequence[str]) -> bool:
+    """Whether a file goes with the weights: config, tokenizer, or a module of sentence-transformers as 2_Dense."""
+    folder, _, name = file.rpartition("/")
+    if folder == "additional_chat_templates" or not folder:
+        return file.endswith(SIDECARS)
+    twin = f"{folder}/model.safetensors"
+    return MODULE.fullmatch(folder) is not None and (
+        name.endswith((*SIDECARS, ".safetensors")) or (name.endswith(".bin") and twin not in files)
+    )
+
+
 def needed(files: Sequence[str], text: str) -> list[str]:
     """Return which files of a repository to fetch: one set of weights, config and tokenizer."""
     top = [file for file in files if "/" not in file]
     for prefix, suffix in (("model", ".safetensors"), ("", ".safetensors"), ("pytorch_model", ".bin"), ("", ".bin")):
         weights = [f for f in top if f.startswith(prefix) and f.endswith(suffix) and f not in NOT_WEIGHTS]
         if weights:
-            return weights + [file for file in top if file.endswith(SIDECARS)]
+            return weights + [file for file in files if beside_weights(file, files)]
     if packed := [file for file in top if file.endswith(".gguf")]:
         raise CheckpointError(f"{text}/{packed[0]} {GGUF}")
     raise CheckpointError(f"{text} holds no weights on the hub: neither .safetensors nor .bin among {listed(top)}.")

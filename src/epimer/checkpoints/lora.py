@@ -55,6 +55,11 @@ class Adapted(Checkpoint):
         return W + update.dense().to(W.dtype).reshape(W.shape)
 
     @property
+    def tokenizer_folder(self) -> Path | None:
+        own = self.adapter.files[0].parent
+        return own if (own / "tokenizer_config.json").exists() else self.base.tokenizer_folder
+
+    @property
     def state(self) -> list[tuple[str, int, int | str]]:
         return [*self.base.state, *self.adapter.state]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, ShardedCheckpoint, allocate, nbytes, sample_ranges
 from epimer.checkpoints.folder import INDEXES, assemble
-from epimer.checkpoints.hub import SIDECARS
+from epimer.checkpoints.hub import SIDECARS, beside_weights
 from epimer.checkpoints.safetensors import as_bytes, parse_header
 from epimer.errors import CheckpointError, EpimerError, listed
 
@@ -79,7 +79,9 @@ def open_store(url: str) -> Checkpoint:
         files = folder_files(fs, path)
         if not files:
             raise FileNotFoundError(path)
-        folder = download_small_files(fs, path, files)
+        modules = all_files(fs, path) if "modules.json" in files else {}  # of sentence-transformers, in folders
+        more = [file for file in modules if "/" in file and beside_weights(file, list(modules))]
+        folder = download_small_files(fs, path, [*(file for file in files if file.endswith(SIDECARS)), *more], "")
     name = path.rpartition("/")[2]
 
     def open_shard(file: str) -> Checkpoint:
@@ -118,6 +120,14 @@ def download(url: str) -> tuple[Path, str]:
     return folder, path.rpartition("/")[2]
 
 
+def all_files(fs: Any, path: str) -> dict[str, int]:
+    """Return the files in a folder of a store and in the folders in it, by their path there, with their sizes."""
+    fs.invalidate_cache()
+    found = fs.find(path, detail=True)
+    root = fs._strip_protocol(path).rstrip("/") + "/"
+    return {name.removeprefix(root): entry["size"] for name, entry in found.items() if name.startswith(root)}
+
+
 def folder_files(fs: Any, path: str) -> dict[str, int]:
     """Return the files directly in a folder of a store, with their sizes; none where there is no such folder."""
     fs.invalidate_cache()
@@ -134,6 +144,7 @@ def download_small_files(fs: Any, path: str, files: Sequence[str] | dict[str, in
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for file in files:
         if file.endswith(suffixes):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_bytes(fs.cat_file(f"{path}/{file}"))
     return folder
 

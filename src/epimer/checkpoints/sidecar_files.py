@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.folder import inside, read_json
+from epimer.checkpoints.folder import INDEXES, NOT_WEIGHTS, inside, read_json
 from epimer.checkpoints.writer import as_json
 from epimer.errors import CheckpointError
 
-CONFIG = ("config.json", "generation_config.json")
+GENERATION = "generation_config.json"
+CONFIG = ("config.json", GENERATION)
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm",
     "tekken.json", "chat_template.json", "chat_template.jinja",
 )  # fmt: skip
+VOCABULARY = ("tokenizer.json", "vocab.json", "added_tokens.json", "vocab.txt")
 PROCESSOR = (
     "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
     "video_preprocessor_config.json", "feature_extractor_config.json",
 )  # fmt: skip
+TOKENIZER_PATTERNS = ("*.tiktoken", "additional_chat_templates/*.jinja")
+WRITTEN_ANEW = ("README.md", "epimer.json", "trainer_state.json", *NOT_WEIGHTS, *INDEXES)
 PATHS = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_file")
 QUANTIZATION = ("quantization_config", "compression_config")  # what is written is never quantised
 LARGEST = 1 << 28  # bytes; a tokenizer is a few megabytes
 
 
-def sidecar_files(donor: Path | None, tokenizer: Path | None, dtype: str | None) -> dict[str, bytes]:
-    """Return the files to add to the weights; `dtype` is what the config is to say, None to leave it."""
-    files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := _read(donor, name)) is not None}
-    files |= {name: data for name in TOKENIZER if (data := _read(tokenizer, name)) is not None}
+def sidecar_files(
+    donor: Path | None, tokenizer: Path | None, dtype: str | None, generation: Path | None = None
+) -> dict[str, bytes]:
+    """Return the files to add to the weights; `dtype` is what the config is to say, None to leave it.
+
+    `generation` is the folder that gives generation_config.json and the ids of eos, bos and padding, where it has them.
+    """
+    files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := read_sidecar(donor, name)) is not None}
+    more = [] if tokenizer is None else [path for pattern in TOKENIZER_PATTERNS for path in tokenizer.glob(pattern)]
+    names = [*TOKENIZER, *sorted(path.relative_to(tokenizer).as_posix() for path in more if tokenizer is not None)]
+    files |= {name: data for name in names if (data := read_sidecar(tokenizer, name)) is not None}
+    if (data := read_sidecar(generation, GENERATION)) is not None:
+        files[GENERATION] = data
     if tokenizer is not None and "tokenizer_config.json" in files:
         path = tokenizer / "tokenizer_config.json"
         config = read_json(path, str(path))
@@ -36,7 +51,7 @@ def sidecar_files(donor: Path | None, tokenizer: Path | None, dtype: str | None)
     if donor is not None and "config.json" in files:
         path = donor / "config.json"
         try:
-            files[path.name] = as_json(_config(read_json(path, str(path)), dtype))
+            files[path.name] = as_json(_config(read_json(path, str(path)), dtype) | token_ids(generation))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be written down again: {error}.") from error
     return files
@@ -47,7 +62,97 @@ def code_files(donor: Path | None) -> list[str]:
     return [] if donor is None else sorted(path.name for path in donor.glob("*.py"))
 
 
-def _read(folder: Path | None, name: str) -> bytes | None:
+def left_behind(donor: Path | None, carried: Iterable[str], weights: Iterable[Path]) -> list[str]:
+    """Return the files and folders of a folder that an output does not get; weights, code and hidden files apart."""
+    if donor is None:
+        return []
+    known = {name.split("/")[0] for name in carried} | {path.name for path in weights} | {*WRITTEN_ANEW}
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in donor.iterdir() if path.name not in known]
+    return sorted(name for name in names if not name.startswith(".") and not name.endswith((".py", "__pycache__/")))
+
+
+def token_ids(folder: Path | None) -> dict[str, Any]:
+    """Return the ids of eos, bos and padding that a folder's config.json has."""
+    config = _object(folder, "config.json")
+    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+
+
+def generation_settings(folder: Path | None) -> dict[str, Any]:
+    """Return what a folder says about generating text: its generation config, and the ids of eos, bos and padding."""
+    settings = {key: value for key, value in _object(folder, GENERATION).items() if value is not None}
+    return token_ids(folder) | {
+        k: v for k, v in settings.items() if not k.startswith("_") and k != "transformers_version"
+    }
+
+
+def chat_settings(folder: Path | None) -> dict[str, Any]:
+    """Return a tokenizer's chat template and its token for the end of a text, where the folder has them."""
+    config = _object(folder, "tokenizer_config.json")
+    file = read_sidecar(folder, "chat_template.jinja")
+    template = config.get("chat_template") or _object(folder, "chat_template.json").get("chat_template")
+    template = file.decode("utf-8", "replace") if file is not None else template
+    end = config.get("eos_token") or _object(folder, "special_tokens_map.json").get("eos_token")
+    found = {
+        "chat template": template.strip() if isinstance(template, str) else template,
+        "eos_token": end.get("content") if isinstance(end, dict) else end,
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _object(folder: Path | None, name: str) -> dict[str, Any]:
+    data = read_sidecar(folder, name)
+    return {} if data is None or folder is None else parse_json(data, folder / name)
+
+
+def vocabulary(folder: Path) -> dict[int, str]:
+    """Return a tokenizer's tokens by their ids, those that were added included; none where no file lists them."""
+    if (data := read_sidecar(folder, "tokenizer.json")) is not None:
+        where = folder / "tokenizer.json"
+        tokenizer = parse_json(data, where)
+        model = tokenizer.get("model")
+        table = model.get("vocab") if isinstance(model, dict) else None
+        added = tokenizer.get("added_tokens")
+        return _tokens(table, where) | _added(added if isinstance(added, list) else [], where)
+    if (data := read_sidecar(folder, "vocab.json")) is not None:
+        extra = read_sidecar(folder, "added_tokens.json")
+        tokens = _tokens(parse_json(data, folder / "vocab.json"), folder / "vocab.json")
+        return tokens | ({} if extra is None else _tokens(parse_json(extra, folder / "added_tokens.json"), folder))
+    if (data := read_sidecar(folder, "vocab.txt")) is not None:
+        return dict(enumerate(data.decode("utf-8", "replace").splitlines()))
+    return {}
+
+
+def _tokens(table: Any, where: Path) -> dict[int, str]:
+    """Return id -> token of a mapping from tokens to ids, or of a list of tokens with their scores."""
+    if isinstance(table, dict) and all(isinstance(i, int) for i in table.values()):
+        return {i: token for token, i in table.items()}
+    if isinstance(table, list) and all(isinstance(entry, list) and entry for entry in table):
+        return {i: str(entry[0]) for i, entry in enumerate(table)}
+    if table is None:
+        return {}
+    raise CheckpointError(f"{where} has a vocabulary that maps no tokens to ids; save the tokenizer again.")
+
+
+def _added(entries: list[Any], where: Path) -> dict[int, str]:
+    try:
+        return {int(entry["id"]): str(entry["content"]) for entry in entries}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} has added_tokens without id or content; save the tokenizer again.") from error
+
+
+def parse_json(data: bytes, where: Path) -> dict[str, Any]:
+    """Return the object in the bytes of a JSON file that lies at `where`."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} holds a {type(value).__name__}, expected an object.")
+    return value
+
+
+def read_sidecar(folder: Path | None, name: str) -> bytes | None:
+    """Return a small file of a folder; None where there is none."""
     if folder is None or not (folder / name).is_file():
         return None
     path = inside(folder, name)

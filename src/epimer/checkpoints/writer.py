@@ -198,8 +198,12 @@ class Draft:
         self._pending, self._bytes, self._flushed = [], 0, time.monotonic()
 
     def add(self, file: str, data: bytes) -> None:
-        """Write a small file next to the weights."""
-        _write_synced(self.folder / file, [data])
+        """Write a small file next to the weights, or in a folder there."""
+        place = self.folder / file
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _write_synced(place, [data])
+        if place.parent != self.folder:
+            _sync(place.parent)
 
     def publish(self) -> None:
         """Move the finished folder to its name."""

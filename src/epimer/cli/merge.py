@@ -83,6 +83,7 @@ def _print_result(record: MergeRecord, out: str, notes: Sequence[str]) -> None:
     counts = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
     title = f"[bold]{escape(out)}[/]"
     render.print_text(f"{title}  {record.method}, {len(record.tensors)} tensors ({counts})", markup=True)
+    render.print_text("parameters: " + ", ".join(f"{100 * s:.3g}% {rule}" for rule, s in record.shares.items()))
     written, peak = render.size(sum(record.files.values())), render.size(record.peak_memory or 0)
     render.print_text(f"{written} in {record.timings['total']:.1f} s, peak memory {peak}")
     render.print_notes(notes)

@@ -32,6 +32,7 @@ from epimer.records import MergeRecord, Status, TensorRecord
 SMALL = 1 << 20  # jobs below this many bytes are handed over together
 TOGETHER = 1 << 23
 STREAMED = 1 << 20  # entries that are read at a time where entries stand alone
+PROBE = 1 << 10  # entries that are compared with the base's before the others
 
 Merged = tuple[Job, Tensor, TensorRecord]
 
@@ -124,7 +125,7 @@ class MergeWalk:
 
     def _merge(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor, TensorRecord]:
         started = time.perf_counter()
-        solution = Solution(job.template)
+        solution, unchanged = Solution(job.template), False
         if job.method is None:
             result = self._copy(job, tensors)
         else:
@@ -133,9 +134,10 @@ class MergeWalk:
             if tensors.base is not None and not any(isinstance(W, Tensor) for W in tensors.models):
                 check_finite("base", job.name, tensors.base)
             if job.entrywise and device.type == "cpu" and job.name not in self.plan.corrections:
-                result = allocate(job.template.shape, job.template.dtype)
+                result, unchanged = allocate(job.template.shape, job.template.dtype), True
                 for target, part in self._pieces(job, tensors, result):
                     solution = self._merge_in_chunks(job, part, target)
+                    unchanged = unchanged and equals_base(target, part.base)
             else:
                 if tensors.streamed:
                     tensors = read_tensors(self.plan.participants, job, job.rows)
@@ -146,9 +148,10 @@ class MergeWalk:
                 curvature = tensors.curvature.converted(deltas[0])
                 result = torch.empty(job.template.shape, dtype=job.template.dtype, device=device)
                 solution = self._merge_deltas(job, start, deltas, result, curvature)
+                unchanged = equals_base(result, start)
         shape, seconds = tuple(job.template.shape), time.perf_counter() - started
         found = solution.status, solution.rank, solution.residual, solution.eta, solution.note
-        return result.to(job.device), TensorRecord(job.rule, shape, *found, seconds)
+        return result.to(job.device), TensorRecord(job.rule, shape, *found, seconds, unchanged)
 
     def _copy(self, job: Job, tensors: Tensors) -> Tensor:
         W = tensors.base
@@ -219,6 +222,14 @@ class MergeWalk:
 def _in_precision(x: Tensor, room: Tensor) -> Tensor:
     """Return `x` in the precision of `room`: itself, or else as a copy there."""
     return x if x.dtype == room.dtype else room.copy_(x)
+
+
+def equals_base(result: Tensor, base: Tensor | None) -> bool:
+    """Whether a result is the base's tensor in its dtype, to the last bit; most differ in their first entries."""
+    if base is None:
+        return False
+    W, W0 = result.reshape(-1), base.reshape(-1)
+    return all(torch.equal(W[:end], W0[:end].to(W)) for end in (min(len(W), PROBE), len(W)))
 
 
 def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
@@ -431,7 +442,8 @@ def joined(one: TensorRecord | None, other: TensorRecord) -> TensorRecord:
     if one is None:
         return other
     shape = (one.shape[0] + other.shape[0], *one.shape[1:])
-    return replace(one, shape=shape, seconds=(one.seconds or 0) + (other.seconds or 0))
+    seconds, unchanged = (one.seconds or 0) + (other.seconds or 0), one.unchanged and other.unchanged
+    return replace(one, shape=shape, seconds=seconds, unchanged=unchanged)
 
 
 def all_records(plan: Plan, records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:

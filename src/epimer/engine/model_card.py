@@ -69,7 +69,8 @@ def _findings(record: MergeRecord) -> str:
     """Say in a table what happened to the tensors."""
     rules = Counter(tensor.rule for tensor in record.tensors.values())
     lines = ["| | |", "|---|---|"]
-    lines += [f"| tensors by rule: {rule} | {count} |" for rule, count in sorted(rules.items())]
+    for rule, count in sorted(rules.items()):
+        lines.append(f"| tensors by rule: {rule} | {count} ({100 * record.shares[rule]:.3g}% of the parameters) |")
     for status in ("damped", "stalled", "clamped", "tied"):
         if count := sum(tensor.status == status for tensor in record.tensors.values()):
             lines.append(f"| {status} | {count} |")

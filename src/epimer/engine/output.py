@@ -7,6 +7,7 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 
 import epimer
-from epimer.checkpoints.sidecar_files import code_files, sidecar_files
+from epimer.checkpoints.sentence_modules import sentence_files
+from epimer.checkpoints.sidecar_files import code_files, left_behind, sidecar_files
 from epimer.checkpoints.writer import Draft, Shard, as_json, explain_os_errors, plan_shards, recover, shard_index
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
@@ -30,6 +32,7 @@ from epimer.progress import Progress
 from epimer.records import MergeRecord, Status, TensorRecord
 
 RECORD = "epimer.json"
+MOST = 0.5  # share of the changed parameters that a merge may leave as they were without a warning
 INDEX = "model.safetensors.index.json"
 
 
@@ -84,6 +87,7 @@ def merge_record(
     shown = {} if first is None else {name: _plain(value) for name, value in plan.method.values(first.options).items()}
     weights = (prepared and prepared.weights) or (first.weights if first is not None else ())
     known: dict[str, Any] = {"unlabelled": plan.unlabelled, "choices": plan.choices}
+    known["untouched"] = _untouched(plan.participants, tensors)
     if plan.recipe is not None:
         known |= {
             "models": tuple((one.checkpoint.name, one.checkpoint.fingerprint) for one in plan.participants.all),
@@ -95,6 +99,20 @@ def merge_record(
             "peak_memory": peak_memory(),
         }
     return MergeRecord(plan.method.name, shown, tuple(weights), tensors, **known)
+
+
+def _untouched(participants: Participants, tensors: Mapping[str, TensorRecord]) -> float:
+    """Return the share of the parameters that some model has changed and that did not change in the merge.
+
+    Only tensors that did not change in the merge are looked at in the models, and of those some entries.
+    """
+    changed, left = 0, 0
+    for name, tensor in tensors.items():
+        if tensor.rule not in ("copy", "skip") and not tensor.unchanged:
+            changed += tensor.parameters
+        elif tensor.parameters and participants.moved(name):
+            left += tensor.parameters
+    return left / (changed + left) if left else 0.0
 
 
 def _plain(value: Any) -> Any:
@@ -109,6 +127,17 @@ def _plain(value: Any) -> Any:
 def warn_of(record: MergeRecord, stacklevel: int = 3) -> None:
     """Warn once per kind of what did not go exactly as asked in a merge."""
     records = record.tensors
+    unchanged = [one.unchanged or one.rule in ("copy", "skip") for one in records.values()]
+    if records and all(unchanged):
+        remedy = "look at the rules, raise scale, or write a wider dtype if the models moved little"
+        text = f"{record.method}: the merge equals its base: nothing that the models learnt is in it; {remedy}."
+        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
+    elif record.untouched > MOST:
+        text = (
+            f"{record.untouched:.0%} of the parameters that the models changed are copied, skipped or end as they were"
+        )
+        text = f"{record.method}: {text}; look at the rules, or at scale and dtype."
+        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
     lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
     if lowered:
         ranks = sorted({rank for name in lowered if (rank := records[name].rank) is not None})
@@ -159,7 +188,7 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
     if not out.is_dir():
         raise OutputError(f"{out} is a file; the output is a folder: choose another name.")
     with explain_os_errors(out, "read"):
-        content = {path.name for path in out.iterdir()}
+        content = {path.relative_to(out).as_posix() for path in out.rglob("*") if _holds_nothing_else(path)}
     if not content:
         return
     if not overwrite:
@@ -174,6 +203,11 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         raise OutputError(
             f"{out} also holds {listed(sorted(content - ours))}, which epimer did not make; move it away."
         )
+
+
+def _holds_nothing_else(path: Path) -> bool:
+    """Whether a path is a file, a link or an empty folder."""
+    return path.is_symlink() or not path.is_dir() or not any(path.iterdir())
 
 
 def _prepare(plan: Plan, engine: Engine, draft: Draft, progress: Progress) -> Prepared | None:
@@ -222,12 +256,18 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
     """Return the index and the files that are carried over; note those that are not."""
     dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
     folder = plan.participants.donor.folder
-    files = sidecar_files(folder, plan.tokenizer, dtypes.pop() if len(dtypes) == 1 else None)
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation) | sentence_files(plan.modules)
     if (index := shard_index(shards, plan.outputs)) is not None:
         files[INDEX] = index
     left = code_files(folder)
     if left:
         plan.notes.append(f"Python files are not copied: {', '.join(left)}; add them yourself if you trust them.")
+    read = [path for one in plan.participants.all for path in one.checkpoint.files]
+    if others := left_behind(folder, files, read):
+        plan.notes.append(
+            f"not carried over from {plan.participants.donor.name}: {listed(others)}; copy what you need."
+        )
     return files
 
 

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.object_store import explain_store_errors, filesystem, folder_files, is_store
+from epimer.checkpoints.object_store import all_files, explain_store_errors, filesystem, is_store
 from epimer.engine.options import RunOptions
 from epimer.engine.output import RECORD, write_merge
 from epimer.errors import OutputError, listed
@@ -49,7 +49,7 @@ def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool =
         stopped = _recorded(fs, beside(path))
         ours = stopped is not None and stopped.request == plan.request  # files of an upload that was stopped
         check_store(fs, path, url, old or stopped, overwrite=overwrite or ours)
-        if not ours and folder_files(fs, beside(path)):
+        if not ours and all_files(fs, beside(path)):
             fs.rm(beside(path), recursive=True)
     digest = hashlib.blake2b(url.encode(), digest_size=6).hexdigest()
     staged = Path.cwd() / f".{path.rpartition('/')[2]}-{digest}.epimer-upload"
@@ -63,15 +63,18 @@ def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool =
 
 def upload(fs: Any, folder: Path, path: str) -> None:
     """Upload a model folder under another name, then move its files to their places, the record last."""
-    files = sorted((file.name for file in folder.iterdir()), key=lambda name: (name in LAST, name == RECORD, name))
+    paths = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    files = sorted(paths, key=lambda name: (name in LAST, name == RECORD, name))
     fs.makedirs(beside(path), exist_ok=True)
     for name in files:
+        fs.makedirs(f"{beside(path)}/{name}".rpartition("/")[0], exist_ok=True)
         fs.put_file(str(folder / name), f"{beside(path)}/{name}")
-    there = sorted(folder_files(fs, path), key=lambda name: name != RECORD)
+    there = sorted(all_files(fs, path), key=lambda name: name != RECORD)
     for name in there:  # the record of what is replaced goes first: from now on the folder is not complete
         fs.rm_file(f"{path}/{name}")
     fs.makedirs(path, exist_ok=True)
     for name in files:
+        fs.makedirs(f"{path}/{name}".rpartition("/")[0], exist_ok=True)
         fs.mv(f"{beside(path)}/{name}", f"{path}/{name}")
     if fs.exists(beside(path)):
         fs.rm(beside(path), recursive=True)
@@ -88,7 +91,7 @@ def check_store(fs: Any, path: str, url: str, record: MergeRecord | None, *, ove
     bucket, _, rest = path.partition("/")
     if rest and not fs.exists(bucket) and fs.protocol not in ("memory", ("memory",)):
         raise OutputError(f"{url} cannot be written: there is no bucket {bucket!r}; make it first.")
-    there = set(folder_files(fs, path))
+    there = set(all_files(fs, path))
     if not there:
         return
     if not overwrite:
@@ -107,4 +110,4 @@ def _recorded(fs: Any, path: str) -> MergeRecord | None:
 
 
 def _complete(fs: Any, path: str, record: MergeRecord) -> bool:
-    return record.files.items() <= folder_files(fs, path).items()
+    return record.files.items() <= all_files(fs, path).items()

@@ -22,8 +22,9 @@ from epimer.plan.participants import Participant, Participants, collect_errors, 
 from epimer.recipe.model import Recipe
 
 
-def python_curvatures(curvature: Any, tasks: int, method: Method | None = None) -> Curvatures | None:
-    """Refuse curvature from Python that is not one mapping per model, or that is missing where a method needs it."""
+def python_curvatures(curvature: Any, models: Sequence[Participant], method: Method | None = None) -> Curvatures | None:
+    """Refuse curvature from Python that is not one mapping per model, in their order, or missing where it is needed."""
+    tasks = len(models)
     if curvature is None:
         if method is not None and method.needs_curvature:
             raise CurvatureError(
@@ -38,7 +39,20 @@ def python_curvatures(curvature: Any, tasks: int, method: Method | None = None) 
     for t, metrics in enumerate(curvature):
         if not isinstance(metrics, Mapping):
             raise CurvatureError(f"curvature[{t}] must be a mapping from tensor names, got {type(metrics).__name__}.")
+    for t, metrics in enumerate(curvature):
+        if isinstance(metrics, Curvature) and not _measured_on(metrics, models[t]):
+            owner = next((model.label for model in models if _measured_on(metrics, model)), None)
+            if owner is not None:
+                raise CurvatureError(
+                    f"curvature[{t}] was measured on {owner}, not on {models[t].label}; give them in the models' order."
+                )
     return curvature
+
+
+def _measured_on(curvature: Curvature, model: Participant) -> bool:
+    """Whether the tensors that curvature was measured on are this model's; True where it does not say."""
+    names = {name: _stored_name(name, model, curvature) for name in curvature}
+    return curvature.provenance.model in (None, stored_fingerprint(model.checkpoint, names))
 
 
 def open_measured(
@@ -70,9 +84,9 @@ def check_measured_models(
 ) -> None:
     """Refuse curvature that was measured on another model; with `any_curvature` it is only noted."""
     for model, curvature in zip(models, curvatures, strict=False):
-        names = {name: _stored_name(name, model, curvature) for name in curvature}
-        if curvature.provenance.model in (None, stored_fingerprint(model.checkpoint, names)):
+        if _measured_on(curvature, model):
             continue
+        names = {name: _stored_name(name, model, curvature) for name in curvature}
         foreign = [name for name, stored in names.items() if stored not in model.checkpoint.headers]
         problem = f"{curvature.where} was measured on another model than {model.label}"
         if foreign:

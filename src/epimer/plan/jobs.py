@@ -144,6 +144,8 @@ class Plan:
     """what the merge was planned from, unless it was planned in Python"""
     tokenizer: Path | None = None
     """the folder whose tokenizer the output gets"""
+    generation: Path | None = None
+    """the folder whose settings for generating it gets"""
     basis: StoredBasis | None = None
     unlabelled: int | None = None
     """inputs per task, without labels, by which something was chosen or refined"""
@@ -151,6 +153,12 @@ class Plan:
     """what was chosen and by what, in words"""
     corrections: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> what is added to the merged tensor: the steps of its refinement"""
+
+    @property
+    def modules(self) -> Path | None:
+        """The first folder with modules.json of sentence-transformers, which the output gets."""
+        folders = (self.participants.donor.folder, *(one.checkpoint.folder for one in self.participants.models))
+        return next((folder for folder in folders if folder is not None and (folder / "modules.json").is_file()), None)
 
     @property
     def ties(self) -> dict[str, str]:
@@ -242,12 +250,14 @@ def plan_jobs(
     notes: Sequence[str] = (),
     recipe: Recipe | None = None,
     tokenizer: Path | None = None,
+    generation: Path | None = None,
     basis: StoredBasis | None = None,
 ) -> Plan:
     """Plan a job for every tensor that is written; `problems` and `notes` are those known so far."""
     assigned = assign_rules(participants, patterns, elementwise=method.elementwise)
     known = [*problems, *assigned.problems]
-    plan = Plan(participants, method, curvatures, [], assigned, known, list(notes), recipe, tokenizer, basis)
+    folders = tokenizer, generation
+    plan = Plan(participants, method, curvatures, [], assigned, known, list(notes), recipe, *folders, basis)
     used = method.needs_curvature or "fisher" in assigned.rules.values() or (recipe is not None and recipe.refine)
     if curvatures is not None and not used:
         source = "was given" if recipe is None else "the recipe gives"

@@ -12,6 +12,7 @@ from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, ParameterError, RecipeError, TensorError
 from epimer.methods.registry import Method, describe_method
+from epimer.plan.compatibility import compare_folders
 from epimer.plan.curvature_inputs import (
     basis_problems,
     check_measured_models,
@@ -22,6 +23,7 @@ from epimer.plan.curvature_inputs import (
 from epimer.plan.inputs import check_options, check_weights
 from epimer.plan.jobs import Plan, SettingsOf, plan_jobs
 from epimer.plan.participants import Participants, equal_models, open_participants
+from epimer.plan.settings_source import settings_source
 from epimer.recipe.model import Recipe
 
 
@@ -31,6 +33,8 @@ class OpenedModels:
 
     participants: Participants
     tokenizer: Path | None
+    generation: Path | None
+    """the folder whose settings for generating the output gets"""
     curvatures: list[Curvature] | None
     basis: StoredBasis | None
     problems: Sequence[EpimerError]
@@ -63,10 +67,12 @@ def open_models(
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in missing) + ".")
     problems: list[EpimerError] = []
     notes = equal_models(participants)
+    tokenizer, generation = settings_source(participants, recipe.tokenizer_source, tokenizer, notes)
+    compare_folders(participants, tokenizer, recipe.rules, problems, notes)
     check_measured_models(participants.models, curvatures or [], problems, notes, any_curvature=any_curvature)
     problems += kind_problems(curvatures or [], basis)
     problems += [] if basis is None else basis_problems(basis, recipe, participants)
-    return OpenedModels(participants, tokenizer, curvatures, basis, problems, notes)
+    return OpenedModels(participants, tokenizer, generation, curvatures, basis, problems, notes)
 
 
 def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
@@ -89,6 +95,7 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
         notes=opened.notes,
         recipe=recipe,
         tokenizer=opened.tokenizer,
+        generation=opened.generation,
         basis=basis,
     )
 
@@ -102,7 +109,7 @@ def plan_state_dicts(
         raise TensorError(f"{method.name} needs the base model that the others were fine-tuned from; pass base.")
     check_options(options, method, tasks, based=participants.base is not None)
     settings = options, check_weights(weights, tasks, method.name, absolute=method.absolute_weights)
-    curvatures = python_curvatures(curvature, tasks, method)
+    curvatures = python_curvatures(curvature, participants.models, method)
     plan = plan_jobs(participants, method, lambda name, depth: settings, options.rules, curvatures)
     if plan.problems:
         raise plan.problems[0]

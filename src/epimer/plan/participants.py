@@ -52,6 +52,9 @@ class Participant:
     def problem(self, name: str) -> str | None:
         return self.checkpoint.problem(self.stored.get(name, name))
 
+    def sample(self, name: str) -> bytes:
+        return b"" if self.problem(name) else self.checkpoint.sample(self.stored.get(name, name))
+
     def shares(self, name: str, twin: str) -> bool:
         first, second = self.stored.get(name, name), self.stored.get(twin, twin)
         return {first, second} <= self.checkpoint.headers.keys() and self.checkpoint.shares(first, second)
@@ -96,6 +99,13 @@ class Participants:
                     found.setdefault(name, model.label)
         return found
 
+    def moved(self, name: str) -> bool:
+        """Whether a model has another tensor than the base, going by some of its entries."""
+        if self.base is None or not self.base.headers[name].is_floating_point():
+            return False
+        sample = self.base.sample(name)
+        return any(model.sample(name) != sample for model in self.models if name in model.headers)
+
     def without_base(self) -> Participants:
         """Return the same models without the base, whose files the output still gets."""
         labels = [model.label for model in self.models]
@@ -139,7 +149,7 @@ def open_participants(
 
     base = None if recipe.base_model is None else opening(recipe.base_model, "base_model")
     models = [opening(entry.model, f"models[{t}]") for t, entry in enumerate(recipe.models)]
-    source = recipe.tokenizer_source
+    source = recipe.tokenizer_source or "base"
     place = Path(locate(source, folder)).expanduser()
     tokenizer = None if source == "base" else place if place.is_dir() else opening(source, "tokenizer_source")
     if problems:
@@ -147,7 +157,9 @@ def open_participants(
     present = [model for model in models if model is not None]
     labels = [f"models[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
     participants = align(base, present, labels)
-    return participants, tokenizer if isinstance(tokenizer, Path) else (tokenizer or participants.donor).folder
+    return participants, tokenizer if isinstance(tokenizer, Path) else (
+        tokenizer or participants.donor
+    ).tokenizer_folder
 
 
 @contextmanager
@@ -197,7 +209,7 @@ def public_recipe(recipe: Recipe, participants: Participants, tokenizer: Path | 
     for entry, model in zip(recipe.models, participants.models, strict=True):
         names[entry.model] = model.checkpoint.name
     source = recipe.tokenizer_source
-    if source != "base" and source not in names:
+    if source not in (None, "base") and source not in names:
         cached = tokenizer is not None and "snapshots" in tokenizer.parts
         names[source] = source if is_hub_id(source) and cached else Path(source).name
     for path in (recipe.basis, recipe.eval, *(entry.curvature for entry in recipe.models)):

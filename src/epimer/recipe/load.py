@@ -127,7 +127,7 @@ class _Reader:
             normalize_weights=normalize,
             dtype=data.get("dtype"),
             out_dtype=data.get("out_dtype"),
-            tokenizer_source=self.text(("tokenizer_source",), data.get("tokenizer_source")) or "base",
+            tokenizer_source=self.text(("tokenizer_source",), data.get("tokenizer_source")),
             basis=self.basis(data),
             rules=self.rules(data.get("rules", [])),
             auto=auto,

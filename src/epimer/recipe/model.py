@@ -68,7 +68,9 @@ class Recipe(_Frozen):
     normalize_weights: bool | None = None
     dtype: str | None = None
     out_dtype: str | None = None
-    tokenizer_source: str = "base"
+    tokenizer_source: str | None = None
+    """whose tokenizer, chat template and generation settings the output gets: base, a model, a folder; None: see
+    `plan.settings_source`"""
     basis: str | None = None
     """a folder made by `epimer basis`, to merge in instead of a basis of its own"""
     rules: tuple[tuple[str, str], ...] = ()

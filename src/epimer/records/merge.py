@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -47,6 +49,13 @@ class TensorRecord:
     note: str = ""
     seconds: float | None = None
     """how long it took, where it was timed"""
+    unchanged: bool = False
+    """whether it was merged, and the result is the base's tensor all the same"""
+
+    @property
+    def parameters(self) -> int:
+        """The number of its entries; 0 where it is another tensor's."""
+        return 0 if self.status == Status.TIED else math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,16 @@ class MergeRecord(Record):
     """inputs per task, without labels, by which something was chosen or refined; None where there were none"""
     choices: tuple[str, ...] = ()
     """what was chosen for the merge and by what, in words"""
+    untouched: float = 0.0
+    """share of the parameters that models changed, and that were copied, skipped or merged to the base's again"""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of the parameters that each rule was applied to."""
+        counts: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            counts[tensor.rule] += tensor.parameters
+        return {rule: count / max(1, counts.total()) for rule, count in counts.most_common()}
 
     def lasting(self) -> dict[str, Any]:
         """Return what does not change from run to run, for the output folder: no timings, no memory."""

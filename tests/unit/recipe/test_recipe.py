@@ -86,7 +86,7 @@ def test_a_recipe_of_mergekits_own_examples(load):
         "WizardLM/WizardMath-13B-V1.0",
     ]
     assert (found.normalize_weights, found.dtype, found.out_dtype) == (True, "float16", None)
-    assert (found.tokenizer_source, found.rules, found.parameters) == ("base", (), {})
+    assert (found.tokenizer_source, found.rules, found.parameters) == (None, (), {})
     assert found.varying() == {"weight", "density"}
 
     mlp = found.settings("model.layers.0.mlp.up_proj.weight", 0.0)

@@ -1,0 +1,70 @@
+"""What sentence-transformers keeps beside the weights: modules.json, prompts, and folders as 1_Pooling and 2_Dense."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from epimer.checkpoints.folder import FORMATS, inside, open_file
+from epimer.checkpoints.sidecar_files import parse_json, read_sidecar
+from epimer.errors import CheckpointError
+
+MODULES = "modules.json"
+SETTINGS = ("config_sentence_transformers.json", "sentence_bert_config.json")
+
+
+def sentence_files(folder: Path | None) -> dict[str, bytes]:
+    """Return modules.json, the settings beside it and the files of the folders it names; none where it is not there."""
+    if folder is None or not (folder / MODULES).is_file():
+        return {}
+    names = [MODULES, *SETTINGS]
+    for module in _folders(folder):
+        files = sorted(path for path in (folder / module).rglob("*") if path.is_file() and path.suffix != ".py")
+        names += [path.relative_to(folder).as_posix() for path in files]
+    return {name: data for name in names if (data := read_sidecar(folder, name)) is not None}
+
+
+def missing_modules(folder: Path | None) -> list[str]:
+    """Return the folders that modules.json names and that are not there, where the module needs one."""
+    if folder is None or not (folder / MODULES).is_file():
+        return []
+    return [path for path, kind in _folders(folder).items() if kind != "Normalize" and not (folder / path).is_dir()]
+
+
+def module_differences(first: Path, other: Path) -> Iterator[str]:
+    """Yield what makes two folders of sentence-transformers compute different things with the same weights."""
+    mine, theirs = _folders(first), _folders(other)
+    if list(mine.items()) != list(theirs.items()):
+        yield MODULES
+        return
+    for name, data in sentence_files(first).items():
+        if "/" not in name or (twin := read_sidecar(other, name)) == data:
+            continue
+        if twin is None or not _same_content(first, other, name, data, twin):
+            yield name
+
+
+def _folders(folder: Path) -> dict[str, str]:
+    """Return the folder of every module but the first, which is the model itself, with the last word of its type."""
+    data, where = read_sidecar(folder, MODULES) or b"", folder / MODULES
+    try:
+        modules: Any = json.loads(data)
+        found = {str(module["path"]): str(module["type"]).rpartition(".")[2] for module in modules}
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{where} is not a list of modules with path and type: {error}.") from error
+    for path in found:
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise CheckpointError(f"{where} names {path!r}, which leads out of the folder; put the module there.")
+    return {path: kind for path, kind in found.items() if path not in ("", ".")}
+
+
+def _same_content(first: Path, other: Path, name: str, data: bytes, twin: bytes) -> bool:
+    """Whether two files that differ in their bytes hold the same tensors or the same JSON."""
+    if name.endswith(".json"):
+        return parse_json(data, first / name) == parse_json(twin, other / name)
+    if not name.endswith(tuple(FORMATS)):
+        return False
+    mine, theirs = (open_file(inside(folder, name), str(folder / name)) for folder in (first, other))
+    return mine.headers.keys() == theirs.headers.keys() and all(mine.equal(W, theirs, W) for W in mine.headers)
