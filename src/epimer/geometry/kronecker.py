@@ -21,7 +21,6 @@ ROWS = 32  # of a wide factor, widened at once
 LEADING = 96  # eigenvectors of each factor that a preconditioner may use
 PAIRS = 1024  # products of them that it inverts exactly
 SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
-RANGE = (1e-20, 1e20)  # mean diagonals whose products with a matrix of length 1 are well within single precision
 FLOOR = 3e-6  # relative residual that single precision reaches without a correction
 
 
@@ -56,9 +55,6 @@ class KroneckerSum(SubspaceOperator):
         return any(all(term[side] is None for term in self.terms) for side in (1, 2))
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return Σ_t c_t G_t X A_t; a single product is taken in the precision that its factor is known in."""
-        if len(self.terms) == 1 and self.null > NULL and self.one_sided:
-            return _single_product(*self.terms[0], x)
         return _one_by_one(self.terms, 0.0)(x)
 
     def mean_diagonal(self) -> float:
@@ -149,16 +145,6 @@ def _one_by_one(terms: Sequence[Term], shift: float) -> Callable[[Tensor], Tenso
         return total
 
     return apply
-
-
-def _single_product(c: float, G: Factor, A: Factor, x: Tensor) -> Tensor:
-    """Return c G X A with one product in float32, X divided by its length; as float64 where float32 might leave it."""
-    size, largest = float(torch.linalg.vector_norm(x)), _mean_diagonal(G) * _mean_diagonal(A)
-    if size == 0 or not RANGE[0] < largest < RANGE[1]:
-        return _one_by_one([(c, G, A)], 0.0)(x)
-    single = (x / size).float()
-    image = single @ _matrix(A).float() if A is not None else _matrix(G).float() @ single if G is not None else single
-    return image.to(x.dtype).mul_(c * size)
 
 
 def _shifted_sum(terms: Sequence[Term], shift: float, like: Tensor) -> Callable[[Tensor], Tensor]:
