@@ -1,4 +1,4 @@
-"""A job on Ray costs little more than an empty task and a sync of its bytes, so that longer jobs lose nothing.
+"""What a job on Ray costs beside one on threads: little more than an empty task and a sync of its bytes is the aim.
 
 Two merges, each by threads and by Ray with 1, 2 and 4 workers in the same run: `average` of many 1 MB tensors, whose
 jobs are nearly all overhead, and `tsv` of 512 x 512 matrices, whose jobs compute. All Ray workers are processes of this
