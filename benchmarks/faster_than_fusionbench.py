@@ -1,4 +1,4 @@
-"""Aim: tsv is at least 4x faster than FusionBench's TSV-M at its own rank and 15x at rank 32; "claimed" is each row's aim.
+"""Aim: tsv at least 4x faster than FusionBench's TSV-M at its own rank, 15x at rank 32; "claimed" is a row's aim.
 
 Two layers of ViT-B (8 matrices of 768 x 768, 2 of 3072 x 768, 2 of 768 x 3072), 8 models in float32, whose task vectors
 have singular values i^-0.7 and random singular vectors; 2 threads, everything in memory. Both sides start from the
