@@ -20,12 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from faster_than_fusionbench import LAYER, RANK, TASKS, State, difference
 
 import epimer
-
-TASKS, RANK = 8, 32
-LAYER = {"q": (768, 768), "k": (768, 768), "v": (768, 768), "o": (768, 768), "up": (3072, 768), "down": (768, 3072)}
-State = dict[str, torch.Tensor]
 
 CASES: dict[str, tuple[str, dict[str, Any], str | None, float | None]] = {
     # row: method, options, curvature, the seconds that are claimed
@@ -100,17 +97,6 @@ def timed(device: str, repeats: int, *given: Any, **options: Any) -> tuple[float
         wait(device)
         seconds = min(seconds, time.perf_counter() - start)
     return seconds, merged
-
-
-def difference(models: Models, merged: State, method: str, options: dict[str, Any], curvature: Any) -> float:
-    """Return the relative difference from the float64 merge, over the first layer."""
-    first = [name for name in models.base if name.startswith("layers.0.")]
-    double = (torch.device(models.device), torch.float64)
-    base, *states = [{name: state[name].double() for name in first} for state in (models.base, *models.models)]
-    wide = None if curvature is None else [{name: one[name].to(*double) for name in first} for one in curvature]
-    exact = epimer.merge_state_dicts(base, states, method, curvature=wide, **options)
-    apart = sum(float((merged[name] - exact[name]).square().sum()) for name in first)
-    return (apart / sum(float((exact[name] - base[name]).square().sum()) for name in first)) ** 0.5
 
 
 def main() -> None:

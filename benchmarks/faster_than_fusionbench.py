@@ -158,17 +158,17 @@ def best(run: Callable[[], State], repeats: int) -> tuple[float, State]:
     return seconds, result
 
 
-def wide(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def wide(state: dict[str, Any], names: Iterable[str], device: torch.device) -> dict[str, Any]:
     """Return some tensors, or curvature, of a state in float64."""
-    double = (torch.device("cpu"), torch.float64)
-    return {name: state[name].to(*double) for name in names}
+    return {name: state[name].to(device, torch.float64) for name in names}
 
 
-def difference(models: Models, merged: State, method: str, options: dict[str, Any], curvature: Any) -> float:
-    """Return the relative difference from the float64 merge, over the first layer."""
+def difference(models: Any, merged: State, method: str, options: dict[str, Any], curvature: Any) -> float:
+    """Return the relative difference from the float64 merge, over the first layer of models on any device."""
     first = [name for name in models.base if name.startswith("layers.0.")]
-    base, states = wide(models.base, first), [wide(state, first) for state in models.models]
-    curvature = None if curvature is None else [wide(one, first) for one in curvature]
+    device = models.base[first[0]].device
+    base, *states = [wide(state, first, device) for state in (models.base, *models.models)]
+    curvature = None if curvature is None else [wide(one, first, device) for one in curvature]
     exact = epimer.merge_state_dicts(base, states, method, curvature=curvature, **options)
     apart = sum(float((merged[name] - exact[name]).square().sum()) for name in first)
     return (apart / sum(float((exact[name] - base[name]).square().sum()) for name in first)) ** 0.5

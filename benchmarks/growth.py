@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from faster_than_fusionbench import factor, task_vector
 
 import epimer
 from epimer.methods.rules import is_matrix
@@ -45,22 +46,6 @@ CORES = 32  # of a node
 DISK = 2e9  # bytes per second of a node, and what all nodes together get is that times their number
 
 
-def orthonormal(m: int, n: int) -> torch.Tensor:
-    """Return random orthonormal columns."""
-    return torch.linalg.qr(torch.randn(m, n)).Q
-
-
-def task_vector(size: int) -> torch.Tensor:
-    """Return a square task vector with σ_i = i^-0.7."""
-    return (orthonormal(size, size) * torch.arange(1, size + 1) ** -0.7) @ orthonormal(size, size).T
-
-
-def factor(size: int) -> torch.Tensor:
-    """Return a Kronecker factor with eigenvalues 1/i."""
-    Q = orthonormal(size, size)
-    return (Q / torch.arange(1, size + 1)) @ Q.T
-
-
 def metric(kind: str, D: torch.Tensor) -> Any:
     """Return one task's curvature of a kind."""
     if kind == "diagonal":
@@ -73,7 +58,9 @@ def seconds_of(method: str, setting: Mapping[str, int]) -> float:
     torch.manual_seed(0)
     names = [f"layers.{i}.weight" for i in range(setting["layers"])]
     base = {name: torch.zeros(setting["width"], setting["width"]) for name in names}
-    models = [{name: task_vector(setting["width"]) for name in names} for _ in range(setting["models"])]
+    models = [
+        {name: task_vector(setting["width"], setting["width"]) for name in names} for _ in range(setting["models"])
+    ]
     row = epimer.describe_method(method)
     given: dict[str, Any] = {"rank": setting["rank"]} if "rank" in row.defaults else {}
     if row.needs_curvature:

@@ -15,8 +15,8 @@ import epimer
 from epimer.diagnosis.advice import advise
 from epimer.diagnosis.layer import Question, Sums, conflict_of, examine, floats, share
 from epimer.engine.basis import matrix_jobs, read_deltas
-from epimer.engine.merge import Tensors, read_tensors
 from epimer.engine.options import RunOptions, in_memory
+from epimer.engine.task_vectors import Tensors, read_tensors
 from epimer.errors import ParameterError, TensorError
 from epimer.evaluation.unlabelled import task_names
 from epimer.geometry.metric import Metric, TaskGram

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import header, nbytes
-from epimer.engine.merge import Tensors, read_tensors, task_vectors
 from epimer.engine.options import RunOptions, in_memory
+from epimer.engine.task_vectors import Tensors, read_tensors, task_vectors
 from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
 from epimer.methods.options import MethodOptions
 from epimer.methods.registry import describe_method

@@ -11,7 +11,8 @@ import torch
 
 from epimer.checkpoints.safetensors import as_bytes
 from epimer.checkpoints.writer import Draft, write_at
-from epimer.engine.merge import Batch, MergeWalk, Tensors
+from epimer.engine.merge import Batch, MergeWalk
+from epimer.engine.task_vectors import Tensors
 from epimer.errors import OutputError
 from epimer.plan.jobs import Job
 from epimer.records import TensorRecord

@@ -95,6 +95,11 @@ class FrechetOptions(MethodOptions):
         ),
     ] = None
 
+    @property
+    def stays_in_subspace(self) -> bool:
+        """Whether the merge lies in the subspace; anchors but tsv's, which is made of the basis, reach out of it."""
+        return self.aggregator != "anchored" or self.anchor == "tsv"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RegMeanOptions(FrechetOptions):
@@ -134,8 +139,7 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         name=layer.name,
     )
     solution = _aggregator(layer, options, atoms).aggregate(problem)
-    inside = options.aggregator != "anchored" or options.anchor == "tsv"  # other anchors reach out of the subspace
-    subspace = problem.subspace if inside else None
+    subspace = problem.subspace if options.stays_in_subspace else None
     del problem  # a calibration needs its memory
     if options.calibrate is not None and len(shape) == 2:
         solution = replace(solution, value=_calibrated(solution.value, subspace, layer, options.calibrate))

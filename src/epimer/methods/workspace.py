@@ -141,7 +141,7 @@ def equation(load: Workload, solving: int) -> int:
     atoms = load.basis != "full" or anchor == "tsv"  # other anchors need no singular vectors of the tasks
     held = load.itemsize * load.directions * sum(load.shape) if atoms else 0
     building = basis(load) if atoms and not given else 0
-    outside = anchor not in (None, "tsv") and load.basis != "full"  # the anchor reaches out of the subspace
+    outside = not options.stays_in_subspace and load.basis != "full"
     solving += iso_c(load) if anchor == "iso_c" else load.itemsize * load.entries if outside else 0
     calibrating = 0 if options.calibrate is None else calibration(load, inside=load.basis == "tensor" and not outside)
     merged = 4 * load.itemsize * load.entries

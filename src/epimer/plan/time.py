@@ -120,7 +120,7 @@ def equation(load: Workload) -> Work:
     if anchor == "iso_c":
         counts += iso_c(load)
     if options.calibrate is not None:
-        tensor = load.basis == "tensor"
+        tensor = load.basis == "tensor" and options.stays_in_subspace
         side = p if tensor else min(load.shape)
         counts += Work(
             svd=side**3 if tensor else load.entries * side, single=2 * (load.tasks + 2) * load.entries * side
