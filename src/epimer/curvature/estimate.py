@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from epimer.curvature.basis import basis_fingerprint
-from epimer.curvature.collectors import Collector
+from epimer.curvature.collectors import NOT_TWO_SIDED, Collector
 from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.exact import projected_hessians
 from epimer.curvature.format import Provenance, model_fingerprint
@@ -28,7 +28,6 @@ from epimer.progress import Progress, Stage
 from epimer.tasks.batches import Batch, read_batches
 from epimer.tasks.labels import POLICIES, Labels, Loss, SampleError, check_sum, every_second, find_logits, plain_loss
 
-NOT_TWO_SIDED = "a table, a vector or a grouped convolution has no two-sided curvature"
 FEW = 4  # samples on which the layouts are checked
 LOSS_SCALE = 1024.0  # where gradients are in float16 and small ones would underflow
 
