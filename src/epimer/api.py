@@ -355,7 +355,7 @@ def sweep_state_dicts(
         scales=scales,
         shown_rank=shown_rank,
         evaluation=evaluation,
-        progress=progress,
+        progress=lambda done, total, line: progress(line),
     )
 
 
