@@ -40,11 +40,14 @@ class RecipeError(EpimerError):
 
 
 class EpimerWarning(UserWarning):
-    """The merge went on, but not exactly as asked: a rank was lowered, a system was damped (its `status`)."""
+    """The merge went on, but not exactly as asked: a rank was lowered, a system was damped (its `status`).
 
-    def __init__(self, text: str = "", status: str = "") -> None:
-        super().__init__(text)
-        self.status = status
+    `method` is the one that the `text` is about, if it is about one.
+    """
+
+    def __init__(self, text: str = "", status: str = "", *, method: str = "") -> None:
+        super().__init__(f"{method}: {text}" if method else text)
+        self.text, self.status, self.method = text, status, method
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -130,26 +130,26 @@ def warn_of(record: MergeRecord, stacklevel: int = 3) -> None:
     unchanged = [one.unchanged or one.rule in ("copy", "skip") for one in records.values()]
     if records and all(unchanged):
         remedy = "look at the rules, raise scale, or write a wider dtype if the models moved little"
-        text = f"{record.method}: the merge equals its base: nothing that the models learnt is in it; {remedy}."
-        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
+        text = f"the merge equals its base: nothing that the models learnt is in it; {remedy}."
+        warnings.warn(EpimerWarning(text, method=record.method), stacklevel=stacklevel)
     elif record.untouched > MOST:
         text = (
             f"{record.untouched:.0%} of the parameters that the models changed are copied, skipped or end as they were"
         )
-        text = f"{record.method}: {text}; look at the rules, or at scale and dtype."
-        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
+        text = f"{text}; look at the rules, or at scale and dtype."
+        warnings.warn(EpimerWarning(text, method=record.method), stacklevel=stacklevel)
     lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
     if lowered:
         ranks = sorted({rank for name in lowered if (rank := records[name].rank) is not None})
         note = records[lowered[0]].note
         note = note if len(ranks) < 2 else f"{note.rpartition(' ')[0]} {ranks[0]} to {ranks[-1]}"
-        text = f"{record.method}: {note} in {listed(lowered)}: floor(min(m, n) / T)."
-        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
+        text = f"{note} in {listed(lowered)}: floor(min(m, n) / T)."
+        warnings.warn(EpimerWarning(text, method=record.method), stacklevel=stacklevel)
     for status in (Status.CLAMPED, Status.DAMPED, Status.STALLED):
         names = [name for name, one in records.items() if one.status == status]
         if names:
-            text = f"{record.method}: {status.meaning}: {listed(names)}. {status.remedy}".rstrip()
-            warnings.warn(EpimerWarning(text, status), stacklevel=stacklevel)
+            text = f"{status.meaning}: {listed(names)}. {status.remedy}".rstrip()
+            warnings.warn(EpimerWarning(text, status, method=record.method), stacklevel=stacklevel)
 
 
 def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, bytes]) -> MergeRecord | None:
