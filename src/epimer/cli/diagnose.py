@@ -75,9 +75,8 @@ def _print_diagnosis(result: Diagnosis) -> None:
 
 
 def _print_tasks(result: Diagnosis) -> None:
-    title = (
-        "\nhow far each moved, what a basis of rank k keeps, and forecasts at scale 1 (0: as its own model, 1: as the base)"
-    )
+    title = "\nhow far each moved, what a basis of rank k keeps, "
+    title += "and forecasts at scale 1 (0: as its own model, 1: as the base)"
     headings = ["model", "moved", "of base", *(f"k={k}" for k in result.energy), *result.forecast]
     rows = []
     for t, (name, norm) in enumerate(zip(result.models, result.norms, strict=True)):

@@ -81,7 +81,7 @@ class Collector(ABC):
         return total
 
     def concatenated(self, name: str, gradients: Sequence[SampleGradients]) -> OuterProducts | None:
-        """Return all uses as outer products over their tokens together; None for a parameter with uses of other kinds."""
+        """Return all uses as outer products over their tokens together; None where some use is of another kind."""
         outers = [use for use in gradients if isinstance(use, OuterProducts)]
         if len(outers) < len(gradients):
             also = outers and any(isinstance(use, TableRows) for use in gradients)

@@ -133,7 +133,9 @@ def _warnings(found: Diagnosis) -> Iterator[Advice]:
         worst = max(range(len(tasks)), key=lambda t: tasks[t])
         if tasks[worst] > 1.5 * found.forecast[method].mean:
             numbers = f"{tasks[worst]:.2f}, {found.forecast[method].mean:.2f} on average"
-            yield Advice("warning", f"{found.models[worst]} has the worst forecast under {method} at scale 1: {numbers}.")
+            yield Advice(
+                "warning", f"{found.models[worst]} has the worst forecast under {method} at scale 1: {numbers}."
+            )
 
 
 def _note(found: Diagnosis) -> Iterator[Advice]:

@@ -85,7 +85,7 @@ def resident_memory() -> int:
 def peak_memory() -> int:
     """Return the most bytes this process has had in memory so far.
 
-    `ru_maxrss` also counts what the parent had in memory when it started this process, so the kernel's own mark is read.
+    `ru_maxrss` also counts what the parent had in memory when it started this process; VmHWM does not.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -141,7 +141,9 @@ def test_near_copies_beside_another_model_do_not_make_all_alike():
 def test_with_curvature_epimer_free_is_one_of_the_others(plain):
     every = {"tsv": forecast(0.3), "epimer_kron": forecast(0.1), "epimer_free": forecast(0.2)}
     found = advise(replace(plain, forecast=every, curvature="kronecker"))
-    assert said(found, "take")[0].endswith("0.10 (others at their own best scales: epimer_free 0.20 at 1.5, tsv 0.30 at 1.5).")
+    assert said(found, "take")[0].endswith(
+        "0.10 (others at their own best scales: epimer_free 0.20 at 1.5, tsv 0.30 at 1.5)."
+    )
 
 
 def test_measuring_is_advised_only_where_nothing_was_measured(plain):

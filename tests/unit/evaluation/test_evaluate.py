@@ -8,7 +8,9 @@ from epimer.evaluation.evaluate import Evaluation, TaskScores
 
 def evaluation(*metrics):
     scores = (torch.tensor([1.0, 0.5]), torch.tensor([0.0, 0.5]))
-    tasks = [TaskScores(f"t{i}", metric, {"model": one}) for i, (metric, one) in enumerate(zip(metrics, scores, strict=True))]
+    tasks = [
+        TaskScores(f"t{i}", metric, {"model": one}) for i, (metric, one) in enumerate(zip(metrics, scores, strict=True))
+    ]
     return Evaluation("suite", "merged", "test", tasks)
 
 
