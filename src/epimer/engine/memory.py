@@ -13,6 +13,7 @@ from typing import Any
 
 from epimer.checkpoints.checkpoint import KEPT
 from epimer.errors import ParameterError
+from epimer.machine import available_memory
 
 M_MMAP_THRESHOLD = -3  # glibc's name for it
 SLACK = (1 << 26) + KEPT  # bytes kept free for what is not counted: Python, headers, the journal, unused pages
@@ -85,15 +86,6 @@ def resident_memory() -> int:
 def peak_memory() -> int:
     """Return the most bytes this process has had in memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def available_memory() -> int:
-    """Return the bytes of memory that are free on this machine."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def return_freed_memory() -> None:
