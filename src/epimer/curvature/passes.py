@@ -45,7 +45,7 @@ class Passes:
 
     def keep(self, metric: Any) -> Metric:
         """Return a finished tensor's curvature out of the way of later passes; that of a single pass stays."""
-        if self.folder is None and len(self) == 1:
+        if len(self) == 1:
             return metric  # type: ignore[no-any-return]
         folder, values = self.folder, tensors_of(metric)
         moved = {name: W.cpu() if folder is None else in_file(W, folder) for name, W in values.items()}
@@ -61,19 +61,18 @@ def plan_passes(sizes: Mapping[str, int], device: torch.device, passes: int | No
         passes: how many; None takes as many as the free memory asks for, and warns where that is more than one.
         scratch: folder for what the host's memory cannot hold; None takes the system's folder for temporary files.
     """
-    needed, free, host = sum(sizes.values()), free_memory(device), free_memory(torch.device("cpu"))
-    folder = None
-    if needed > SHARE * host:
+    needed, free = sum(sizes.values()), free_memory(device)
+    groups = divide(sizes, passes or max(1, math.ceil(needed / (SHARE * max(1, free)))))
+    host, folder = free_memory(torch.device("cpu")), None
+    if len(groups) > 1 and needed > SHARE * host:
         folder = Path(tempfile.gettempdir()) if scratch is None else scratch
         _check_disk(needed, host, folder)
-    count = passes or max(1, math.ceil(needed / (SHARE * max(1, free))))
-    plan = Passes(divide(sizes, count), folder)
-    if passes is None and (len(plan) > 1 or folder is not None):
+    if passes is None and len(groups) > 1:
         place = "" if folder is None else ", finished ones being kept on disk"
         size = f"the sums of {len(sizes)} tensors take {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB of memory are free"
-        measured = f"they are measured in {len(plan)} passes over the data (--passes, passes=){place}"
+        measured = f"they are measured in {len(groups)} passes over the data (--passes, passes=){place}"
         warnings.warn(f"{size}: {measured}; {BASIS}.", EpimerWarning, stacklevel=3)
-    return plan
+    return Passes(groups, folder)
 
 
 def divide(sizes: Mapping[str, int], count: int) -> list[list[str]]:
