@@ -1,10 +1,10 @@
 """Claim: the curvature of a 7B model is measured on one accelerator, at the cost of a few passes of training.
 
 A Llama of Llama-2-7B's shape with random weights in bfloat16, made on the device, is measured on random texts of 512
-tokens: a plain forward and backward pass first, then the diagonal, the Kronecker factors projected on a basis of 8 tasks
-at rank 32, the whole factors at once, and the same in several passes over the data, some layers in each. Seconds are
-those of a whole measurement with its checks, divided by the samples; memory is the device's peak (the process's on a
-CPU), with the model. The JSON file is written after every row; rows that would start after `--seconds` are left out.
+tokens: a plain forward and backward pass first, then the diagonal, the Kronecker factors projected on a basis of 8
+tasks at rank 32, the whole factors at once, and the same in several passes over the data, some layers in each. Seconds
+are those of a whole measurement with its checks, divided by the samples; memory is the device's peak (the process's on
+a CPU), with the model. The JSON file is written after every row; rows that would start after `--seconds` are left out.
 
     python benchmarks/seven_billion_curvature.py --json FILE                                       # one H200: 2 minutes
     python benchmarks/seven_billion_curvature.py --device cpu --layers 2 --hidden 64 --inner 176 --vocabulary 100
@@ -117,7 +117,11 @@ def measurements(model: nn.Module, batches: list[Any], options: argparse.Namespa
             continue
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            result, seconds, peak = peak_of(run, options.device)
+            try:
+                result, seconds, peak = peak_of(run, options.device)
+            except epimer.EpimerError as error:
+                yield {"way": way, "left_out": str(error)}
+                continue
         said = [str(warning.message) for warning in caught if issubclass(warning.category, epimer.EpimerWarning)]
         size = 0 if result is None else result.nbytes
         del result
@@ -152,7 +156,9 @@ def main() -> None:
     about |= {"parameters": sum(p.numel() for p in model.parameters())}
     if options.device != "cpu":
         about["machine"] = torch.cuda.get_device_name()
-    print(f"{about['parameters'] / 1e9:.2f}B parameters in bfloat16, {options.samples} texts of {options.length} tokens")
+    print(
+        f"{about['parameters'] / 1e9:.2f}B parameters in bfloat16, {options.samples} texts of {options.length} tokens"
+    )
     rows: list[dict[str, Any]] = []
     for row in measurements(model, batches, options):
         rows.append(row)

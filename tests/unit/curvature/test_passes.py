@@ -146,7 +146,9 @@ def test_what_fits_neither_memory_nor_disk_is_refused_before_any_data_is_read(mo
         raise AssertionError("data was read")
         yield
 
-    with pytest.raises(CurvatureError, match=r"the curvature takes 0\.00 GB.*disk at .* are free\. In a basis.*--basis"):
+    with pytest.raises(
+        CurvatureError, match=r"the curvature takes 0\.00 GB.*disk at .* are free\. In a basis.*--basis"
+    ):
         measure(case, "kronecker", batches(), scratch=tmp_path)
 
 
