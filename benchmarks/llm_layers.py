@@ -1,12 +1,12 @@
 """Claim: every method merges one layer of an 8B and a 70B model within its plan, or is refused with what to do instead.
 
 One matrix of T bfloat16 models is merged by every method as its defaults have it, by one thread, each in a process of
-its own. Planned memory and time are what `epimer merge --dry-run` prints; taken is the kernel's peak for the process,
-less what it had before the first tensor was read. What the plan refuses within `--max-memory` is not run: its words are
-printed, and the first setting it proposes is tried. Merges that are planned to take over `--longest` seconds are not
-run either. Factors wider than 16384 are kept in a basis only: methods that take them get projected ones there. The last
-lines say by how much memory grows with each task, in units of its task vector and curvature in float32; copies in
-float64 would make it 2 or more.
+its own, under the limit that its plan names. Planned memory and time are what `epimer merge --dry-run` prints; taken is
+the kernel's peak for the process, less what it had before the first tensor was read. What the plan refuses within
+`--max-memory` is not run: its words are printed, and the first setting it proposes is tried. Merges that are planned to
+take over `--longest` seconds are not run either. Factors wider than 16384 are kept in a basis only: methods that take
+them get projected ones there. The last lines say by how much memory grows with each task, in units of its task vector
+and curvature in float32; copies in float64 would make it 2 or more.
 
     python benchmarks/llm_layers.py --plan-only                            # all plans, from files without data: seconds
     python benchmarks/llm_layers.py --shapes 4096x14336 --tasks 3 --longest 60 --max-memory 8GB [--json FILE]
@@ -40,7 +40,7 @@ from epimer.curvature.basis import save_basis
 from epimer.curvature.collectors import WIDEST
 from epimer.curvature.curvature import Curvature, Provenance
 from epimer.curvature.format import FORMAT, HEADER, NUMBERS
-from epimer.engine.memory import resident_memory
+from epimer.engine.memory import SLACK, resident_memory
 from epimer.engine.options import RunOptions
 from epimer.engine.output import write_merge
 from epimer.errors import EpimerError
@@ -51,6 +51,7 @@ from epimer.plan.time import Speeds, measured_speeds
 
 SHAPES, RANK = ["4096x14336", "8192x28672"], 32
 IN_A_BASIS = ("epimer_kron", "mats")  # methods that are also merged with projected factors
+LEEWAY = 1 << 24  # bytes beyond the plan that the limit of a process allows
 Shape = tuple[int, int]
 
 
@@ -159,11 +160,12 @@ def measure(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
     for warm_up in (X, X.float()):  # loads libraries
         torch.linalg.eigh(warm_up @ warm_up.T), torch.linalg.svd(warm_up), torch.linalg.qr(warm_up)
     before = resident_memory()
+    run = RunOptions("cpu", workers=1, max_memory=before + SLACK + plan.memory + LEEWAY)
     Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's peak anew
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        record = write_merge(plan, place / "out", RunOptions("cpu", workers=1, max_memory="1TB"), overwrite=True)
+        record = write_merge(plan, place / "out", run, overwrite=True)
     seconds, lines = time.perf_counter() - started, Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     told = record.tensors[NAME]

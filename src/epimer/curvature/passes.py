@@ -46,10 +46,10 @@ class Passes:
     def keep(self, metric: Any) -> Metric:
         """Return a finished tensor's curvature out of the way of later passes; that of a single pass stays."""
         if len(self) == 1:
-            return metric  # type: ignore[no-any-return]
+            return metric
         folder, values = self.folder, tensors_of(metric)
         moved = {name: W.cpu() if folder is None else in_file(W, folder) for name, W in values.items()}
-        return replace(metric, **moved)  # type: ignore[no-any-return]
+        return replace(metric, **moved)
 
 
 def plan_passes(sizes: Mapping[str, int], device: torch.device, passes: int | None, scratch: Path | None) -> Passes:
