@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ CHUNK = 1 << 17  # entries of a chunk, which stays in the cache, where entries d
 HALVED = 512  # columns from which on a Gram matrix is formed in blocks, without most of what symmetry gives
 BLOCKS = 8  # of columns of a Gram matrix
 SMALL_EIGH = 384  # up to this size a matrix on a GPU is decomposed on the CPU
-NEWTON_SCHULZ = 28  # steps, enough for a stack whose weakest direction is a thousandth
+WEAKEST = 2e-5  # singular value, of a stack scaled to norm 1, that Newton-Schulz steps still bring to 1
+STRETCH = 1.5  # of a Newton-Schulz step at most
 PROBE = 1e-3  # size of the error, relative to a column, that measures how errors grow
 NEARLY_SQUARE = 0.75  # columns per row from which on a stack's Gram matrix is taken in float64
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
@@ -202,12 +204,13 @@ def newton_schulz_polar(X_mp: Tensor) -> tuple[Tensor, float]:
 
     The amplification is measured: a second stack, with a small error, is taken along.
     """
-    noise = torch.randn(X_mp.shape, generator=torch.Generator().manual_seed(0)).to(X_mp)
+    generator = torch.Generator(X_mp.device).manual_seed(0)
+    noise = torch.randn(X_mp.shape, generator=generator, dtype=X_mp.dtype, device=X_mp.device)
     noise = noise * (PROBE / math.sqrt(len(X_mp)))
     scale = torch.linalg.matrix_norm(X_mp.T @ X_mp, ord=1).sqrt()
     pair = torch.stack([X_mp, X_mp + noise]) / (1.01 * scale)
-    for _ in range(NEWTON_SCHULZ):
-        pair = _newton_schulz(pair)
+    for stretch in _stretches():
+        pair = _newton_schulz(pair, stretch)
     factor, other = pair
     eye = torch.eye(X_mp.shape[1], dtype=X_mp.dtype, device=X_mp.device)
     defect = (factor.T @ factor - eye).abs().max()
@@ -216,9 +219,23 @@ def newton_schulz_polar(X_mp: Tensor) -> tuple[Tensor, float]:
     return factor, amplification if wrong < 1e-3 else math.inf
 
 
-def _newton_schulz(factor: Tensor) -> Tensor:
-    """Return (3Y - YYᵀY) / 2, nearer to orthonormal columns than Y."""
-    return 1.5 * factor - 0.5 * (factor @ gram(factor))
+@cache
+def _stretches() -> tuple[float, ...]:
+    """Return how far each Newton-Schulz step stretches its matrix first, so that few steps lift `WEAKEST` to 1.
+
+    With singular values in [l, 1], a stretch up to √(3 / (1 + l + l²)) sends none of them lower than l; at most
+    `STRETCH`, as a step must not bring those near 1 so low that rounding shows.
+    """
+    found, lowest = [], WEAKEST
+    while lowest < 1 - 1e-7:
+        found.append(min(STRETCH, math.sqrt(3 / (1 + lowest + lowest**2))))
+        lowest = min(1.5 * x - 0.5 * x**3 for x in (found[-1] * lowest, found[-1]))
+    return (*found, 1.0)
+
+
+def _newton_schulz(factor: Tensor, stretch: float = 1.0) -> Tensor:
+    """Return (3Y - YYᵀY) / 2, nearer to orthonormal columns than Y, for Y = `stretch` · `factor`."""
+    return 1.5 * stretch * factor - 0.5 * stretch**3 * (factor @ gram(factor))
 
 
 def _sensitivity(values: Tensor, m: int) -> tuple[float, float]:
