@@ -411,6 +411,22 @@ def test_the_same_command_measures_the_same_bytes_in_another_process(here):
     assert found["samples"] == 9
     assert found["tensors"] == len(epimer.Curvature.load("four"))
     assert done(*command, "--out", "five", "--quiet") == ""
+    done(*command, "--out", "six", "--passes", 3)
+    assert stored("six") == stored("one")
+    assert header("six") == header("one")
+
+
+def test_little_memory_is_said_first_and_measured_in_passes(here, monkeypatch):
+    command = ["curvature", *on("bert"), "--samples", "9", "--batch-size", "4"]
+    done(*command, "--out", "one")
+    monkeypatch.setattr("epimer.curvature.passes.available_memory", lambda: 20_000)
+    first, second, *_ = done(*command, "--out", "deeper/two").splitlines()
+    assert first.startswith("note: the sums of ")
+    assert "take 0.00 GB and 0.00 GB of memory are free: they are measured in " in first
+    assert second.startswith("deeper/two: kronecker of ")
+    assert stored("deeper/two") == stored("one")
+    assert header("deeper/two") == header("one")
+    assert [path.name for path in Path("deeper").iterdir()] == ["two"]
 
 
 # inputs that are kept, and measuring at a merged model
@@ -924,6 +940,7 @@ OPTIONS: dict[str, tuple[list[object], tuple[str, ...]]] = {
     "device": (["--device", "gpu"], ("--device must be auto, cpu, cuda or cuda:N, got 'gpu'",)),
     "samples": (["--samples", 0], ("--samples must be at least 1, got 0",)),
     "no number": (["--samples", "all"], ("Invalid value for '--samples'",)),
+    "passes": (["--passes", 0], ("--passes must be at least 1, got 0",)),
     "batch size": (["--batch-size", 0], ("--batch-size must be at least 1, got 0",)),
     "fraction": (["--fraction", 5], ("--fraction must be above 0 and at most 1, got 5",)),
     "pattern": (["--layers", "query"], ("bert/one has no tensor 'query'", "a glob over the whole name")),

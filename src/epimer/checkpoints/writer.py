@@ -226,9 +226,9 @@ class Draft:
 
 
 def save_tensors(target: Path, tensors: Mapping[str, Tensor], ties: Mapping[str, str] | None = None) -> None:
-    """Write tensors in memory to one safetensors file, which appears complete or not at all."""
+    """Write tensors, of any device, to one safetensors file, which appears complete or not at all."""
     (shard,) = plan_shards(tensors, ties or {}, 1 << 62)
-    data = (as_bytes(tensors[name].contiguous()) for name in shard.starts)
+    data = (as_bytes(tensors[name].cpu().contiguous()) for name in shard.starts)
     with atomic_file(target) as draft:
         _write_synced(draft, chain([shard.header], data))
 

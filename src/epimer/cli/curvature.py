@@ -41,6 +41,9 @@ def curvature(
     seed: Annotated[int, typer.Option(help="Of the choice of samples and of sampled labels.")] = 0,
     basis: Annotated[Path | None, option("Keep only what lies in this basis (epimer basis).")] = None,
     layers: Annotated[list[str] | None, option("Name pattern of tensors to measure; may be repeated.")] = None,
+    passes: Annotated[
+        int | None, option("Passes over the data, some tensors in each; same result.", default="as memory asks for")
+    ] = None,
     sequence: Annotated[str, typer.Option(help="How tokens enter Kronecker factors: expand or reduce.")] = "expand",
     split: Annotated[str | None, option("Split of a data set.", default="train")] = None,
     subset: Annotated[str | None, option("Configuration of a data set.")] = None,

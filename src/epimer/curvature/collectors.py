@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -64,9 +64,13 @@ class Collector(ABC):
     def metric(self, name: str, shape: torch.Size) -> Metric:
         """Return one parameter's curvature, the mean over all samples."""
 
-    def finish(self) -> dict[str, Metric]:
-        """Return the curvature of every parameter that could be measured, and free the sums."""
-        return {name: self.metric(name, shape) for name, shape in self.shapes.items() if name not in self.refused}
+    def numbers(self, name: str) -> int:
+        """Return how many numbers are summed for one parameter."""
+        return self.shapes[name].numel()
+
+    def finish(self, names: Iterable[str]) -> dict[str, Metric]:
+        """Return the curvature of those parameters that could be measured, and free their sums."""
+        return {name: self.metric(name, self.shapes[name]) for name in names if name not in self.refused}
 
     def total(self, key: Hashable, *shape: int) -> Tensor:
         """Return the sum under a key, to add to; it starts at zero."""
@@ -188,6 +192,14 @@ class KroneckerCollector(Collector):
         remedy = "measure in a basis instead: `epimer basis`, then --basis (basis=)"
         warnings.warn(f"{problem}. Methods that need them refuse such a matrix; {remedy}.", EpimerWarning, stacklevel=4)
 
+    def numbers(self, name: str) -> int:
+        return 0 if name in self.refused else sum(side * side for side in self._sides(name))
+
+    def _sides(self, name: str) -> tuple[int, int]:
+        """Return the widths of G and A."""
+        shape, basis = self.shapes[name], None if self.basis is None else self.basis[name]
+        return (shape[0], shape[1:].numel()) if basis is None else (basis.U.shape[1], basis.V.shape[1])
+
     def add(self, name: str, gradients: Sequence[SampleGradients]) -> None:
         outer = self.concatenated(name, gradients)
         if outer is None:
@@ -216,10 +228,12 @@ class KroneckerCollector(Collector):
 
     def metric(self, name: str, shape: torch.Size) -> Metric:
         inputs, basis = self.inputs.get(name, 1), None if self.basis is None else self.basis[name]
-        sizes = (shape[0], shape[1:].numel()) if basis is None else (basis.U.shape[1], basis.V.shape[1])
         tokens = self.samples if self.reduce else max(1, self.tokens[name])
         counts = [tokens if side == inputs else self.samples for side in (0, 1)]
-        G, A = (symmetric(self.take((name, side), size, size)).div_(counts[side]) for side, size in enumerate(sizes))
+        G, A = (
+            symmetric(self.take((name, side), size, size)).div_(counts[side])
+            for side, size in enumerate(self._sides(name))
+        )
         if basis is None:
             return Kronecker(A=A, G=G, inputs=inputs)
         return Projected(A=A, G=G, inputs=inputs, basis=basis)
@@ -244,6 +258,12 @@ class SamplesCollector(Collector):
     def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device, **more: Any) -> None:
         super().__init__(shapes, dtype, device, **more)
         self.factors: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def numbers(self, name: str) -> int:
+        """Return how many numbers are summed in a basis, or kept of each token without one."""
+        if self.basis is None:
+            return self.shapes[name][0] + self.shapes[name][1:].numel()
+        return int(self.basis[name].U.shape[1] ** 2)
 
     def add(self, name: str, gradients: Sequence[SampleGradients]) -> None:
         outer = self.concatenated(name, gradients)
@@ -300,5 +320,5 @@ class EKFACCollector(Collector):
         add_squares(self.total(name, *self.shapes[name]), left, right)
 
     def metric(self, name: str, shape: torch.Size) -> Metric:
-        P, Q = self.eigenvectors[name]
+        P, Q = self.eigenvectors.pop(name)
         return EKFAC(S=self.take(name, *shape) / self.samples, P=P, Q=Q)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.exact import projected_hessians
 from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kinds import KINDS, tensors_of
+from epimer.curvature.passes import plan_passes
 from epimer.curvature.per_sample_gradients import SampleGradients, agree
 from epimer.curvature.recorder import Recorder, attempt
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
@@ -46,6 +48,8 @@ def estimate_curvature(
     seed: int = 0,
     sequence: str = "expand",
     layers: Sequence[str] | None = None,
+    passes: int | None = None,
+    scratch: str | Path | None = None,
     progress: bool = True,
     total: int | None = None,
 ) -> Curvature:
@@ -54,7 +58,7 @@ def estimate_curvature(
     Args:
         model: any PyTorch model; it is run in eval mode and left as it was. Frozen parameters are measured too.
         batches: pairs (inputs, targets); inputs is a tensor, a tuple or a dict, and is passed to the model accordingly.
-            Targets may be None where labels are the model's own. kind "ekfac" keeps all batches for a second pass.
+            Targets may be None where labels are the model's own. All are kept for kind "ekfac" and for several passes.
         loss_fn: takes (outputs, targets) and returns a loss per sample, or their sum.
         kind: diagonal, kronecker, ekfac, samples; or hessian, ggn, which need a basis.
         labels: model, sampled from the model's own prediction; true, the targets; expected, every class, weighted by
@@ -65,6 +69,9 @@ def estimate_curvature(
         seed: of the sampled labels.
         sequence: expand (tokens count one by one) or reduce (a sample is its mean input and summed gradient).
         layers: name patterns of the tensors to measure; by default all that can be.
+        passes: over the data, each of which measures some of the tensors, so that their sums fit in memory; by default
+            as many as the free memory asks for. The result is the same. That of several passes lies on the CPU.
+        scratch: folder for finished tensors that memory cannot hold; by default the system's for temporary files.
         progress: show a progress bar on a terminal.
         total: the number of samples, for the progress bar, where `samples` is None.
 
@@ -76,6 +83,10 @@ def estimate_curvature(
             raise ParameterError(f"The {name!r} parameter must be one of {', '.join(known)}. Got {value!r} instead.")
     if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise ParameterError(f"The 'samples' parameter must be an integer at least 1, or None. Got {samples!r}.")
+    if passes is not None and KINDS[kind].collector is None:
+        raise ParameterError(f"kind={kind!r} measures one tensor after the other; leave out passes= (--passes).")
+    if passes is not None and (not isinstance(passes, int) or passes < 1):
+        raise ParameterError(f"The 'passes' parameter must be an integer at least 1, or None. Got {passes!r}.")
     if dtype not in (None, torch.float32, torch.float64):
         raise ParameterError(f"The 'dtype' parameter must be torch.float32 or torch.float64. Got {dtype}.")
     model = unwrapped(model)
@@ -86,9 +97,9 @@ def estimate_curvature(
     dtype = dtype or (torch.float64 if wide else torch.float32)
     chosen = _chosen(parameters, layers, basis)
     _check_basis(basis, kind, parameters)
-    row, label_policy = KINDS[kind], Labels(labels, loss_fn, seed)
-    measurement = _Measurement(model, chosen, label_policy)
-    read: Iterable[Batch] = read_batches(batches, samples, measurement.device)
+    row, label_policy, device = KINDS[kind], Labels(labels, loss_fn, seed), next(iter(chosen.values())).device
+    read: Iterable[Batch] = read_batches(batches, samples, device)
+    metrics: dict[str, Metric] = {}
     with Progress(progress, unit="samples") as bar:
         if row.collector is None:
             assert basis is not None
@@ -96,16 +107,27 @@ def estimate_curvature(
             tokens, left_out = dict[str, int](), dict[str, str]()
         else:
             shapes = {name: p.shape for name, p in chosen.items()}
-            collector = row.collector(shapes, dtype, measurement.device, basis=basis, reduce=sequence == "reduce")
-            read = read if row.refine is None else list(read)
-            metrics = measurement.run(read, collector, bar.begin("measuring", samples or total))
-            count, tokens = collector.samples, collector.tokens
-            left_out = {**measurement.left_out, **collector.refused}
+            collector = row.collector(shapes, dtype, device, basis=basis, reduce=sequence == "reduce")
+            measurement = _Measurement(model, collector, label_policy)
+            sizes = {name: dtype.itemsize * collector.numbers(name) for name in measurement.measurable}
+            if row.refine is not None:  # factors, their eigenvectors and what is summed along them
+                sizes = {name: 2 * size + dtype.itemsize * shapes[name].numel() for name, size in sizes.items()}
+            plan = plan_passes(sizes, device, passes, None if scratch is None else Path(scratch))
+            read = read if row.refine is None and len(plan) == 1 else list(read)
+            for number, names in enumerate(plan, 1):
+                of = f", pass {number} of {len(plan)}" if len(plan) > 1 else ""
+                stage = bar.begin(f"measuring{of}", samples or total)
+                measured = measurement.run(read, collector, names, stage)
+                if row.refine is not None and measured:
+                    second = row.refine(measured, dtype, device)
+                    stage = bar.begin(f"correcting{of}", samples or total)
+                    measured = measurement.run(read, second, second.shapes, stage)
+                while measured:  # one by one, so that no more than one is there twice
+                    name = next(iter(measured))
+                    metrics[name] = plan.keep(measured.pop(name))
+            count, tokens, left_out = collector.samples, collector.tokens, measurement.left_out
             metrics = {name: metric for name, metric in metrics.items() if name not in left_out}
-            if row.refine is not None:
-                measurement.labels = Labels(labels, loss_fn, seed)
-                second = row.refine(metrics, dtype, measurement.device)
-                metrics = measurement.run(read, second, bar.begin("correcting", samples or total))
+            measurement.warn_of_unreached(metrics)
     if not metrics:
         why = f" ({next(iter(left_out.values()))})" if left_out else ""
         remedy = "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms"
@@ -130,47 +152,64 @@ def estimate_curvature(
 
 
 class _Measurement:
-    """Passes over the data that show a collector every parameter's per-sample gradients."""
+    """Passes over the data that show a collector some parameters' per-sample gradients."""
 
-    def __init__(self, model: nn.Module, chosen: dict[str, Tensor], labels: Labels) -> None:
-        self.model, self.labels = model, labels
-        self.device = next(iter(chosen.values())).device
-        self.loss_scale = LOSS_SCALE if any(p.dtype == torch.float16 for p in chosen.values()) else 1.0
-        self.left_out: dict[str, str] = {}
+    def __init__(self, model: nn.Module, collector: Collector, labels: Labels) -> None:
+        self.model, self.labels, self.collector = model, labels, collector
+        self.recorder = Recorder(model, collector.shapes, self._emit)
+        half = any(p.dtype == torch.float16 for p in model.parameters())
+        self.loss_scale = LOSS_SCALE if half else 1.0
+        matrices = self.recorder.matrices if collector.matrices_only else collector.shapes
+        self.not_matrices = [name for name in collector.shapes if name not in matrices]
+        self.refused = collector.refused
+        self.names: Collection[str] = ()  # what this pass measures
+        self.reached: set[str] = set()
+        self.learned = False
         self.seen = 0
 
-    def run(self, batches: Iterable[Batch], collector: Collector, stage: Stage) -> dict[str, Metric]:
-        """Return what a collector measures on all batches; `left_out` then has the parameters it cannot measure."""
-        reached: set[str] = set()
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The parameters that cannot be measured, and why."""
+        unsupported = self.recorder.unsupported
+        return dict.fromkeys((*unsupported, *self.not_matrices), NOT_TWO_SIDED) | unsupported | self.refused
 
-        def emit(name: str, gradients: list[SampleGradients]) -> None:
-            reached.add(name)
-            collector.add(name, gradients)
+    @property
+    def measurable(self) -> list[str]:
+        """The parameters that can be measured, as far as is known."""
+        left_out = self.left_out
+        return [name for name in self.recorder.parameters if name not in left_out]
 
-        recorder = Recorder(self.model, collector.shapes, emit)
-        if not recorder.layers:
-            self.left_out = recorder.unsupported
-            return {}
-        learned = False
-        self.seen = self.labels.seen = 0
+    def _emit(self, name: str, gradients: list[SampleGradients]) -> None:
+        self.reached.add(name)
+        if name in self.names:
+            self.collector.add(name, gradients)
+
+    def run(
+        self, batches: Iterable[Batch], collector: Collector, names: Collection[str], stage: Stage
+    ) -> dict[str, Metric]:
+        """Return what a collector measures of the parameters in `names`, on all batches."""
+        recorder = self.recorder
+        self.collector, self.names, self.seen = collector, set(names), 0
+        self.labels.restart()
         with recorder.attached():
             for batch in batches:
-                if not learned and (batch.N > 1 or not self.seen):
-                    learned = batch.N > 1
+                if not self.learned and (batch.N > 1 or not self.seen):
+                    self.learned = batch.N > 1
                     self._learn(recorder, batch)
                 self._measure(recorder, batch, collector)
                 self.seen += batch.N
                 self.labels.seen = collector.samples = self.seen
                 stage.advance(batch.N, "")
-        metrics = collector.finish()
-        vectors = [name for name in metrics if collector.matrices_only and name not in recorder.matrices]
-        self.left_out = dict.fromkeys((*recorder.unsupported, *vectors), NOT_TWO_SIDED) | recorder.unsupported
-        kept = {name: metric for name, metric in metrics.items() if name not in self.left_out}
-        _check_finite(kept)
-        if unreached := [name for name in kept if name not in reached]:
+        left_out = self.left_out
+        metrics = collector.finish(name for name in names if name not in left_out)
+        _check_finite(metrics)
+        return metrics
+
+    def warn_of_unreached(self, names: Iterable[str]) -> None:
+        """Name the parameters that no gradient reached."""
+        if unreached := [name for name in names if name not in self.reached]:
             reason = "the loss does not depend on them, so their curvature is 0"
-            warnings.warn(f"no gradient reached {listed(unreached)}: {reason}.", EpimerWarning, stacklevel=4)
-        return kept
+            warnings.warn(f"no gradient reached {listed(unreached)}: {reason}.", EpimerWarning, stacklevel=3)
 
     def _measure(self, recorder: Recorder, batch: Batch, collector: Collector) -> None:
         """Add one batch to a collector, with one backward pass for each set of labels."""

@@ -108,7 +108,7 @@ def save_curvature(
     tensors: dict[str, Tensor] = {}
     inputs_first: list[str] = []
     for name, metric in metrics.items():  # one access each, as it may read from disk
-        tensors |= {f"{name}.{part}": value.detach().cpu() for part, value in tensors_of(metric).items()}
+        tensors |= {f"{name}.{part}": value.detach() for part, value in tensors_of(metric).items()}
         inputs_first += [name] if getattr(metric, "inputs", 1) == 0 else []
     if not tensors:
         raise CurvatureError("there is no curvature to save: no tensor was measured.")

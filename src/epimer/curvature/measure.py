@@ -69,6 +69,7 @@ class Request:
     seed: int = 0
     basis: Path | None = None
     layers: tuple[str, ...] = ()
+    passes: int | None = None  # over the data; by default as many as memory asks for
     optimizer: Path | None = None
     moment: str = "second"
     batch_size: int = 16
@@ -101,7 +102,7 @@ def check_request(request: Request) -> StoredBasis | None:
         value = getattr(request, name)
         if value is not None and value not in known:
             raise ParameterError(f"--{name} must be one of {', '.join(known)}, got {value!r}.{nearest(value, known)}")
-    for name in ("samples", "batch_size", "max_length"):
+    for name in ("samples", "batch_size", "max_length", "passes"):
         if (count := getattr(request, name)) is not None and count < 1:
             raise ParameterError(f"--{name.replace('_', '-')} must be at least 1, got {count}.")
     if request.fraction is not None and not 0 < request.fraction <= 1:
@@ -110,7 +111,7 @@ def check_request(request: Request) -> StoredBasis | None:
         raise ParameterError("give either --samples or --fraction, not both.")
     if (request.data is None) == (request.optimizer is None):
         raise ParameterError("give either --data, to measure on, or --optimizer, an optimiser's state to read.")
-    for name in ("basis", "layers", "at"):
+    for name in ("basis", "layers", "at", "passes"):
         if request.optimizer is not None and getattr(request, name):
             raise ParameterError(f"--{name} is for measuring on --data; leave it out with --optimizer.")
     if request.optimizer is not None and request.kind not in (None, "diagonal"):
@@ -187,6 +188,8 @@ def measure_shard(request: Request, basis: StoredBasis | None, rank: int, count:
             seed=request.seed + rank,
             sequence=request.sequence,
             layers=_patterns(request.layers, task),
+            passes=request.passes,
+            scratch=next(folder for folder in request.out.absolute().parents if folder.is_dir()),
             progress=request.progress and rank == 0,
             total=len(mine),
         )

@@ -13,6 +13,8 @@ from typing import Any
 
 from epimer.checkpoints.checkpoint import KEPT
 from epimer.errors import ParameterError
+from epimer.machine import available_memory
+from epimer.plan.memory import METHOD
 
 M_MMAP_THRESHOLD = -3  # glibc's name for it
 SLACK = (1 << 26) + KEPT  # bytes kept free for what is not counted: Python, headers, the journal, unused pages
@@ -46,7 +48,7 @@ def memory_budget(max_memory: str | int | None, jobs: Iterable[Any], *, elsewher
         raise ParameterError(
             f"max_memory of {most / 1e9:.2f} GB is too little: {widest.name!r} needs {needed / 1e9:.2f} GB "
             f"beside {used / 1e9:.2f} GB for Python and torch; give {(used + needed) / 1e9 + 0.01:.2f}GB"
-            f"{''.join(f', or take {setting}' for setting in _fitting(widest, most - used))}."
+            f"{_otherwise(widest, most - used)}."
         )
     return most - used
 
@@ -54,15 +56,32 @@ def memory_budget(max_memory: str | int | None, jobs: Iterable[Any], *, elsewher
 def _remedy(job: Any, free: int) -> str:
     """Return what to do where a job needs more than is free."""
     fitting = _fitting(job, free)
-    return f"take {' or '.join(fitting)}" if fitting else "free some, or take a method that needs less"
+    if fitting:
+        return f"take {' or '.join(fitting)}"
+    return f"free some{_in_parts(job) or ', or take a method that needs less'}"
+
+
+def _otherwise(job: Any, free: int) -> str:
+    """Return what else to do where a job needs more than a limit."""
+    return "".join(f", or take {setting}" for setting in _fitting(job, free)) or _in_parts(job)
+
+
+def _in_parts(job: Any) -> str:
+    """Return the rule under which a tensor takes little memory, if it does not have such a rule."""
+    return "" if getattr(job, "entrywise", True) else f", or give {job.name!r} the rule 'average', which takes parts"
 
 
 def _fitting(job: Any, free: int) -> list[str]:
-    """Return the nearest value of each setting under which a job fits into the bytes that are free."""
+    """Return the nearest value of each setting under which a job fits into the bytes that are free.
+
+    Another method is named only where no setting of the job's own is enough.
+    """
     fitting: dict[str, str] = {}
     for setting, value, needed in getattr(job, "smaller", tuple)():
         if needed <= free:
             fitting.setdefault(setting, f"{setting}: {value} ({needed / 1e9:.2f} GB)")
+    if len(fitting) > 1:
+        fitting.pop(METHOD, None)
     return list(fitting.values())
 
 
@@ -92,15 +111,6 @@ def peak_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     except (OSError, StopIteration):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def available_memory() -> int:
-    """Return the bytes of memory that are free on this machine."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def return_freed_memory() -> None:

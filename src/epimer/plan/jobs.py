@@ -32,7 +32,7 @@ from epimer.plan.memory import (
     bytes_to_read,
     curvature_size,
     memory_of,
-    smaller_settings,
+    smaller_merges,
     workload,
 )
 from epimer.plan.participants import Participants, public_recipe
@@ -298,10 +298,9 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float, inputs:
     sizes = TensorInputs(
         len(job.models), dtype, bytes_to_read(participants, name), basis, curvature, len(weights) - len(job.models)
     )
-    estimate = partial(memory_of, method, rule, header(W.shape, W.dtype), sizes)
+    load = method, rule, header(W.shape, W.dtype), sizes, options
     work = work_of(*workload(method, rule, W, sizes, options)) + Work(bytes=2 * reads)
-    smaller = partial(smaller_settings, options, estimate)
-    return replace(job, reads=reads, memory=estimate(options), smaller=smaller, work=work)
+    return replace(job, reads=reads, memory=memory_of(*load), smaller=partial(smaller_merges, *load), work=work)
 
 
 def precision(tensors: Iterable[Tensor]) -> torch.dtype:

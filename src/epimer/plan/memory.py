@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from epimer.geometry.checks import WIDE
 from epimer.geometry.linalg import CHUNK
 from epimer.geometry.metric import Metric
 from epimer.methods.frechet import FISHER
-from epimer.methods.registry import Method, describe_method
+from epimer.methods.registry import Method, describe_method, list_methods
 from epimer.methods.rules import AVERAGED, matrix_shape
 from epimer.methods.workspace import Workload, workspace_bytes
 from epimer.plan.curvature_inputs import metric_bytes
@@ -25,6 +26,7 @@ MARGIN = 1.2  # for what libraries take, and what the heap keeps in pieces too s
 CHECKED = {"kronecker": 3 * 8, "ekfac": 8}  # bytes per entry of a factor while it is checked
 RANK = 256  # from where on lower ranks are proposed where none is set
 STORED = 4  # bytes per entry of curvature in a folder
+METHOD = "merge_method"  # what another method is called among settings
 
 Smaller = tuple[str, Any, int]
 """an option, a value of it, and the bytes that the merge takes with it"""
@@ -130,3 +132,22 @@ def smaller_settings(options: Any, estimate: Callable[[Any], int]) -> Iterator[S
         while rank > 1:
             rank //= 2
             yield "rank", rank, estimate(replace(options, rank=rank))
+
+
+def smaller_merges(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options: Any) -> Iterator[Smaller]:
+    """Yield settings under which a merge may take less memory; then methods that solve in a basis.
+
+    These take the curvature that there is, or none.
+    """
+    yield from smaller_settings(options, partial(memory_of, method, rule, W, inputs))
+    if W.dim() != 2 or rule in AVERAGED:
+        return
+    rows = [row for row in map(describe_method, list_methods()) if row.defaults.get("basis") in ("tagged", "tensor")]
+    others, kind = [row for row in rows if row.name != method.name], inputs.curvature.kind
+    for row in others:
+        if row.needs_curvature and kind is not None and row.takes(kind):
+            yield METHOD, row.name, memory_of(row, "matrix", W, inputs, row.resolve({}))
+    without = replace(inputs, curvature=CurvatureSize(inputs=inputs.curvature.inputs))
+    for row in others:
+        if not row.needs_curvature:
+            yield METHOD, row.name, memory_of(row, "matrix", W, without, row.resolve({}))

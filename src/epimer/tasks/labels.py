@@ -105,11 +105,16 @@ class Labels:
     """Chooses the labels of each batch, and returns the losses whose gradients are measured."""
 
     def __init__(self, policy: str, loss_fn: Loss, seed: int) -> None:
-        self.policy, self.loss_fn = policy, loss_fn
-        self.generator = torch.Generator().manual_seed(seed)
-        self.seen = 0  # number of samples before this batch
+        self.policy, self.loss_fn, self.seed = policy, loss_fn, seed
+        self.generator = torch.Generator()
+        self.restart()
         self.shift: int | None = None  # by how many positions a target lies after the logits it is compared with
         self.separable: bool | None = None  # whether the loss is a sum over positions, each of its own label and logits
+
+    def restart(self) -> None:
+        """Begin the data again: the same samples then get the same labels."""
+        self.generator.manual_seed(self.seed)
+        self.seen = 0  # number of samples before this batch
 
     def passes(self, outputs: Any, targets: Any, mask: Tensor | None, N: int) -> Iterator[Tensor]:
         """Yield the losses of one backward pass after the other; the second moments of their gradients are summed."""

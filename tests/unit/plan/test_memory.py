@@ -14,6 +14,7 @@ from commands import run
 from epimer.api import plan_merge
 from epimer.checkpoints.checkpoint import header
 from epimer.engine.memory import SLACK
+from epimer.engine.options import RunOptions
 from epimer.errors import ParameterError
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions
@@ -192,6 +193,29 @@ def test_a_limit_of_ones_own_that_is_too_low_is_refused_with_what_fits(models, r
     fitting = planned(recipe(basis="tensor"))
     assert f"GB, or take basis: tensor ({fitting / 1e9:.2f} GB)." in done.err
     assert "or take" not in run("merge", recipe("average"), tmp_path / "out", "--max-memory", 1000).err
+
+
+@pytest.mark.parametrize(("method", "kind", "other"), [
+    ("iso_cts", None, "epimer_free"), ("fisher", "diagonal", "epimer"), ("gradient_matching", "diagonal", "epimer"),
+])  # fmt: skip
+def test_where_no_setting_fits_a_method_that_takes_the_same_curvature_is_named(free, method, kind, other):
+    wide = torch.ones(1, 1).expand(4096, 14336)  # takes no memory
+    states = [{NAME: wide} for _ in range(4)]
+    curvature = None if kind is None else [{NAME: epimer.Diagonal(wide)} for _ in range(3)]
+    row, participants = epimer.describe_method(method), state_dict_participants(states[0], states[1:])
+    plan = plan_state_dicts(participants, row, row.resolve({}), None, curvature)
+    fitting = memory_in_python(other, states, curvature=curvature)
+    assert plan.memory > fitting
+    free(fitting)
+    with pytest.raises(ParameterError, match=rf"are free; take merge_method: {other} \({fitting / 1e9:.2f} GB\)\.$"):
+        RunOptions().budget(plan.parts)
+    free(1000)
+    with pytest.raises(ParameterError, match=rf"free some, or give '{NAME}' the rule 'average', which takes parts\.$"):
+        RunOptions().budget(plan.parts)
+    with pytest.raises(
+        ParameterError, match=rf"; give .*GB, or give '{NAME}' the rule 'average', which takes parts\.$"
+    ):
+        RunOptions(max_memory=1000).budget(plan.parts)
 
 
 def test_a_rank_that_fits_is_named(recipe, free, tmp_path):

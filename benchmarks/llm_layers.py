@@ -1,0 +1,271 @@
+"""Claim: every method merges one layer of an 8B and a 70B model within its plan, or is refused with what to do instead.
+
+One matrix of T bfloat16 models is merged by every method as its defaults have it, by one thread, each in a process of
+its own, under the limit that its plan names. Planned memory and time are what `epimer merge --dry-run` prints; taken is
+the kernel's peak for the process, less what it had before the first tensor was read. What the plan refuses within
+`--max-memory` is not run: its words are printed, and the first setting it proposes is tried. Merges that are planned to
+take over `--longest` seconds are not run either. Factors wider than 16384 are kept in a basis only: methods that take
+them get projected ones there. The last lines say by how much memory grows with each task, in units of its task vector
+and curvature in float32; copies in float64 would make it 2 or more.
+
+    python benchmarks/llm_layers.py --plan-only                            # all plans, from files without data: seconds
+    python benchmarks/llm_layers.py --shapes 4096x14336 --tasks 3 --longest 60 --max-memory 8GB [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from plans_hold import NAME, SAMPLES, metric_of, recipe_of, write_models
+from projected_is_small import orthonormal
+
+import epimer
+from epimer.api import plan_merge
+from epimer.checkpoints import open_checkpoint
+from epimer.curvature.basis import save_basis
+from epimer.curvature.collectors import WIDEST
+from epimer.curvature.curvature import Curvature, Provenance
+from epimer.curvature.format import FORMAT, HEADER, NUMBERS
+from epimer.engine.memory import SLACK, resident_memory
+from epimer.engine.options import RunOptions
+from epimer.engine.output import write_merge
+from epimer.errors import EpimerError
+from epimer.geometry.metric import Projected
+from epimer.geometry.subspace import Tagged, tensor_product
+from epimer.methods.registry import Method
+from epimer.plan.time import Speeds, measured_speeds
+
+SHAPES, RANK = ["4096x14336", "8192x28672"], 32
+IN_A_BASIS = ("epimer_kron", "mats")  # methods that are also merged with projected factors
+LEEWAY = 1 << 24  # bytes beyond the plan that the limit of a process allows
+Shape = tuple[int, int]
+
+
+class Inputs:
+    """The files of one shape and number of tasks, written when a case needs them."""
+
+    def __init__(self, place: Path, shape: Shape, tasks: int, *, empty: bool) -> None:
+        """Write the models; `empty` files have headers and no data on disk, which is enough for a plan."""
+        self.place, self.shape, self.tasks, self.empty = place, shape, tasks, empty
+        if empty:
+            for t in range(tasks + 1):
+                write_empty(place / f"m{t}.safetensors", {NAME: shape}, "BF16")
+        else:
+            write_models(place, shape, tasks, torch.bfloat16)
+
+    def recipe(self, row: Method, kind: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Return the recipe of one case; its curvature is written if it is not there."""
+        projected = kind == "projected"
+        if kind is not None and not (self.place / f"{kind}0").exists():
+            for seed in (0, 1):
+                self._write_projected(seed) if projected else self._write_curvature(kind, seed)
+        recipe = recipe_of(self.place, row, kind, self.tasks, parameters)
+        return recipe | ({"basis": str(self.place / "basis")} if projected else {})
+
+    def _write_curvature(self, kind: str, seed: int) -> None:
+        (m, n), folder = self.shape, self.place / f"{kind}{seed}"
+        if kind == "kronecker" and max(self.shape) > WIDEST:  # as a measurement leaves it out
+            why = f"a factor of side {max(self.shape)} is too large to keep without --basis (basis=)"
+            other = {"other.weight": metric_of(kind, (4, 4), seed)}
+            Curvature(other, Provenance(kind, left_out={NAME: why})).save(folder)
+        elif self.empty:
+            shapes = {"diagonal": {"F": (m, n)}, "kronecker": {"A": (n, n), "G": (m, m)}}
+            shapes["samples"] = {"g": (*SAMPLES, m), "x": (*SAMPLES, n)}
+            folder.mkdir()
+            (folder / HEADER).write_text(json.dumps({"format": FORMAT, **asdict(Provenance(kind))}))
+            write_empty(folder / NUMBERS, {f"{NAME}.{part}": shape for part, shape in shapes[kind].items()}, "F32")
+        else:
+            Curvature({NAME: metric_of(kind, self.shape, seed)}, Provenance(kind)).save(folder)
+
+    def _write_projected(self, seed: int) -> None:
+        """Write factors projected on a random basis of these models, which is written with the first."""
+        width = min(RANK * self.tasks, *self.shape)
+        if not seed:
+            U, V = (orthonormal(side, width, "cpu") for side in self.shape)
+            owner = torch.arange(width) * self.tasks // width
+            self.basis = tensor_product(Tagged(U, V, torch.linspace(2, 1, width), owner))
+            models = [open_checkpoint(str(self.place / f"m{t}.safetensors")) for t in range(self.tasks + 1)]
+            about = {"rank": RANK, "models": [model.fingerprint for model in models]}
+            save_basis([(NAME, self.basis)], self.place / "basis", about=about)
+        X = torch.randn(2, width, 2 * width)
+        G, A = X @ X.mT / (2 * width)
+        fingerprint = json.loads((self.place / "basis" / "basis.json").read_text())["fingerprint"]
+        metric = Projected(A=A, G=G, basis=self.basis)
+        Curvature({NAME: metric}, Provenance("kronecker", basis=fingerprint)).save(self.place / f"projected{seed}")
+
+
+def write_empty(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
+    """Write a safetensors file whose tensors are holes, which read as zeros and take no room on disk."""
+    header: dict[str, Any] = {}
+    start = 0
+    for name, shape in shapes.items():
+        stop = start + torch.Size(shape).numel() * {"BF16": 2, "F32": 4}[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    with path.open("r+b") as file:
+        file.truncate(8 + len(text) + start)
+
+
+def cases(names: list[str]) -> Iterator[tuple[Method, str | None]]:
+    """Yield every method with the curvature it takes."""
+    for name in names:
+        row = epimer.describe_method(name)
+        yield row, row.curvature if row.needs_curvature else None
+        if name in IN_A_BASIS:
+            yield row, "projected"
+
+
+def planned(recipe: dict[str, Any], limit: str | None, speeds: Speeds) -> dict[str, Any]:
+    """Return what a dry run tells: memory and time, or the refusal and the first setting that it proposes."""
+    try:
+        plan = plan_merge(recipe, any_curvature=True)
+        plan.check()
+    except EpimerError as error:
+        return {"refused": str(error)}
+    told: dict[str, Any] = {"planned": plan.memory, "planned_seconds": plan.seconds(speeds, 1)}
+    told["curvature"] = sum(job.reads for job in plan.jobs) - sum(
+        one.checkpoint.headers[NAME].nbytes for one in plan.participants.all
+    )
+    run = RunOptions("cpu", workers=1, max_memory=limit)
+    try:
+        run.budget(plan.parts)
+    except EpimerError as error:
+        room = run.budget([])
+        fitting = [(name, value) for name, value, needed in plan.parts[0].smaller() if needed <= room]
+        return told | {"refused": str(error), "instead": dict(fitting[:1])}
+    return told
+
+
+def measure(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Return the bytes and the seconds that a merge of this process takes."""
+    plan = plan_merge(recipe, any_curvature=True)
+    plan.check()
+    X = torch.randn(256, 256, dtype=torch.float64)
+    for warm_up in (X, X.float()):  # loads libraries
+        torch.linalg.eigh(warm_up @ warm_up.T), torch.linalg.svd(warm_up), torch.linalg.qr(warm_up)
+    before = resident_memory()
+    run = RunOptions("cpu", workers=1, max_memory=before + SLACK + plan.memory + LEEWAY)
+    Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's peak anew
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        record = write_merge(plan, place / "out", run, overwrite=True)
+    seconds, lines = time.perf_counter() - started, Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    told = record.tensors[NAME]
+    return {"taken": peak - before, "peak": peak, "seconds": seconds, "status": told.status, "residual": told.residual}
+
+
+def measure_apart(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Return what `measure` returns in a process of its own."""
+    file = place / "recipe.json"
+    file.write_text(json.dumps(recipe))
+    command = [sys.executable, __file__, "--one", str(file)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for every case, and for what is proposed instead of a case that is refused."""
+    names = options.methods or [name for name in epimer.list_methods() if name not in ("greedy_soup", "auto")]
+    speeds = measured_speeds(torch.device("cpu"), 1)
+    for text in options.shapes:
+        for tasks in options.tasks:
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                m, n = map(int, text.split("x"))
+                inputs = Inputs(Path(folder), (m, n), tasks, empty=options.plan_only)
+                for row, kind in cases(names):
+                    parameters: dict[str, Any] = {}
+                    while True:
+                        recipe = inputs.recipe(row, kind, parameters)
+                        told = {"method": row.name, "kind": kind, "options": parameters, "shape": text, "tasks": tasks}
+                        told |= planned(recipe, options.max_memory, speeds)
+                        if "refused" not in told and not options.plan_only:
+                            if told["planned_seconds"] <= options.longest:
+                                told |= measure_apart(recipe, inputs.place)
+                            else:
+                                told["not_run"] = f"planned at over {options.longest} s"
+                        yield told
+                        if not told.get("instead"):
+                            break
+                        parameters = parameters | told["instead"]
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row in words."""
+    method = row["method"] + (" in a basis" if row["kind"] == "projected" else "")
+    method += "".join(f", {name}: {value}" for name, value in row["options"].items())
+    what = f"{method:28} {row['shape']:>11} T = {row['tasks']} "
+    if "planned" in row:
+        what += f" planned {row['planned'] / 1e9:7.2f} GB {row['planned_seconds']:9.1f} s"
+    if "refused" in row:
+        return f"{what}  refused: {row['refused']}"
+    if "taken" not in row:
+        return what + (f"  not run: {row['not_run']}" if "not_run" in row else "")
+    ratios = f"planned {row['planned'] / row['taken']:.2f}x memory, {row['planned_seconds'] / row['seconds']:.2f}x time"
+    return f"{what}, taken {row['taken'] / 1e9:7.2f} GB {row['seconds']:9.1f} s  ({ratios})"
+
+
+def growth(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield by how much the memory of each case grows with a task, in units of its task vector and curvature."""
+    taken: dict[tuple[str, ...], dict[int, dict[str, Any]]] = defaultdict(dict)
+    for row in rows:
+        if row.get("taken", row.get("planned")) is not None:
+            taken[row["method"], str(row["kind"]), str(row["options"]), row["shape"]][row["tasks"]] = row
+    for (method, _, chosen, shape), by_tasks in taken.items():
+        few, many = by_tasks[min(by_tasks)], by_tasks[max(by_tasks)]
+        added = many["tasks"] - few["tasks"]
+        m, n = map(int, shape.split("x"))
+        unit = 4 * m * n + many["curvature"] / many["tasks"]
+        for key in ("planned", "taken"):
+            if added and key in few and key in many:
+                grown = (many[key] - few[key]) / added / unit
+                yield f"{method} {chosen} {shape}: {key} memory grows by {grown:.2f} task vectors with curvature a task"
+
+
+def main() -> None:
+    """Measure every case, and print plan against what was taken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--tasks", nargs="+", type=int, default=[3, 8])
+    parser.add_argument("--plan-only", action="store_true")
+    parser.add_argument("--longest", type=float, default=600, help="planned seconds of the longest merge that is run")
+    parser.add_argument("--max-memory", help="of a process, as 8GB; by default what is free")
+    parser.add_argument("--folder", type=Path, help="where there is room for the files")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(json.loads(options.one.read_text()), options.one.parent)))
+        return
+    found = []
+    for row in compare(options):
+        found.append(row)
+        print(line(row), flush=True)
+        if options.json:  # as far as it has come
+            lines = ",\n".join(json.dumps(one) for one in found)
+            options.json.write_text(f'{{"date": "{date.today()}", "rows": [\n{lines}\n]}}\n')
+    for text in growth(found):
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
