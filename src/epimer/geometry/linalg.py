@@ -300,26 +300,41 @@ def conjugate_gradients(
 ) -> Solution:
     """Solve `apply(y) = b` for a symmetric positive semi-definite operator on tensors of any shape.
 
-    The residual of the solution is computed anew at its end. The start is 0, so that the iterates stay in the
-    operator's range and a consistent singular system is solved.
+    The residual of the solution is computed anew at its end.
     """
-    y = torch.zeros_like(b)
     norm = float(torch.linalg.vector_norm(b))
     if norm == 0:
-        return Solution(y, Status.CONVERGED)
-    r, z = b, precondition(b)
-    direction, rz = z, float((r * z).sum())
+        return Solution(torch.zeros_like(b), Status.CONVERGED)
+    y = conjugate_steps(apply, b, precondition, tolerance * norm, max_steps)
+    return solved(y, float(torch.linalg.vector_norm(b - apply(y))) / norm, iterative=True)
+
+
+def conjugate_steps(
+    apply: Callable[[Tensor], Tensor],
+    b: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    goal: float,
+    max_steps: int | None = None,
+) -> Tensor:
+    """Return what conjugate gradients make of `apply(y) = b` until the residual that they keep is below `goal`.
+
+    The start is 0, so that the iterates stay in the operator's range and a consistent singular system is solved. A
+    step asks the device for its numbers once.
+    """
+    y, r, z = torch.zeros_like(b), b, precondition(b)
+    direction, rz = z, (b * z).sum()
     for _ in range(max_steps or MAX_STEPS):
         image = apply(direction)
-        curvature = float((direction * image).sum())
-        if not curvature > 0:
-            break
+        curvature = (direction * image).sum()
         step = rz / curvature
-        y = y + step * direction
-        r = r - step * image
-        if float(torch.linalg.vector_norm(r)) <= tolerance * norm:
+        r = torch.addcmul(r, step, image, value=-1)
+        positive, size = torch.stack([curvature, torch.linalg.vector_norm(r)]).tolist()
+        if not positive > 0:
+            break
+        y = torch.addcmul(y, step, direction)
+        if size <= goal:
             break
         z = precondition(r)
-        rz, previous = float((r * z).sum()), rz
-        direction = z + (rz / previous) * direction
-    return solved(y, float(torch.linalg.vector_norm(b - apply(y))) / norm, iterative=True)
+        rz, previous = (r * z).sum(), rz
+        direction = torch.addcmul(z, rz / previous, direction)
+    return y
