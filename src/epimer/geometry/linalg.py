@@ -137,6 +137,20 @@ def gram(X: Tensor) -> Tensor:
     return K
 
 
+def sandwich(M_nn: Tensor, U_np: Tensor) -> Tensor:
+    """Return UᵀMU of a symmetric matrix; of a wide one from the blocks on and above its diagonal, half of the work."""
+    n, p = U_np.shape
+    if n < HALVED or U_np.is_cuda:
+        H_pp = U_np.T @ M_nn @ U_np
+        return 0.5 * (H_pp + H_pp.T)
+    half_pp = U_np.new_zeros(p, p)
+    for start, end in pairwise(n * i // BLOCKS for i in range(BLOCKS + 1)):
+        rows = (M_nn[start:end, start:end] @ U_np[start:end]).mul_(0.5)
+        rows.addmm_(M_nn[start:end, end:], U_np[end:])
+        half_pp.addmm_(U_np[start:end].T, rows)
+    return half_pp + half_pp.T
+
+
 def small_eigh(H: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of symmetric matrices; small ones come from the CPU, which is faster."""
     if H.shape[-1] > SMALL_EIGH:

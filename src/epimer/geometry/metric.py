@@ -18,7 +18,7 @@ from epimer.geometry.checks import check_wide_factor, is_symmetric, negative_ent
 from epimer.geometry.diagonal import TaggedDiagonal, TensorProductDiagonal, project_diagonal
 from epimer.geometry.kinds import SERVES
 from epimer.geometry.kronecker import Factor, Formed, KroneckerSum
-from epimer.geometry.linalg import mean_of, null_share
+from epimer.geometry.linalg import mean_of, null_share, sandwich
 from epimer.geometry.operator import Dense, Elementwise, OuterSum, SubspaceOperator
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _sandwich(name: str, M: Tensor | None, U: Tensor) -> Tensor | None:
     """Return UᵀMU in float64; None for M is the identity, and so is UᵀU where the columns of U are orthonormal."""
     if M is None:
         return None
-    restricted = _symmetric((U.T @ M @ U).double())
+    restricted = sandwich(M, U).double()
     check_wide_factor(name, M, restricted)
     return restricted
 
