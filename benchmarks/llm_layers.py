@@ -47,6 +47,7 @@ from epimer.errors import EpimerError
 from epimer.geometry.metric import Projected
 from epimer.geometry.subspace import Tagged, tensor_product
 from epimer.methods.registry import Method
+from epimer.plan.memory import METHOD
 from epimer.plan.time import Speeds, measured_speeds
 
 SHAPES, RANK = ["4096x14336", "8192x28672"], 32
@@ -147,7 +148,8 @@ def planned(recipe: dict[str, Any], limit: str | None, speeds: Speeds) -> dict[s
         run.budget(plan.parts)
     except EpimerError as error:
         room = run.budget([])
-        fitting = [(name, value) for name, value, needed in plan.parts[0].smaller() if needed <= room]
+        smaller = [(name, value) for name, value, needed in plan.parts[0].smaller() if needed <= room]
+        fitting = [(name, value) for name, value in smaller if name != METHOD]  # a method has a row of its own
         return told | {"refused": str(error), "instead": dict(fitting[:1])}
     return told
 

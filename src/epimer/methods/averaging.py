@@ -17,6 +17,7 @@ from epimer.geometry.kth_magnitude import kth_magnitudes
 from epimer.geometry.linalg import as_compute_dtype, chunks, weighted_sum
 from epimer.geometry.metric import Diagonal, Metric
 from epimer.geometry.solution import Solution
+from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option, per_model
 from epimer.methods.registry import Layer, Method, Prepared, Prepass
 
@@ -179,18 +180,24 @@ def dare(layer: Layer, options: DareOptions) -> Solution:
 
 
 def gradient_matching(layer: Layer, options: GradientMatchingOptions) -> Solution:
-    """Weigh each D_t by (N_t F_t + N_0 F_0 + δ_0) / (α Σ N_s F_s + N_0 F_0 + δ_0), α being the scale."""
-    tasks = len(layer.deltas)
+    """Weigh each D_t by (N_t F_t + N_0 F_0 + δ_0) / (α Σ N_s F_s + N_0 F_0 + δ_0), α being the scale, in chunks."""
+    tasks, like = len(layer.deltas), layer.deltas[0]
     counts = [1.0] * tasks if options.samples is None else options.samples
     steps = [tasks * w for w in layer.weights]  # 1 for equal weights
-    prior: Tensor | float = options.prior
-    if isinstance(layer.base_metric, Diagonal):
-        prior = options.base_samples * layer.base_metric.F.double() + options.prior
-    curvatures = [N * m.F.double() for N, m in zip(counts, layer.metrics, strict=True) if isinstance(m, Diagonal)]
-    total = weighted_sum(curvatures, [options.scale * step for step in steps]) + prior
-    pulled = weighted_sum([(F + prior) * D for F, D in zip(curvatures, layer.deltas, strict=True)], steps)
-    flat = weighted_sum(layer.deltas, layer.weights).double()
-    return Solution(torch.where(total > 0, pulled / torch.where(total > 0, total, 1), flat).to(layer.deltas[0].dtype))
+    diagonals = [metric.F for metric in (*layer.metrics, layer.base_metric) if isinstance(metric, Diagonal)]
+    merged = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    columns = (chunks(x.reshape(-1)) for x in (merged, *layer.deltas, *diagonals))
+    for part, *entries in zip(*columns, strict=True):
+        deltas, factors, of_base = entries[:tasks], entries[tasks : 2 * tasks], entries[2 * tasks :]
+        prior: Tensor | float = options.prior
+        for F in of_base:
+            prior = options.base_samples * F.double() + options.prior
+        curvatures = [N * F.double() for N, F in zip(counts, factors, strict=True)]
+        total = weighted_sum(curvatures, [options.scale * step for step in steps]) + prior
+        pulled = weighted_sum([(F + prior) * D for F, D in zip(curvatures, deltas, strict=True)], steps)
+        flat = weighted_sum(deltas, layer.weights).double()
+        part.copy_(torch.where(total > 0, pulled / torch.where(total > 0, total, 1), flat))
+    return Solution(merged)
 
 
 def scale_cancels(options: GradientMatchingOptions) -> str:
@@ -330,7 +337,7 @@ METHODS: tuple[Method, ...] = (
         elementwise=True,
         linear_in_scale=False,
         caution=scale_cancels,
-        workspace=(4.0, 8.0),
+        workspace=workspace.in_chunks,
         laws=LINEAR_LAWS,
     ),
 )

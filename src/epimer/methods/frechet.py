@@ -328,7 +328,7 @@ METHODS: tuple[Method, ...] = (
         needs_base=False,
         curvature="diagonal",
         elementwise=True,
-        workspace=workspace.elementwise,
+        workspace=workspace.in_chunks,
         sweep=True,
         laws=MEAN_LAWS,
     ),

@@ -79,6 +79,11 @@ def elementwise(load: Workload) -> int:
     return DOUBLE * load.entries * (load.tasks + 9)
 
 
+def in_chunks(load: Workload) -> int:
+    """Return the bytes of the same chunk by chunk, on a CPU: the merge, and one task's diagonal in float64."""
+    return (DOUBLE + 2 * load.itemsize) * load.entries
+
+
 # --- singular vectors ---
 
 

@@ -135,19 +135,9 @@ def smaller_settings(options: Any, estimate: Callable[[Any], int]) -> Iterator[S
 
 
 def smaller_merges(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options: Any) -> Iterator[Smaller]:
-    """Yield settings under which a merge may take less memory; then methods that solve in a basis.
-
-    These take the curvature that there is, or none.
-    """
+    """Yield settings under which a merge may take less memory; then methods that solve in a basis without curvature."""
     yield from smaller_settings(options, partial(memory_of, method, rule, W, inputs))
-    if W.dim() != 2 or rule in AVERAGED:
-        return
-    rows = [row for row in map(describe_method, list_methods()) if row.defaults.get("basis") in ("tagged", "tensor")]
-    others, kind = [row for row in rows if row.name != method.name], inputs.curvature.kind
-    for row in others:
-        if row.needs_curvature and kind is not None and row.takes(kind):
-            yield METHOD, row.name, memory_of(row, "matrix", W, inputs, row.resolve({}))
     without = replace(inputs, curvature=CurvatureSize(inputs=inputs.curvature.inputs))
-    for row in others:
-        if not row.needs_curvature:
+    for row in map(describe_method, list_methods() if W.dim() == 2 and rule not in AVERAGED else ()):
+        if row.defaults.get("basis") in ("tagged", "tensor") and not row.needs_curvature and row.name != method.name:
             yield METHOD, row.name, memory_of(row, "matrix", W, without, row.resolve({}))

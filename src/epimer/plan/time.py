@@ -193,7 +193,7 @@ def elementwise(load: Workload) -> Work:
 
 
 WORK: dict[Callable[[Workload], int], Callable[[Workload], Work]] = {
-    workspace.elementwise: elementwise,
+    workspace.in_chunks: elementwise,
     workspace.tsv: tsv,
     workspace.iso_c: iso_c,
     workspace.iso_cts: iso_cts,
