@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -72,8 +73,13 @@ def _same_products(M: Tensor, slack: float) -> bool:
     """Whether products of a matrix and of its transpose agree as far as they do if no entry is off by over `slack`."""
     if M.dtype not in (torch.float32, torch.float64):
         return False  # a product would need a wider copy
-    z = torch.randn(len(M), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(M)
+    z = _random_vector(len(M)).to(M)
     return bool((M @ z - z @ M).abs().max() <= slack * math.sqrt(len(M)))
+
+
+@cache
+def _random_vector(size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def _negative_eigenvalue(name: str, M: Tensor, slack: float) -> str | None:

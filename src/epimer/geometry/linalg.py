@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -154,11 +156,19 @@ def sandwich(M_nn: Tensor, U_np: Tensor) -> Tensor:
 
 
 def small_eigh(H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors of symmetric matrices; small ones come from the CPU, which is faster."""
-    if H.shape[-1] > SMALL_EIGH:
+    """Return eigenvalues and eigenvectors of symmetric matrices; a GPU's small ones come from the CPU, a thread each."""
+    if H.shape[-1] > SMALL_EIGH or not H.is_cuda:
         return torch.linalg.eigh(H)
-    values, vectors = torch.linalg.eigh(H.cpu())
-    return values.to(H.device), vectors.to(H.device)
+    stack = H.cpu().reshape(-1, *H.shape[-2:])
+    pairs = list(_cpu_threads().map(torch.linalg.eigh, stack)) if len(stack) > 1 else [torch.linalg.eigh(stack[0])]
+    values, vectors = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    return values.reshape(H.shape[:-1]).to(H.device), vectors.reshape(H.shape).to(H.device)
+
+
+@cache
+def _cpu_threads() -> ThreadPoolExecutor:
+    """Return threads that work on a matrix each."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Polar(NamedTuple):
