@@ -156,7 +156,7 @@ def sandwich(M_nn: Tensor, U_np: Tensor) -> Tensor:
 
 
 def small_eigh(H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors of symmetric matrices; a GPU's small ones come from the CPU, a thread each."""
+    """Return eigenvalues and eigenvectors of symmetric matrices; a GPU's small ones from the CPU, a thread each."""
     if H.shape[-1] > SMALL_EIGH or not H.is_cuda:
         return torch.linalg.eigh(H)
     stack = H.cpu().reshape(-1, *H.shape[-2:])
