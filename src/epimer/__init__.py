@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from epimer.api import diagnose_state_dicts as diagnose_state_dicts
     from epimer.api import make_basis as make_basis
     from epimer.api import merge as merge
+    from epimer.api import merge_models as merge_models
     from epimer.api import merge_state_dicts as merge_state_dicts
     from epimer.api import sweep as sweep
     from epimer.api import sweep_state_dicts as sweep_state_dicts
@@ -63,6 +64,7 @@ _HOMES = {
         "diagnose_state_dicts",
         "make_basis",
         "merge",
+        "merge_models",
         "merge_state_dicts",
         "sweep",
         "sweep_state_dicts",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
+from epimer.checkpoints.memory import Model, copy_with, state_of
 from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import HEADER, StoredBasis, save_basis
 from epimer.diagnosis import choice
@@ -23,7 +23,7 @@ from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.output import check_output, merge_record, warn_of, write_merge
 from epimer.engine.store_output import write_output
 from epimer.engine.threads import check_device
-from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, short
+from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, short, warn
 from epimer.evaluation.judges import Evaluate, by_agreement, evaluator
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, Tagged
@@ -39,7 +39,6 @@ from epimer.recipe.load import open_recipe
 from epimer.recipe.model import AUTO, Recipe, known_parameters
 from epimer.records import Diagnosis, MergeRecord
 
-StateDict = Mapping[str, Tensor]
 RecipeLike = str | os.PathLike[str] | Mapping[str, Any] | Recipe
 """a YAML file, its content as a mapping, or a loaded recipe"""
 STEPS = 20  # of conjugate gradients while settings of models in memory are compared
@@ -86,7 +85,7 @@ def merge(
     plan = plan_merge(recipe, folder=folder, progress=progress, any_curvature=any_curvature)
     record = write_output(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
     for note in plan.notes:
-        warnings.warn(note, EpimerWarning, stacklevel=2)
+        warn(EpimerWarning(note))
     warn_of(record)
     return record
 
@@ -102,9 +101,9 @@ def plan_merge(
 
 @torch.no_grad()
 def merge_state_dicts(
-    base: StateDict | None,
-    models: Sequence[StateDict],
-    method: str = "epimer",
+    base: Model | None,
+    models: Sequence[Model],
+    method: str = "epimer_free",
     *,
     weights: Sequence[float] | None = None,
     curvature: Sequence[Mapping[str, Metric]] | None = None,
@@ -114,9 +113,9 @@ def merge_state_dicts(
     """Merge models fine-tuned from one base; the result has base's names, shapes and dtypes.
 
     Args:
-        base: the ancestor, name to tensor; None where the method needs none.
+        base: the ancestor, a state dict or an nn.Module; None where the method needs none.
         models: the fine-tuned models, with base's names and shapes.
-        method: one of `list_methods()`.
+        method: one of `list_methods()`; by default the best one that needs neither data nor curvature.
         weights: one per model; scaled to sum 1, except in task_arithmetic and dare.
         curvature: one mapping per model from tensor name to Diagonal, Kronecker, Samples or Projected.
         device: where to compute; by default where base is.
@@ -133,9 +132,25 @@ def merge_state_dicts(
     tensors, records, prepared = merge_in_memory(plan, in_memory(where, len(plan.parts)).start(plan.parts))
     record = merge_record(plan, prepared, records)
     for note in plan.notes:
-        warnings.warn(note, EpimerWarning, stacklevel=3)  # torch.no_grad wraps this function
-    warn_of(record, stacklevel=4)
+        warn(EpimerWarning(note))
+    warn_of(record)
     return MergedState(tensors, record)
+
+
+def merge_models(base: nn.Module, models: Sequence[Model], method: str = "epimer_free", **settings: Any) -> nn.Module:
+    """Merge models fine-tuned from one base into a live model: a copy of base with the merged weights.
+
+    Tied parameters stay tied, and what the merge leaves out is base's. Base and models are not changed.
+
+    Args:
+        base: the ancestor.
+        models: the fine-tuned models, modules or state dicts, with base's names and shapes.
+        method: one of `list_methods()`.
+        **settings: `weights`, `curvature`, `device` and the method's own, as in `merge_state_dicts`.
+    """
+    if not isinstance(base, nn.Module):
+        raise TensorError(f"merge_models copies base, an nn.Module, got {type(base).__name__}; take merge_state_dicts.")
+    return copy_with(base, merge_state_dicts(base, models, method, **settings))
 
 
 # --- diagnose ---
@@ -180,8 +195,8 @@ def diagnose(
 
 
 def diagnose_state_dicts(
-    base: StateDict,
-    models: Sequence[StateDict],
+    base: Model,
+    models: Sequence[Model],
     *,
     curvature: Sequence[Mapping[str, Metric]] | None = None,
     rank: int | None = 32,
@@ -300,8 +315,8 @@ def sweep(
 
 @torch.no_grad()
 def sweep_state_dicts(
-    base: StateDict,
-    models: Sequence[StateDict],
+    base: Model,
+    models: Sequence[Model],
     evaluate: Evaluate,
     *,
     methods: Sequence[str] | None = None,
@@ -349,13 +364,13 @@ def sweep_state_dicts(
         merges,
         rows,
         plan,
-        dict(base),
+        dict(state_of(base)),
         evaluate,
         ranks=ranks,
         scales=scales,
         shown_rank=shown_rank,
         evaluation=evaluation,
-        progress=progress,
+        progress=lambda done, total, line: progress(line),
     )
 
 
@@ -364,8 +379,8 @@ def sweep_state_dicts(
 
 @torch.no_grad()
 def build_basis(
-    base: StateDict,
-    models: Sequence[StateDict],
+    base: Model,
+    models: Sequence[Model],
     *,
     rank: int | None = 32,
     basis: str = "tagged",

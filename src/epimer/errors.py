@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -40,11 +42,22 @@ class RecipeError(EpimerError):
 
 
 class EpimerWarning(UserWarning):
-    """The merge went on, but not exactly as asked: a rank was lowered, a system was damped (its `status`)."""
+    """The merge went on, but not exactly as asked: a rank was lowered, a system was damped (its `status`).
 
-    def __init__(self, text: str = "", status: str = "") -> None:
-        super().__init__(text)
-        self.status = status
+    `method` is the one that the `text` is about, if it is about one.
+    """
+
+    def __init__(self, text: str = "", status: str = "", *, method: str = "") -> None:
+        super().__init__(f"{method}: {text}" if method else text)
+        self.text, self.status, self.method = text, status, method
+
+
+def warn(warning: EpimerWarning) -> None:
+    """Warn at the caller's line: the nearest one that is neither epimer's nor torch's, which wraps some functions."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("epimer", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(warning, stacklevel=level)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

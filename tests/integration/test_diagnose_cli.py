@@ -157,6 +157,14 @@ def test_a_diagnosis_from_another_folder_has_the_numbers_of_its_tensors(here, cu
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["pace"])
     norm = np.sqrt(sum(float((models[1][n] - base[n]).double().square().sum()) for n in found["layers"]))
     assert row[1] == f"{norm:.3g}"
+    assert "forecasts at scale 1 " in out
+    lines = [line.strip() for line in out.splitlines()]
+    (at_one,) = (line.split()[-len(found["forecast"]) :] for line in lines if line.startswith("mean at scale 1 "))
+    assert at_one == [f"{one['mean']:.2f}" for one in found["forecast"].values()]
+    (best,) = (line for line in lines if line.startswith("mean at its best scale "))
+    assert re.findall(r"[\d.]+ at [\d.]+", best) == [
+        f"{one['mean_at_scale']:.2f} at {one['scale']:g}" for one in found["forecast"].values()
+    ]
     printed = [line.split() for line in out.partition("loss increase to second order")[2].splitlines()]
     assert set(found["merges"]) == set(found["forecast"])
     for method, theories in found["merges"].items():

@@ -1,28 +1,35 @@
-"""Tensors in memory as a checkpoint: a state dict, or another checkpoint whose tensors are kept once they are read."""
+"""Tensors in memory as a checkpoint: a state dict, a module, or another checkpoint whose tensors are kept when read."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, nbytes
 from epimer.checkpoints.torchfile import find_ties
 from epimer.errors import TensorError
 from epimer.geometry.linalg import LowRank
 
+Model = Mapping[str, Tensor] | nn.Module
+"""a state dict, or a module that has one"""
+
 
 class StateDict(Checkpoint):
-    """A state dict. Nothing is copied, so what `read` returns belongs to the caller's models."""
+    """A state dict, or a module's. Nothing is copied, so what `read` returns belongs to the caller's models."""
 
     in_memory = True
 
-    def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
+    def __init__(self, model: Model, where: str) -> None:
         self.name = self.where = where
+        tensors = state_of(model)
         if not isinstance(tensors, Mapping):
-            raise TensorError(f"{where} must be a mapping from names to tensors, got {type(tensors).__name__}.")
+            raise TensorError(
+                f"{where} must be a mapping from names to tensors, or an nn.Module, got {type(model).__name__}."
+            )
         for name, value in tensors.items():
             if not isinstance(name, str):
                 raise TensorError(f"{where} has a name {name!r} of type {type(name).__name__}; names must be strings.")
@@ -44,6 +51,41 @@ class StateDict(Checkpoint):
     def shares(self, name: str, twin: str) -> bool:
         W, V = self.headers[name], self.headers[twin]
         return super().shares(name, twin) or (W.shape == V.shape and torch.equal(W, V))
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module that torch.compile or data parallelism wraps, whose parameters have their own names."""
+    module = getattr(module, "_orig_mod", module)
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) else module
+
+
+def state_of(model: Model) -> Mapping[str, Tensor]:
+    """Return the tensors of a module by name, without state that is no tensor; a mapping is returned as it is."""
+    if not isinstance(model, nn.Module):
+        return model
+    return {name: W for name, W in unwrapped(model).state_dict().items() if isinstance(W, Tensor)}
+
+
+def copy_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a deep copy of a module that has the given tensors and no gradients; what is tied stays tied.
+
+    Refused is what the copy could not hold: different tensors for one that is tied, and another dtype.
+    """
+    module = unwrapped(module)
+    own = state_of(module)
+    remedy = "take merge_state_dicts, which returns the tensors"
+    for name, twin in find_ties(own).items():
+        if name in tensors and twin in tensors and not torch.equal(tensors[name], tensors[twin]):
+            raise TensorError(
+                f"base ties {name!r} to {twin!r}, and the models do not; untie them in base, or {remedy}."
+            )
+    for name, W in tensors.items():
+        if W.dtype != own[name].dtype:
+            raise TensorError(f"{name!r} is {own[name].dtype} in base, and its merge is {W.dtype}; {remedy}.")
+    made = copy.deepcopy(module)
+    made.zero_grad(set_to_none=True)
+    made.load_state_dict(tensors, strict=False)  # what is not merged stays base's
+    return made
 
 
 class Cached(Checkpoint):

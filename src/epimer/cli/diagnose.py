@@ -75,7 +75,8 @@ def _print_diagnosis(result: Diagnosis) -> None:
 
 
 def _print_tasks(result: Diagnosis) -> None:
-    title = "\nhow far each moved, what a basis of rank k keeps, and forecasts (0: as its own model, 1: as the base)"
+    title = "\nhow far each moved, what a basis of rank k keeps, "
+    title += "and forecasts at scale 1 (0: as its own model, 1: as the base)"
     headings = ["model", "moved", "of base", *(f"k={k}" for k in result.energy), *result.forecast]
     rows = []
     for t, (name, norm) in enumerate(zip(result.models, result.norms, strict=True)):
@@ -83,6 +84,10 @@ def _print_tasks(result: Diagnosis) -> None:
         kept = [f"{energy[t]:.0%}" for energy in result.energy.values()]
         losses = [f"{forecast.tasks[t]:.2f}" for forecast in result.forecast.values()]
         rows.append([name, f"{norm:.3g}", share, *kept, *losses])
+    if result.forecast:
+        every, blank = result.forecast.values(), [""] * (2 + len(result.energy))
+        rows.append(["mean at scale 1", *blank, *(f"{one.mean:.2f}" for one in every)])
+        rows.append(["mean at its best scale", *blank, *(f"{one.mean_at_scale:.2f} at {one.scale:g}" for one in every)])
     render.print_table(headings, rows, title=title, text_columns=1)
 
 

@@ -26,6 +26,8 @@ CHUNK = 1 << 20  # entries of a block of per-sample gradients: what a CPU's cach
 GPU_CHUNK = 1 << 26
 TILE, GPU_TILE = 512, 1024  # side of the blocks in which a symmetric product is formed
 WIDEST = 16384  # longest side of a Kronecker factor; a vocabulary's would be too large
+NOT_TWO_SIDED = "a table, a vector or a grouped convolution has no two-sided curvature"
+ALSO_A_TABLE = "it is also used as a table, which has no two-sided curvature"
 
 
 class Collector(ABC):
@@ -83,10 +85,11 @@ class Collector(ABC):
         return total
 
     def concatenated(self, name: str, gradients: Sequence[SampleGradients]) -> OuterProducts | None:
-        """Return all uses as outer products over their tokens together; None for a parameter that is also a table."""
+        """Return all uses as outer products over their tokens together; None where some use is of another kind."""
         outers = [use for use in gradients if isinstance(use, OuterProducts)]
         if len(outers) < len(gradients):
-            self.refused[name] = "it is also used as a table, which has no two-sided curvature"
+            also = outers and any(isinstance(use, TableRows) for use in gradients)
+            self.refused[name] = ALSO_A_TABLE if also else NOT_TWO_SIDED
         if name in self.refused or not outers:
             return None
         if len(outers) == 1:

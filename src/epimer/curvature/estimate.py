@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epimer.checkpoints.memory import unwrapped
 from epimer.curvature.basis import basis_fingerprint
-from epimer.curvature.collectors import Collector
+from epimer.curvature.collectors import NOT_TWO_SIDED, Collector
 from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.exact import projected_hessians
 from epimer.curvature.format import Provenance, model_fingerprint
@@ -30,7 +31,6 @@ from epimer.progress import Progress, Stage
 from epimer.tasks.batches import Batch, read_batches
 from epimer.tasks.labels import POLICIES, Labels, Loss, SampleError, check_sum, every_second, find_logits, plain_loss
 
-NOT_TWO_SIDED = "a table, a vector or a grouped convolution has no two-sided curvature"
 FEW = 4  # samples on which the layouts are checked
 LOSS_SCALE = 1024.0  # where gradients are in float16 and small ones would underflow
 
@@ -89,9 +89,7 @@ def estimate_curvature(
         raise ParameterError(f"The 'passes' parameter must be an integer at least 1, or None. Got {passes!r}.")
     if dtype not in (None, torch.float32, torch.float64):
         raise ParameterError(f"The 'dtype' parameter must be torch.float32 or torch.float64. Got {dtype}.")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        model = model.module
+    model = unwrapped(model)
     parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     if not parameters:
         raise CurvatureError("the model has no parameters, so there is nothing to measure.")

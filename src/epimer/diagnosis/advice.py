@@ -69,9 +69,11 @@ def _take(found: Diagnosis) -> Iterator[Advice]:
         yield Advice("note", "curvature is known inside its basis only, so nothing is forecast.")
         return
     method, scale, why = choice(found)
-    losses = {name: found.forecast[name].mean_at_scale for name in _candidates(found)[0] if name != method}
-    beside = ", ".join(f"{name} {losses[name]:.2f}" for name in sorted(losses, key=lambda name: losses[name]))
-    yield Advice("take", f"{method} at scale {scale:g}: {why}" + (f" ({beside})." if beside else "."))
+    others = {name: found.forecast[name] for name in _candidates(found)[0] if name != method}
+    order = sorted(others, key=lambda name: others[name].mean_at_scale)
+    beside = ", ".join(f"{name} {others[name].mean_at_scale:.2f} at {others[name].scale:g}" for name in order)
+    beside = f" (others at their own best scales: {beside})" if beside else ""
+    yield Advice("take", f"{method} at scale {scale:g}: {why}{beside}.")
     if found.curvature == "task-gram":
         yield Advice(
             "take",
@@ -96,7 +98,8 @@ def _about_eta(found: Diagnosis) -> Advice:
     if found.curvature not in MEASURED or "tsv" not in losses or not aware:
         return Advice("note", f"{small}; it does not compare with tsv's own coefficients.")
     best = min(aware, key=lambda name: losses[name])
-    numbers = f"forecast {losses['tsv']:.2f}, {best} {losses[best]:.2f}"
+    scales = {name: f"{found.forecast[name].scale:g}" for name in ("tsv", best)}
+    numbers = f"forecast {losses['tsv']:.2f} at scale {scales['tsv']}, {best} {losses[best]:.2f} at {scales[best]}"
     if losses["tsv"] <= (1 + LITTLE) * losses[best]:
         return Advice("take", f"{small}; tsv is as good ({numbers}) and needs no data.")
     return Advice("note", f"{small}, yet tsv's own coefficients are worse ({numbers}).")
@@ -130,7 +133,9 @@ def _warnings(found: Diagnosis) -> Iterator[Advice]:
         worst = max(range(len(tasks)), key=lambda t: tasks[t])
         if tasks[worst] > 1.5 * found.forecast[method].mean:
             numbers = f"{tasks[worst]:.2f}, {found.forecast[method].mean:.2f} on average"
-            yield Advice("warning", f"{found.models[worst]} has the worst forecast under {method}: {numbers}.")
+            yield Advice(
+                "warning", f"{found.models[worst]} has the worst forecast under {method} at scale 1: {numbers}."
+            )
 
 
 def _note(found: Diagnosis) -> Iterator[Advice]:

@@ -34,6 +34,7 @@ from epimer.recipe.model import Recipe
 from epimer.records import SweepRecord, Trial
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
+CLIMB = 5  # scales that a climb tries at least: 1, and two that are worse on either side
 
 Way = tuple[str, int | None, Callable[[float], State]]
 """a method, its rank, and its merge at any scale"""
@@ -41,6 +42,8 @@ Partial = frozenset[tuple[str, tuple[int, ...]]]
 """the tensors in which some models have weight 0, each with the models that take part"""
 Planner = Callable[[Method, int | None, float], Plan]
 """a method, its rank and a scale -> the plan of that merge"""
+ReportProgress = Callable[[int, int, str], None]
+"""called after every setting with how many were tried, how many there are at least, and the last of them"""
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def sweep_plans(
     scales: Sequence[float] | None = None,
     shown_rank: Callable[[Method, int | None], int | None] = lambda row, rank: rank,
     evaluation: str = "a function",
-    progress: Callable[[str], None] = lambda done: None,
+    progress: ReportProgress = lambda done, total, line: None,
 ) -> Sweep:
     """Merge in every way, take each one's best scale on validation data, and report that on test data.
 
@@ -171,13 +174,14 @@ def sweep_plans(
         scales: all are tried; None climbs from 1 along a grid until two in a row are worse.
         shown_rank: what the table says of a method's rank.
         evaluation: what to call the evaluation.
-        progress: called with a line after every setting.
+        progress: called after every setting.
     """
     check_memory(merges.run, rows, ranks, planner)
     cautions: dict[str, None] = {}
+    settings = _settings(rows, ranks)
 
     def ways() -> Iterator[Way]:
-        for row, rank in _settings(rows, ranks):
+        for row, rank in settings:
 
             def at(scale: float, row: Method = row, rank: int | None = rank) -> State:
                 plan = planner(row, rank, scale)
@@ -186,7 +190,7 @@ def sweep_plans(
 
             yield row.name, shown_rank(row, rank), at_scales(row, base, at)
 
-    found = compare(ways(), evaluate, scales=scales, evaluation=evaluation, progress=progress)
+    found = compare(ways(), len(settings), evaluate, scales=scales, evaluation=evaluation, progress=progress)
     return replace(found, notes=[*found.notes, *cautions])
 
 
@@ -205,26 +209,41 @@ def check_memory(run: RunOptions, rows: Sequence[Method], ranks: Sequence[int] |
     return widest
 
 
+def trials_at_least(rows: Sequence[Method], ranks: Sequence[int] | None, scales: Sequence[float] | None) -> int:
+    """Return how many settings a sweep tries: all of them where scales are given, else the fewest that climbs try."""
+    return len(_settings(rows, ranks)) * _scales_at_least(scales)
+
+
+def _scales_at_least(scales: Sequence[float] | None) -> int:
+    return len(set(scales)) if scales else CLIMB
+
+
 def compare(
     ways: Iterable[Way],
+    count: int,
     evaluate: Evaluate,
     *,
     scales: Sequence[float] | None = None,
     evaluation: str = "a function",
-    progress: Callable[[str], None] = lambda done: None,
+    progress: ReportProgress = lambda done, total, line: None,
 ) -> Sweep:
-    """Score every way to merge at every scale on validation data, and each one's best on test data."""
+    """Score every way to merge, `count` in all, at every scale on validation data, and each one's best on test data."""
     for scale in scales or ():
         if not math.isfinite(scale):
             raise ParameterError(f"a scale must be a finite number, got {scale}.")
     tried: list[Tried] = []
-    for method, rank, at in ways:
+    least = _scales_at_least(scales)
+    for left, (method, rank, at) in zip(reversed(range(count)), ways, strict=True):
         known: dict[float, SplitScores] = {}
+        to_come = left * least
 
-        def score(scale: float, method: str = method, at: Any = at, known: Any = known) -> float:
+        def score(
+            scale: float, method: str = method, at: Any = at, known: Any = known, to_come: int = to_come
+        ) -> float:
             if scale not in known:
                 known[scale] = evaluate(at(scale), "val")
-                progress(f"{method}, scale {scale:g}")
+                total = len(tried) + max(len(known), least) + to_come
+                progress(len(tried) + len(known), total, f"{method}, scale {scale:g}")
             order: float = known[scale].order
             return order
 
@@ -322,7 +341,7 @@ def sweep_recipe(
     names = [name for name, rule in assigned.rules.items() if rule != "skip"]
     tensors = {name: base.read(name) for name in names}
     with Progress(run.progress, unit="settings") as bar:
-        stage = bar.begin("trying", None)
+        stage = bar.begin("trying", trials_at_least(rows, ranks, scales))
         return sweep_plans(
             merges,
             rows,
@@ -333,5 +352,5 @@ def sweep_recipe(
             scales=scales,
             shown_rank=shown_rank,
             evaluation=evaluation,
-            progress=lambda line: stage.advance(1, line),
+            progress=stage.reach,
         )

@@ -102,8 +102,15 @@ def resident_memory() -> int:
 
 
 def peak_memory() -> int:
-    """Return the most bytes this process has had in memory so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Return the most bytes this process has had in memory so far.
+
+    `ru_maxrss` also counts what the parent had in memory when it started this process; VmHWM does not.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def return_freed_memory() -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +23,7 @@ from epimer.engine.model_card import model_card
 from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
 from epimer.engine.written import WritingWalk, Written
-from epimer.errors import EpimerWarning, OutputError, listed
+from epimer.errors import EpimerWarning, OutputError, listed, warn
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
 from epimer.plan.participants import Participants
@@ -124,32 +123,32 @@ def _plain(value: Any) -> Any:
     return type(value).__name__
 
 
-def warn_of(record: MergeRecord, stacklevel: int = 3) -> None:
+def warn_of(record: MergeRecord) -> None:
     """Warn once per kind of what did not go exactly as asked in a merge."""
     records = record.tensors
     unchanged = [one.unchanged or one.rule in ("copy", "skip") for one in records.values()]
     if records and all(unchanged):
         remedy = "look at the rules, raise scale, or write a wider dtype if the models moved little"
-        text = f"{record.method}: the merge equals its base: nothing that the models learnt is in it; {remedy}."
-        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
+        text = f"the merge equals its base: nothing that the models learnt is in it; {remedy}."
+        warn(EpimerWarning(text, method=record.method))
     elif record.untouched > MOST:
         text = (
             f"{record.untouched:.0%} of the parameters that the models changed are copied, skipped or end as they were"
         )
-        text = f"{record.method}: {text}; look at the rules, or at scale and dtype."
-        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
+        text = f"{text}; look at the rules, or at scale and dtype."
+        warn(EpimerWarning(text, method=record.method))
     lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
     if lowered:
         ranks = sorted({rank for name in lowered if (rank := records[name].rank) is not None})
         note = records[lowered[0]].note
         note = note if len(ranks) < 2 else f"{note.rpartition(' ')[0]} {ranks[0]} to {ranks[-1]}"
-        text = f"{record.method}: {note} in {listed(lowered)}: floor(min(m, n) / T)."
-        warnings.warn(text, EpimerWarning, stacklevel=stacklevel)
+        text = f"{note} in {listed(lowered)}: floor(min(m, n) / T)."
+        warn(EpimerWarning(text, method=record.method))
     for status in (Status.CLAMPED, Status.DAMPED, Status.STALLED):
         names = [name for name, one in records.items() if one.status == status]
         if names:
-            text = f"{record.method}: {status.meaning}: {listed(names)}. {status.remedy}".rstrip()
-            warnings.warn(EpimerWarning(text, status), stacklevel=stacklevel)
+            text = f"{status.meaning}: {listed(names)}. {status.remedy}".rstrip()
+            warn(EpimerWarning(text, status, method=record.method))
 
 
 def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, bytes]) -> MergeRecord | None:

@@ -71,9 +71,10 @@ class Evaluation:
         for task in self.tasks:
             yield [task.task, task.metric, *_cells(task.metric, self.scores(task))]
         if self.unit is not None and len(self.tasks) > 1:
-            total = self.scores()
-            yield ["average", self.unit, *_cells(self.unit, total)]
-            yield ["worst", self.unit, *(format_score(self.unit, scores.worst) for scores in total.values())]
+            total, metrics = self.scores(), {task.metric for task in self.tasks}
+            metric = metrics.pop() if len(metrics) == 1 else self.unit
+            yield ["average", metric, *_cells(self.unit, total)]
+            yield ["worst", metric, *(format_score(self.unit, scores.worst) for scores in total.values())]
 
     def record(self) -> EvaluationRecord:
         """Return the record of it, in the metric's own values: shares from 0 to 1, losses as losses."""

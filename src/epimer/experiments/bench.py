@@ -141,14 +141,14 @@ class Bench:
     def __post_init__(self) -> None:
         self.seconds: dict[str, float] = {}
         """kind of curvature -> the time it took to measure"""
-        self.notes: list[str] = []
-        """warnings of merges, each once"""
         self.winner: Outcome | None = None
         """the best on validation data so far"""
         self.model: State = {}
         """the winner's merged model"""
         self.report_progress: Callable[[int, int, str], None] = lambda done, total, item: None
         """called with the steps of an experiment that are done, their total, and the name of the next one"""
+        self._warned: dict[str, list[str]] = {}
+        """text of a warning -> the methods whose merges gave it"""
         self._outcomes: dict[str, Outcome] = {}
         self._curvature: dict[str, list[Curvature]] = {}
         self._bases: dict[int | None, tuple[dict[str, Any], float]] = {}
@@ -160,6 +160,11 @@ class Bench:
             self.report_progress(done, len(steps), name(item))
             yield item
         self.report_progress(len(steps), len(steps), "")
+
+    @property
+    def notes(self) -> list[str]:
+        """The warnings of merges, each once, after the methods that it is about."""
+        return [f"{', '.join(methods)}: {text}" if methods else text for text, methods in self._warned.items()]
 
     @cached_property
     def metric(self) -> str:
@@ -274,8 +279,10 @@ class Bench:
             merged = merge_state_dicts(base, states, candidate.method, curvature=curvature, **parameters)
         messages = [warning.message for warning in caught if isinstance(warning.message, EpimerWarning)]
         expected = Status.STALLED if "iterations" in parameters else None
-        notes = [str(message) for message in messages if message.status != expected]
-        self.notes += [note for note in notes if note not in self.notes]
+        for message in (message for message in messages if message.status != expected):
+            methods = self._warned.setdefault(message.text, [])
+            if message.method and message.method not in methods:
+                methods.append(message.method)
         return merged
 
     def scaled(self, merged: State, scale: float) -> dict[str, Tensor]:

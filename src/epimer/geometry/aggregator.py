@@ -25,8 +25,13 @@ class Aggregator(ABC):
     """The third factor of a method: turns the problem that subspace and metric pose into one merged task vector."""
 
     @abstractmethod
+    def solve(self, problem: Problem) -> Solution:
+        """Return the coordinates of the merge in the problem's subspace."""
+
     def aggregate(self, problem: Problem) -> Solution:
         """Return the merged task vector, of the layer's shape."""
+        solution = self.solve(problem)
+        return replace(solution, value=problem.subspace.lift(solution.value))
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,8 @@ class Mean(Aggregator):
 
     damping: float = 0.0
 
-    def aggregate(self, problem: Problem) -> Solution:
-        solution = problem.damped(self.damping).mean()
-        return replace(solution, value=problem.subspace.lift(solution.value))
+    def solve(self, problem: Problem) -> Solution:
+        return problem.damped(self.damping).mean()
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class Sum(Aggregator):
     """T x*, T times the Fréchet mean, as task arithmetic adds task vectors up."""
 
     damping: float = 0.0
+
+    def solve(self, problem: Problem) -> Solution:
+        solution = Mean(self.damping).solve(problem)
+        return replace(solution, value=len(problem.points) * solution.value)
 
     def aggregate(self, problem: Problem) -> Solution:
         solution = Mean(self.damping).aggregate(problem)
@@ -56,16 +64,23 @@ class Anchored(Aggregator):
     """x_a + (H̄ + εI)⁻¹ Σ λ_t H̃_t (x_t - x_a): what has no curvature, or is not in the subspace, stays at x_a."""
 
     anchor: Tensor
-    """x_a, of the layer's shape"""
+    """x_a, of the layer's shape; or its coordinates, if it lies in the subspace"""
     damping: float
+    inside: bool = False
+    """whether the anchor is given by its coordinates"""
+
+    def solve(self, problem: Problem) -> Solution:
+        return self._step(problem, self.anchor if self.inside else problem.subspace.project(self.anchor))
 
     def aggregate(self, problem: Problem) -> Solution:
-        subspace, epsilon = problem.subspace, self.damping * problem.mean_unit
-        start = subspace.project(self.anchor)
-        solution = problem.solve(start, epsilon)
-        if isinstance(subspace, Full):
-            return replace(solution, value=subspace.lift(solution.value))
-        return replace(solution, value=self.anchor + subspace.lift(solution.value - start))
+        if self.inside or isinstance(problem.subspace, Full):
+            return super().aggregate(problem)
+        start = problem.subspace.project(self.anchor)
+        solution = self._step(problem, start)
+        return replace(solution, value=self.anchor + problem.subspace.lift(solution.value - start))
+
+    def _step(self, problem: Problem, start: Tensor) -> Solution:
+        return problem.solve(start, self.damping * problem.mean_unit)
 
 
 def stretched_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -94,18 +109,40 @@ def calibrated(merged: Svd, deltas: Sequence[Tensor], least: float) -> Tensor:
     """
     U, sigma, V = merged
     rows = sigma[:, None] * V.T
-    faint = FAINT * sigma.square()
     counted = torch.zeros_like(sigma)
     for D in deltas:
         own = U.T @ D
-        counted += ((rows * own).sum(1) / torch.maximum(own.square().sum(1), faint)).clamp_min(least)
+        counted += _counts((rows * own).sum(1), own.square().sum(1), sigma, least)
     return (U * (len(deltas) / counted)) @ rows
+
+
+def calibrated_coordinates(x: Tensor, points: Sequence[Tensor], grams: Sequence[Tensor], least: float) -> Tensor:
+    """Return `calibrated` in the coordinates of a tensor product U X Vᵀ that the merge lies in.
+
+    With x = P diag(σ) Qᵀ the merge's left singular vectors are UP, so that all that is asked of a task vector is its
+    own coordinates UᵀD_tV, its `points`, and UᵀD_tD_tᵀU, its `grams`.
+    """
+    P, sigma, Q = top_svd(x, min(x.shape))
+    counted = torch.zeros_like(sigma)
+    for point, gram in zip(points, grams, strict=True):
+        counted += _counts(sigma * ((point @ Q) * P).sum(0), ((gram @ P) * P).sum(0), sigma, least)
+    return (P * (sigma * len(points) / counted)) @ Q.T
+
+
+def _counts(inner: Tensor, energy: Tensor, sigma: Tensor, least: float) -> Tensor:
+    """Return how often a task counts each direction, from ⟨u_rᵀΔ, u_rᵀD_t⟩ and ‖u_rᵀD_t‖²."""
+    return (inner / torch.maximum(energy, FAINT * sigma.square())).clamp_min(least)
+
+
+def tsv_coefficients(atoms: Tagged, weights: Sequence[float]) -> Tensor:
+    """Return T λ_owner σ, each atom's coefficient in the merge of TSV-M's authors."""
+    owned = torch.tensor(weights, dtype=atoms.sigma.dtype, device=atoms.sigma.device)[atoms.owner]
+    return len(weights) * owned * atoms.sigma
 
 
 def tsv_delta(atoms: Tagged, weights: Sequence[float]) -> Tensor:
     """Return the merge of TSV-M's authors: U diag(T λ_owner σ) Vᵀ."""
-    owned = torch.tensor(weights, dtype=atoms.sigma.dtype, device=atoms.sigma.device)[atoms.owner]
-    return atoms.lift_atoms(len(weights) * owned * atoms.sigma)
+    return atoms.lift_atoms(tsv_coefficients(atoms, weights))
 
 
 def iso_c_delta(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

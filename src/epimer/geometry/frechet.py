@@ -171,7 +171,9 @@ def build_problem(
     scales = [1 / divisor if divisor > 0 else 0.0 for divisor in divisors]
     return Problem(
         subspace=subspace,
-        points=Coordinates(subspace, deltas) if isinstance(subspace, Full) else list(map(subspace.project, deltas)),
+        points=Coordinates(subspace, deltas)
+        if isinstance(subspace, Full)
+        else [subspace.project_task(D, metric) for D, metric in zip(deltas, metrics, strict=True)],
         operators=operators,
         weights=list(weights),
         scales=scales,

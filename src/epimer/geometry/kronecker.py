@@ -9,16 +9,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NULL, conjugate_gradients, mean_of, solve_spd
+from epimer.geometry.linalg import NULL, conjugate_gradients, conjugate_steps, gram, mean_of, small_eigh, solve_spd
 from epimer.geometry.operator import SubspaceOperator
 from epimer.geometry.solution import Solution, solved
-from epimer.geometry.svd import top_svd
+from epimer.geometry.svd import random_start, ritz
 from epimer.records import Status
 
 STACKED = 1024  # factors up to this size are decomposed whole, and multiplied by all tasks at once
 PROBES = 32  # combinations of columns that a residual is measured on
 ROWS = 32  # of a wide factor, widened at once
-LEADING = 96  # eigenvectors of each factor that a preconditioner may use
+LEADING = 64  # eigenvectors of each factor that a preconditioner may use
 PAIRS = 1024  # products of them that it inverts exactly
 SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
 FLOOR = 3e-6  # relative residual that single precision reaches without a correction
@@ -91,8 +91,7 @@ class KroneckerSum(SubspaceOperator):
         apply, precondition = _shifted_sum(self.terms, shift, single), _preconditioner(self.terms, shift, single)
         for _ in range(8 if norm > 0 else 0):
             target, scaled = max(0.5 * goal / size, FLOOR), (r / size).float()
-            step = conjugate_gradients(apply, scaled, precondition, tolerance=target, max_steps=self.max_steps)
-            y = y + size * step.value.double()
+            y = y + size * conjugate_steps(apply, scaled, precondition, target, self.max_steps).double()
             r, previous = b - self.shifted(shift)(y), size
             size = float(torch.linalg.vector_norm(r))
             if size <= goal or size > 0.5 * previous or self.max_steps is not None:
@@ -185,12 +184,12 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
     k, h = g_tk.shape[1], a_th.shape[1]
     task, i, j = index // (k * h), index // h % k, index % h
     E_np, F_nq = E_tpk[task, :, i], F_tqh[task, :, j]
-    inner = (E_np @ E_np.T) * (F_nq @ F_nq.T)
+    inner = gram(E_np.T) * gram(F_nq.T)
     inner.diagonal().add_(rest / values)
     L, info = torch.linalg.cholesky_ex(inner)
     if info or not values.numel() or not rest > 0:
         return lambda r: r
-    inverse = torch.cholesky_inverse(L)
+    inverse = torch.cholesky_inverse(L) if like.is_cuda else None  # on a CPU it costs more than all of the solves
     k, h = int(i.max()) + 1, int(j.max()) + 1
     E_tpk, F_tqh = E_tpk[:, :, :k].contiguous(), F_tqh[:, :, :h].contiguous()
     F_sq, place = F_tqh.mT.flatten(0, 1), (task * k + i) * h + j
@@ -198,7 +197,8 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
     def precondition(r: Tensor) -> Tensor:
         along = (torch.matmul(E_tpk.mT, r) @ F_tqh).flatten()
         weights = torch.zeros_like(along)
-        weights[place] = inverse @ along[place]
+        inner = along[place]
+        weights[place] = torch.cholesky_solve(inner[:, None], L)[:, 0] if inverse is None else inverse @ inner
         lifted = torch.matmul(E_tpk, weights.view(tasks, k, h)).transpose(0, 1).flatten(1) @ F_sq
         return (r - lifted) / rest
 
@@ -206,19 +206,22 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
 
 
 def _leading(factors: Sequence[Factor], size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading eigenvalues [T, k] and eigenvectors [T, p, k] of every factor, in falling order."""
-    k = min(size, LEADING)
-    values, vectors = like.new_zeros(len(factors), k), like.new_zeros(len(factors), size, k)
-    for t, factor in enumerate(factors):
-        if factor is None:
-            values[t], vectors[t] = 1.0, torch.eye(size, k)
-        elif size <= STACKED:
-            pairs = torch.linalg.eigh(_matrix(factor).to(like.dtype))
-            values[t], vectors[t] = pairs.eigenvalues.flip(-1)[:k], pairs.eigenvectors.flip(-1)[:, :k]
-        else:
-            U, sigma, _ = top_svd(_matrix(factor).float(), k)
-            values[t, : len(sigma)], vectors[t, :, : len(sigma)] = sigma, U
-    return values.clamp_min_(0), vectors
+    """Return the leading eigenvalues [T, k] and eigenvectors [T, p, k] of every factor, in falling order.
+
+    Those of a large factor are the Ritz pairs of two products with it: a preconditioner need not know them exactly.
+    """
+    groups = [factors] if size <= STACKED else [[factor] for factor in factors]
+    pairs = [_leading_of(_stacked(group, size, like)) for group in groups]
+    return torch.cat([values for values, _ in pairs]).clamp_min_(0), torch.cat([vectors for _, vectors in pairs])
+
+
+def _leading_of(M_tpp: Tensor) -> tuple[Tensor, Tensor]:
+    size = M_tpp.shape[-1]
+    if size < 3 * LEADING:
+        values, vectors = small_eigh(M_tpp)
+        return values.flip(-1)[:, :LEADING], vectors.flip(-1)[:, :, :LEADING]
+    values, vectors, _ = ritz(M_tpp.matmul, M_tpp @ (M_tpp @ random_start(size, LEADING).to(M_tpp)))
+    return values, vectors
 
 
 def _mean_diagonal(factor: Factor) -> float:

@@ -139,6 +139,20 @@ def gram(X: Tensor) -> Tensor:
     return K
 
 
+def sandwich(M_nn: Tensor, U_np: Tensor) -> Tensor:
+    """Return UᵀMU of a symmetric matrix; of a wide one from the blocks on and above its diagonal, half of the work."""
+    n, p = U_np.shape
+    if n < HALVED or U_np.is_cuda:
+        H_pp = U_np.T @ M_nn @ U_np
+        return 0.5 * (H_pp + H_pp.T)
+    half_pp = U_np.new_zeros(p, p)
+    for start, end in pairwise(n * i // BLOCKS for i in range(BLOCKS + 1)):
+        rows = (M_nn[start:end, start:end] @ U_np[start:end]).mul_(0.5)
+        rows.addmm_(M_nn[start:end, end:], U_np[end:])
+        half_pp.addmm_(U_np[start:end].T, rows)
+    return half_pp + half_pp.T
+
+
 def small_eigh(H: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of symmetric matrices; small ones come from the CPU, which is faster."""
     if H.shape[-1] > SMALL_EIGH:
@@ -317,26 +331,41 @@ def conjugate_gradients(
 ) -> Solution:
     """Solve `apply(y) = b` for a symmetric positive semi-definite operator on tensors of any shape.
 
-    The residual of the solution is computed anew at its end. The start is 0, so that the iterates stay in the
-    operator's range and a consistent singular system is solved.
+    The residual of the solution is computed anew at its end.
     """
-    y = torch.zeros_like(b)
     norm = float(torch.linalg.vector_norm(b))
     if norm == 0:
-        return Solution(y, Status.CONVERGED)
-    r, z = b, precondition(b)
-    direction, rz = z, float((r * z).sum())
+        return Solution(torch.zeros_like(b), Status.CONVERGED)
+    y = conjugate_steps(apply, b, precondition, tolerance * norm, max_steps)
+    return solved(y, float(torch.linalg.vector_norm(b - apply(y))) / norm, iterative=True)
+
+
+def conjugate_steps(
+    apply: Callable[[Tensor], Tensor],
+    b: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    goal: float,
+    max_steps: int | None = None,
+) -> Tensor:
+    """Return what conjugate gradients make of `apply(y) = b` until the residual that they keep is below `goal`.
+
+    The start is 0, so that the iterates stay in the operator's range and a consistent singular system is solved. A
+    step asks the device for its numbers once.
+    """
+    y, r, z = torch.zeros_like(b), b, precondition(b)
+    direction, rz = z, (b * z).sum()
     for _ in range(max_steps or MAX_STEPS):
         image = apply(direction)
-        curvature = float((direction * image).sum())
-        if not curvature > 0:
-            break
+        curvature = (direction * image).sum()
         step = rz / curvature
-        y = y + step * direction
-        r = r - step * image
-        if float(torch.linalg.vector_norm(r)) <= tolerance * norm:
+        r = torch.addcmul(r, step, image, value=-1)
+        positive, size = torch.stack([curvature, torch.linalg.vector_norm(r)]).tolist()
+        if not positive > 0:
+            break
+        y = torch.addcmul(y, step, direction)
+        if size <= goal:
             break
         z = precondition(r)
-        rz, previous = float((r * z).sum()), rz
-        direction = z + (rz / previous) * direction
-    return solved(y, float(torch.linalg.vector_norm(b - apply(y))) / norm, iterative=True)
+        rz, previous = (r * z).sum(), rz
+        direction = torch.addcmul(z, rz / previous, direction)
+    return y

@@ -18,7 +18,7 @@ from epimer.geometry.checks import check_wide_factor, is_symmetric, negative_ent
 from epimer.geometry.diagonal import TaggedDiagonal, TensorProductDiagonal, project_diagonal
 from epimer.geometry.kinds import SERVES
 from epimer.geometry.kronecker import Factor, Formed, KroneckerSum
-from epimer.geometry.linalg import mean_of, null_share
+from epimer.geometry.linalg import mean_of, null_share, sandwich
 from epimer.geometry.operator import Dense, Elementwise, OuterSum, SubspaceOperator
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ class Metric(ABC):
         """Return DᵀHD, and DᵀHX for every other X."""
         image = self.apply(D_mn)
         return [float((X * image).double().sum()) for X in (D_mn, *others)]
+
+    def known_projection(self, D_mn: Tensor, U: Tensor, V: Tensor) -> Tensor | None:
+        """Return UᵀDV if it was computed on the way to the restriction on these U and V, else None."""
+        return None
 
     def energy_outside(self, D_mn: Tensor, c: Tensor, atoms: Tagged) -> float:
         """Return the energy of D - U diag(c) Vᵀ, what the atoms leave of D."""
@@ -167,7 +171,7 @@ def _sandwich(name: str, M: Tensor | None, U: Tensor) -> Tensor | None:
     """Return UᵀMU in float64; None for M is the identity, and so is UᵀU where the columns of U are orthonormal."""
     if M is None:
         return None
-    restricted = _symmetric((U.T @ M @ U).double())
+    restricted = sandwich(M, U).double()
     check_wide_factor(name, M, restricted)
     return restricted
 
@@ -292,10 +296,10 @@ class TaskGram(Metric):
 
     D: Tensor
     kind = "task-gram"
-    _known: list[tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor]]] = field(
+    _known: list[tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor], Tensor | None]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    """the last factors and the U, V they were projected on: a diagnosis and its forecast merges share a basis"""
+    """the last U and V, the factors projected on them, and UᵀDV: a merge and a diagnosis use them more than once"""
 
     def apply(self, D_mn: Tensor) -> Tensor:
         D = self.D.double()  # a product of five task vectors leaves float32
@@ -309,23 +313,31 @@ class TaskGram(Metric):
         return [size**4 * float((images[0] * image).sum(dtype=torch.float64)) for image in images]
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
-        left, right = self._factors(U, V)
+        left, right = self.factors(U, V)
         return KroneckerSum(((1.0, left, right),), null_share(self.D.dtype))
 
     def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
-        left, right = self._factors(atoms.U, atoms.V)
+        left, right = self.factors(atoms.U, atoms.V)
         return _on_atoms(left.double() * right.double(), atoms)
 
-    def _factors(self, U: Tensor | None, V: Tensor | None) -> tuple[Tensor, Tensor]:
-        for left, right, factors in self._known:
+    def known_projection(self, D_mn: Tensor, U: Tensor, V: Tensor) -> Tensor | None:
+        for left, right, _, projection in self._known:
+            if D_mn is self.D and left is U and right is V:
+                return projection
+        return None
+
+    def factors(self, U: Tensor | None, V: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return UᵀDDᵀU and VᵀDᵀDV, in float64."""
+        for left, right, factors, _ in self._known:
             if left is U and right is V:
                 return factors
         left_pn = self.D if U is None else U.T @ self.D
         right_mp = self.D if V is None else self.D @ V
-        size = float(torch.linalg.vector_norm(left_pn.double())) or 1.0  # so that squares stay within float32
+        projection = None if U is None or V is None else (left_pn @ V).double()
+        size = float(torch.linalg.vector_norm(left_pn, dtype=torch.float64)) or 1.0  # squares stay within float32
         left_pn, right_mp = left_pn / size, right_mp / size
         factors = (left_pn @ left_pn.T).double() * size**2, (right_mp.T @ right_mp).double() * size**2
-        self._known[:] = [(U, V, factors)]
+        self._known[:] = [(U, V, factors, projection)]
         return factors
 
     def energy_outside(self, D_mn: Tensor, c: Tensor, atoms: Tagged) -> float:
@@ -343,7 +355,7 @@ class TaskGram(Metric):
         K2 = K @ K
         whole = float((K2 * K).sum(dtype=torch.float64))
         crossed = ((D.T @ U) * (K2 @ V)).double().sum(0) @ c.double() / size
-        left, right = self._factors(atoms.U, atoms.V)
+        left, right = self.factors(atoms.U, atoms.V)
         inside = float(c.double() @ (left * right) @ c.double()) / size**6
         outside = whole - 2 * float(crossed) + inside
         floor = 1e-4 if D.dtype == torch.float32 else 1e-12

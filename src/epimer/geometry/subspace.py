@@ -39,6 +39,10 @@ class Subspace(ABC):
     def project(self, D: Tensor) -> Tensor:
         """Return the coordinates Sᵀ vec(D), in float64."""
 
+    def project_task(self, D: Tensor, metric: Metric) -> Tensor:
+        """Return the coordinates of a task vector, from its metric where that has computed them already."""
+        return self.project(D)
+
     @abstractmethod
     def lift(self, x: Tensor) -> Tensor:
         """Return the layer-shaped S x."""
@@ -130,6 +134,10 @@ class TensorProduct(Subspace):
 
     def project(self, D: Tensor) -> Tensor:
         return (self.U.T @ D @ self.V).double()
+
+    def project_task(self, D: Tensor, metric: Metric) -> Tensor:
+        known = metric.known_projection(D, self.U, self.V)
+        return self.project(D) if known is None else known
 
     def lift(self, x: Tensor) -> Tensor:
         return self.U @ x.to(self.U.dtype) @ self.V.T

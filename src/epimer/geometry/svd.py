@@ -124,7 +124,7 @@ def _nonzero(svd: Svd, A_mn: Delta) -> Svd:
 
 
 @cache
-def _start(n: int, width: int) -> Tensor:
+def random_start(n: int, width: int) -> Tensor:
     """Return where every search begins: the same for all matrices, so that equal ones have equal triples."""
     return torch.randn(n, width, generator=torch.Generator().manual_seed(0))
 
@@ -146,14 +146,14 @@ def _search(matrices: Sequence[Delta], k: int, tolerance: float) -> tuple[list[S
         A = (A.double() / sizes).float()
     width = _width(k)
     product = _gram_product(A, width)
-    X = _start(A.shape[-1], width).to(A).expand(*A.shape[:-2], -1, -1)
+    X = random_start(A.shape[-1], width).to(A).expand(*A.shape[:-2], -1, -1)
     for _ in range(FIRST_POWERS):
         X = product(X)
-    theta, X, image = _ritz(product, X)
+    theta, X, image = ritz(product, X)
     error = theta.new_ones(())
     for _ in range(ROUNDS):
         degree = _degree(theta, k, error, tolerance)
-        theta, X, image = _ritz(product, _chebyshev(product, X, image, theta, degree))
+        theta, X, image = ritz(product, _chebyshev(product, X, image, theta, degree))
         error = _mean_angle(theta, X, image, k)
         if not float(error.max()) > tolerance:
             break
@@ -196,7 +196,7 @@ def _degree(theta: Tensor, k: int, error: Tensor, tolerance: float) -> int:
     return max(1, min(DEGREES, int(bearable), math.ceil(min(needed, DEGREES))))
 
 
-def _ritz(product: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def ritz(product: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the Ritz values of AᵀA on span(Y), falling, the orthonormal Ritz vectors X, and AᵀAX."""
     Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True).clamp_min(torch.finfo(Y.dtype).tiny)
     wide = Y.double()

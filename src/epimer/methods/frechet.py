@@ -17,13 +17,15 @@ from epimer.geometry.aggregator import (
     Mean,
     Sum,
     calibrated,
+    calibrated_coordinates,
     iso_c_delta,
     stretched_mean,
+    tsv_coefficients,
     tsv_delta,
 )
 from epimer.geometry.checks import check_wide_blocks, check_wide_factor
 from epimer.geometry.frechet import Coordinates, build_problem
-from epimer.geometry.linalg import as_compute_dtype, chunks, mean_of, rounding_share, weighted_sum
+from epimer.geometry.linalg import as_compute_dtype, chunks, mean_of, weighted_sum
 from epimer.geometry.metric import Diagonal, InputGram, Kronecker, Metric, TaskGram
 from epimer.geometry.operator import Elementwise, SubspaceOperator
 from epimer.geometry.solution import Solution
@@ -138,32 +140,45 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         max_steps=options.iterations,
         name=layer.name,
     )
-    solution = _aggregator(layer, options, atoms).aggregate(problem)
-    subspace = problem.subspace if options.stays_in_subspace else None
-    del problem  # a calibration needs its memory
-    if options.calibrate is not None and len(shape) == 2:
-        solution = replace(solution, value=_calibrated(solution.value, subspace, layer, options.calibrate))
+    aggregator = _aggregator(layer, options, problem.subspace, atoms)
+    if options.calibrate is None or len(shape) != 2:
+        solution = aggregator.aggregate(problem)
+    elif isinstance(problem.subspace, TensorProduct) and options.stays_in_subspace:
+        solution = aggregator.solve(problem)
+        value = _calibrated_coordinates(solution.value, problem.subspace, problem.points, layer, options.calibrate)
+        solution = replace(solution, value=problem.subspace.lift(value))
+    else:
+        solution = aggregator.aggregate(problem)
+        del problem  # a calibration needs its memory
+        solution = replace(solution, value=_calibrated(solution.value, layer, options.calibrate))
     if layer.basis is not None:
         return replace(solution, rank=layer.basis.rank)
     return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
 
 
-def _calibrated(delta: Tensor, subspace: Subspace | None, layer: Layer, least: float) -> Tensor:
+def _calibrated(delta: Tensor, layer: Layer, least: float) -> Tensor:
     """Return a merged task vector calibrated along the directions of its outputs, wherever they are stored."""
-    U, sigma, V = _triples(delta, subspace)
+    U, sigma, V = top_svd(delta, min(delta.shape))
     if layer.inputs:
         return calibrated(Svd(U, sigma, V), layer.deltas, least)
     return calibrated(Svd(V, sigma, U), [D.T for D in layer.deltas], least).T
 
 
-def _triples(delta: Tensor, subspace: Subspace | None) -> Svd:
-    """Return all singular triples of a merge; of its p x q coordinates where it lies in a subspace that has such."""
-    if not isinstance(subspace, TensorProduct):
-        return top_svd(delta, min(delta.shape))
-    core = subspace.project(delta)
-    left, sigma, right = (part.to(delta.dtype) for part in top_svd(core, min(core.shape)))
-    kept = sigma > rounding_share(delta) * sigma.max() if sigma.numel() else slice(0)
-    return Svd(subspace.U @ left[:, kept], sigma[kept], subspace.V @ right[:, kept])
+def _calibrated_coordinates(
+    x: Tensor, subspace: TensorProduct, points: Sequence[Tensor], layer: Layer, least: float
+) -> Tensor:
+    """Return the coordinates of a merge calibrated along the directions of its outputs, wherever they are stored."""
+    grams: list[Tensor] = []
+    for t, D in enumerate(layer.deltas):
+        metric = layer.metrics[t]
+        if isinstance(metric, TaskGram) and metric.D is D:
+            grams.append(metric.factors(subspace.U, subspace.V)[0 if layer.inputs else 1])
+        else:
+            rows = (subspace.U.T @ D if layer.inputs else (D @ subspace.V).T).double()
+            grams.append(rows @ rows.T)
+    if layer.inputs:
+        return calibrated_coordinates(x, points, grams, least)
+    return calibrated_coordinates(x.T, [point.T for point in points], grams, least).T
 
 
 def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Subspace:
@@ -172,14 +187,26 @@ def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Su
     return tensor_product(atoms) if options.basis == "tensor" else atoms
 
 
-def _aggregator(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Aggregator:
+def _aggregator(layer: Layer, options: FrechetOptions, subspace: Subspace, atoms: Tagged | None) -> Aggregator:
     match options.aggregator:
         case "mean":
             return Mean(options.damping)
         case "sum":
             return Sum(options.damping)
         case "anchored":
+            if options.anchor == "tsv" and (coordinates := _tsv_coordinates(layer, subspace, atoms)) is not None:
+                return Anchored(coordinates, options.damping, inside=True)
             return Anchored(_anchor(layer, options, atoms), options.damping)
+
+
+def _tsv_coordinates(layer: Layer, subspace: Subspace, atoms: Tagged | None) -> Tensor | None:
+    """Return the tsv anchor in the coordinates of a subspace whose own directions its atoms are made of, else None."""
+    if atoms is None or atoms.mix is not None or not isinstance(subspace, Tagged | TensorProduct):
+        return None
+    if subspace.U is not atoms.U or subspace.V is not atoms.V:
+        return None
+    coefficients = tsv_coefficients(atoms, layer.weights).double()
+    return coefficients.diag() if isinstance(subspace, TensorProduct) else coefficients
 
 
 def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Tensor:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DOUBLE = 8  # bytes of what is solved and decomposed
 PAIRS = 1 << 24  # entries of the largest temporary of an exact projection of a diagonal
 STACKED = 1024  # factors up to this size are multiplied by all tasks at once
-LEADING, LEADING_PAIRS = 96, 1024  # of a preconditioner: eigenvectors of a factor, and products of two
+LEADING, LEADING_PAIRS = 64, 1024  # of a preconditioner: eigenvectors of a factor, and products of two
 SMALL_PIECES = 1.25  # what the heap keeps of matrices under a megabyte
 PIECE = 1 << 20  # bytes from where on a freed matrix is given back at once
 ITERATE = 10  # vectors of conjugate gradients, with the solution and the reference of the solve
@@ -215,7 +215,7 @@ def kronecker(load: Workload, p: int, q: int) -> int:
     pairs = min(LEADING_PAIRS, p * q)
     leading = item * (load.tasks * (min(p, LEADING) * p + min(q, LEADING) * q) + pairs * (p + q) + 4 * pairs**2)
     stacks = item * load.tasks * (factors + 2 * p * q) if stacked else DOUBLE * widest
-    decomposing = (item * load.tasks * factors + item * 4 * widest) if stacked else DOUBLE * 6 * widest
+    decomposing = (item * load.tasks * factors + item * 4 * widest) if stacked else item * 2 * widest
     points = 0 if full else DOUBLE * load.tasks * p * q
     iterating = stacks + DOUBLE * ITERATE * p * q
     return held + points + leading + max(iterating, decomposing + DOUBLE * 4 * p * q)

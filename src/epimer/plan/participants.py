@@ -16,7 +16,7 @@ from torch import Tensor
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_embedding
 from epimer.checkpoints.hub import is_hub_id
-from epimer.checkpoints.memory import Cached, StateDict, total_bytes
+from epimer.checkpoints.memory import Cached, Model, StateDict, total_bytes
 from epimer.checkpoints.quantized import dequantized
 from epimer.errors import EpimerError, TensorError
 from epimer.geometry.linalg import LowRank
@@ -122,10 +122,10 @@ class Participants:
         return replace(self, base=base, models=cached, donor=kept[id(self.donor)])
 
 
-def state_dict_participants(base: Mapping[str, Tensor] | None, models: Sequence[Mapping[str, Tensor]]) -> Participants:
-    """Return state dicts as participants."""
+def state_dict_participants(base: Model | None, models: Sequence[Model]) -> Participants:
+    """Return state dicts and modules as participants."""
     if isinstance(models, Mapping) or not isinstance(models, Sequence) or not models:
-        raise TensorError("models must be a non-empty list of state dicts, one per fine-tuned model.")
+        raise TensorError("models must be a non-empty list of state dicts or modules, one per fine-tuned model.")
     labels = [f"models[{t}]" for t in range(len(models))]
     ancestor = None if base is None else dequantized(StateDict(base, "base"))
     states = [dequantized(StateDict(model, label)) for model, label in zip(models, labels, strict=True)]

@@ -256,3 +256,32 @@ def test_what_is_reported_is_right_and_the_rest_is_left_out_with_a_reason(name):
     for missing in set(s) - set(found):
         assert found.provenance.left_out[missing]
     assert "head.weight" not in s or "head.weight" in found
+
+
+class Tables(nn.Module):
+    """A table alone, one that is also the head, a grouped convolution and a norm of two dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(CLASSES, 6), nn.Embedding(5, 6)
+        self.middle, self.norm = nn.Linear(6, 6), nn.LayerNorm((5, 6))
+        self.grouped, self.head = nn.Conv1d(6, 6, 3, padding=1, groups=2), nn.Linear(6, CLASSES, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        h = self.words(ids) + self.places(torch.arange(5).expand_as(ids))
+        h = self.grouped(self.norm(self.middle(h)).transpose(1, 2)).transpose(1, 2)
+        return self.head(h.mean(1))
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "samples"])
+def test_only_what_is_a_matrix_and_a_table_is_said_to_be_both(kind):
+    torch.manual_seed(0)
+    batch = torch.randint(0, CLASSES, (8, 5)), torch.randint(0, CLASSES, (8,))
+    found = epimer.estimate_curvature(Tables(), [batch], cross_entropy, kind=kind, progress=False)
+    assert set(found) == {"middle.weight"}
+    neither = "a table, a vector or a grouped convolution has no two-sided curvature"
+    assert found.provenance.left_out == {
+        "words.weight": "it is also used as a table, which has no two-sided curvature",
+        **dict.fromkeys(("places.weight", "grouped.weight", "norm.weight", "norm.bias"), neither),
+    }

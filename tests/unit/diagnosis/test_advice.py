@@ -1,5 +1,6 @@
 """The recommendation in words: each sentence where it belongs, with numbers computed here, and nowhere else."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -72,8 +73,8 @@ def test_the_lowest_forecast_is_taken_and_the_others_are_beside_it():
     losses = {name: forecast.mean_at_scale for name, forecast in found.forecast.items()}
     first, *others = sorted(("average", "tsv", "epimer_free", "regmean", "epimer_kron"), key=losses.get)
     scale, why = found.forecast[first].scale, f"the lowest forecast, {losses[first]:.2f}"
-    beside = ", ".join(f"{name} {losses[name]:.2f}" for name in others)
-    assert said(found, "take")[0] == f"{first} at scale {scale:g}: {why} ({beside})."
+    beside = ", ".join(f"{name} {losses[name]:.2f} at {found.forecast[name].scale:g}" for name in others)
+    assert said(found, "take")[0] == f"{first} at scale {scale:g}: {why} (others at their own best scales: {beside})."
     assert choice(found) == (first, scale, why)
     alone = diagnosis(moved(draw(1), draw(2)), methods=["average"])
     assert said(alone, "take")[0].endswith(f"the lowest forecast, {alone.forecast['average'].mean_at_scale:.2f}.")
@@ -140,7 +141,9 @@ def test_near_copies_beside_another_model_do_not_make_all_alike():
 def test_with_curvature_epimer_free_is_one_of_the_others(plain):
     every = {"tsv": forecast(0.3), "epimer_kron": forecast(0.1), "epimer_free": forecast(0.2)}
     found = advise(replace(plain, forecast=every, curvature="kronecker"))
-    assert said(found, "take")[0].endswith("0.10 (epimer_free 0.20, tsv 0.30).")
+    assert said(found, "take")[0].endswith(
+        "0.10 (others at their own best scales: epimer_free 0.20 at 1.5, tsv 0.30 at 1.5)."
+    )
 
 
 def test_measuring_is_advised_only_where_nothing_was_measured(plain):
@@ -191,7 +194,8 @@ def test_a_small_eta_does_not_make_tsv_as_good():
     assert tsv > 1.2 * kron
     assert not any("as good" in text for text in said(found, "take"))
     assert said(found, "note")[0] == (
-        f"η is 0.0% {SMALL}, yet tsv's own coefficients are worse (forecast {tsv:.2f}, epimer_kron {kron:.2f})."
+        f"η is 0.0% {SMALL}, yet tsv's own coefficients are worse (forecast {tsv:.2f} at scale "
+        f"{found.forecast['tsv'].scale:g}, epimer_kron {kron:.2f} at {found.forecast['epimer_kron'].scale:g})."
     )
 
 
@@ -208,8 +212,8 @@ def test_tsv_is_as_good_where_its_forecast_is():
     assert tsv == pytest.approx(kron, rel=0.01)
     texts = [text for text in said(found, "take") if "as good" in text]
     assert len(texts) == 1
-    assert texts[0].startswith(f"η is 0.0% {SMALL}; tsv is as good (forecast {tsv:.2f}, ")
-    assert texts[0].endswith(f" {kron:.2f}) and needs no data.")
+    assert texts[0].startswith(f"η is 0.0% {SMALL}; tsv is as good (forecast {tsv:.2f} at scale ")
+    assert re.search(rf", \w+ {kron:.2f} at [\d.]+\) and needs no data\.$", texts[0])
     worse = {**found.forecast, "tsv": replace(found.forecast["tsv"], mean_at_scale=1.06 * kron)}
     assert not any("as good" in text for text in said(advise(replace(found, forecast=worse)), "take"))
 
@@ -294,7 +298,7 @@ def test_a_model_far_from_the_base_is_asked_after():
 def test_the_task_with_the_worst_forecast_is_named(plain):
     uneven = Forecast((0.1, 0.1, 0.9), 0.37, 0.9, 1.0, 0.37)
     found = advise(replace(plain, forecast={"tsv": uneven}))
-    assert said(found, "warning") == ["judge has the worst forecast under tsv: 0.90, 0.37 on average."]
+    assert said(found, "warning") == ["judge has the worst forecast under tsv at scale 1: 0.90, 0.37 on average."]
     even = Forecast((0.3, 0.3, 0.4), 0.33, 0.4, 1.0, 0.33)
     assert said(advise(replace(plain, forecast={"tsv": even})), "warning") == []
 

@@ -23,6 +23,7 @@ from epimer.errors import EpimerError, ParameterError, RecipeError
 from epimer.evaluation.judges import SplitScores, by_agreement, by_function, by_suite, evaluator
 from epimer.evaluation.suite import Split, Suite, SuiteTask
 from epimer.plan.merge import open_models
+from epimer.progress import Progress
 from epimer.recipe.load import load_recipe, open_recipe
 from trained import make_suite, network
 
@@ -508,6 +509,37 @@ def test_a_sweep_writes_nothing_unless_asked(folder):
     assert (found.best.method, found.best.rank, found.best.scale) == ("tsv", 2, 1.2)
     assert found.best.validation.all.average == pytest.approx(0, abs=1e-6)
     assert sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "least"), [({"scales": [0.5, 1.0, 1.2]}, 9), ({}, 15), ({"methods": ["average"], "scales": [1.0]}, 1)]
+)
+def test_the_bar_counts_all_settings_from_the_start(folder, monkeypatch, options, least):
+    shown = []
+
+    class Watched(Progress):
+        def begin(self, what, total):
+            shown.append((0, total, what))
+            return self
+
+        def reach(self, done, total, item):
+            shown.append((done, total, item))
+
+    monkeypatch.setattr(sweeping, "Progress", Watched)
+    options = {"methods": ["average", "tsv"], "ranks": [1, 2]} | options
+    found = epimer.sweep(recipe_of("tsv"), "sweep_judge:near", progress=False, **options)
+    (first, start, what), *rest = shown
+    assert (first, start, what) == (0, least, "trying")
+    assert [done for done, _, _ in rest] == list(range(1, len(found.tried) + 1))
+    totals = [total for _, total, _ in rest]
+    assert totals == sorted(totals)
+    assert least <= totals[0]
+    assert totals[-1] == len(found.tried)
+    if "scales" in options:
+        assert set(totals) == {least}
+    else:
+        assert len(found.tried) > least, "climbs that go on count too"
+    assert rest[0][2].startswith("average, scale ")
 
 
 def test_a_sweep_opens_and_reads_each_model_once(folder, monkeypatch):

@@ -86,6 +86,17 @@ def test_scores_that_are_no_numbers_are_refused_and_never_chosen(suite):
         Bench(replace(suite, tasks=tasks, network=broken)).best(Candidate("average"))
 
 
+def test_a_rank_that_several_methods_lower_is_noted_once(suite):
+    bench = Bench(suite)
+    for candidate in (Candidate("tsv", {"rank": 99}), Candidate("epimer_free", {"rank": 99}), Candidate("iso_c")):
+        bench.merge(candidate)
+        bench.merge(candidate, scale=0.5)
+    (note,) = bench.notes
+    assert note.startswith("tsv, epimer_free: rank 99 lowered to ")
+    bench.merge(Candidate("tsv", {"rank": 98}))
+    assert [line.split(" lowered")[0] for line in bench.notes] == ["tsv, epimer_free: rank 99", "tsv: rank 98"]
+
+
 @pytest.mark.parametrize("values", list(itertools.permutations([0.0, 1.0, 2.0, 3.0])))
 def test_climbing_finds_the_top_of_a_hill(values):
     grid = [0.5, 1.0, 1.5, 2.0]

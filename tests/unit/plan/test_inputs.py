@@ -594,8 +594,8 @@ def merge_any(base, models):
     return epimer.merge_state_dicts(base, models, "average")
 
 
-def test_a_base_must_be_a_mapping(models):
-    refuses(TensorError, lambda: merge_any(nn.Linear(2, 2), models), "base", "Linear")
+def test_a_base_must_be_a_mapping_or_a_module(models):
+    refuses(TensorError, lambda: merge_any([1, 2], models), "base", "nn.Module", "list")
 
 
 def test_a_tuple_of_models_is_a_list_of_models(base, models):

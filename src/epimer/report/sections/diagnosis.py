@@ -93,7 +93,10 @@ def _forecast(record: Diagnosis) -> Figure:
     )
     numbers = [[*row, record.forecast[m].scale] for m, row in zip(order, values, strict=True)]
     table = Table.matrix("method", order, [*columns, "best α"], numbers, "Forecast of every method")
-    caption = "0: as good as the task's own model; 1: as bad as the base. A quadratic model: trust it as a ranking."
+    caption = (
+        "At scale 1, but for the last column. 0: as good as the task's own model; 1: as bad as the base. A quadratic "
+        "model: trust it as a ranking."
+    )
     return Figure("forecast", "Forecast: share of each task's gain that a merge loses", chart, table, caption)
 
 

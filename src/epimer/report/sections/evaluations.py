@@ -19,7 +19,9 @@ def section(evaluation: EvaluationRecord) -> Section:
     compared = any(task.base is not None or task.fine_tuned is not None for task in tasks)
     headings = ["task", "metric", "samples", "model", "95% interval", *(["base", "fine-tuned"] if compared else [])]
     rows: Rows = [_row(task.name, task.metric, number(task.samples), task, compared=compared) for task in tasks]
-    metrics = {"accuracy" if task.metric in SHARES else task.metric for task in tasks}
+    metrics = {task.metric for task in tasks}
+    if len(metrics) > 1:
+        metrics = {"accuracy" if metric in SHARES else metric for metric in metrics}
     metric = metrics.pop() if len(metrics) == 1 else ""
     for name, overall in (("average", evaluation.average), ("worst", evaluation.worst)):
         if overall is not None and len(tasks) > 1:
