@@ -275,8 +275,8 @@ def _mean_angle(theta: Tensor, residual: Tensor, n: int, k: int) -> Tensor:
 
     Out of the search space a vector leans by its residual ‖AᵀAx - θx‖ / (θ - θ_w), with θ_w the lowest value in it;
     within it, across the cut after the k-th, by what is left of that squared, over the gap to θ_k+1; and rounding of
-    AᵀA adds to both. Angles are not weighted by σ: the polar factor of a stack treats all of its vectors alike. Gaps below `SAME`
-    are not resolved: neighbours so close on both sides of the cut are as good as each other.
+    AᵀA adds to both. Angles are not weighted by σ: the polar factor of a stack treats all of its vectors alike. Gaps
+    below `SAME` are not resolved: neighbours so close on both sides of the cut are as good as each other.
     """
     leading, tiny = theta[..., :k], torch.finfo(theta.dtype).tiny
     closest = SAME * leading

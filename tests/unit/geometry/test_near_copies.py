@@ -149,9 +149,7 @@ def test_calibration_keeps_copies_and_strangers_as_they_are():
 def test_calibration_in_coordinates_is_that_of_the_merge_they_stand_for(least):
     models = [decaying(t) for t in range(3)]
     generator = torch.Generator().manual_seed(0)
-    U, V = (
-        torch.linalg.qr(torch.randn(d, 9, generator=generator, dtype=torch.float64)).Q for d in models[0].shape
-    )
+    U, V = (torch.linalg.qr(torch.randn(d, 9, generator=generator, dtype=torch.float64)).Q for d in models[0].shape)
     points = [U.T @ D @ V for D in models]
     grams = [U.T @ D @ D.T @ U for D in models]
     x = sum(points)
