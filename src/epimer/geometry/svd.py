@@ -1,7 +1,8 @@
-"""Leading singular triples: exactly, or as far as a merge can feel, by a filtered subspace, many matrices at once.
+"""Leading singular triples: exactly, or as far as a merge can feel, of one matrix or of many at once.
 
-Shapes: A_mn or a stack A_tmn with m >= n, k triples wanted, a search space of w > k columns. All of the search is in
-float32 and works on one matrix or on a stack of them, without asking the device for a number but once a round.
+Shapes: A_mn or a stack A_tmn with m >= n, k triples wanted, a search space of w > k columns. All products of a search
+are in float32: block Lanczos steps for one matrix on the CPU, a filtered subspace for a stack on a GPU, which is asked
+for a number but once a round.
 """
 
 from __future__ import annotations
