@@ -1,7 +1,8 @@
-"""Leading singular triples: exactly, or as far as a merge can feel, by a filtered subspace, many matrices at once.
+"""Leading singular triples: exactly, or as far as a merge can feel, of one matrix or of many at once.
 
-Shapes: A_mn or a stack A_tmn with m >= n, k triples wanted, a search space of w > k columns. All of the search is in
-float32 and works on one matrix or on a stack of them, without asking the device for a number but once a round.
+Shapes: A_mn or a stack A_tmn with m >= n, k triples wanted, a search space of w > k columns. All products of a search
+are in float32: block Lanczos steps for one matrix on the CPU, a filtered subspace for a stack on a GPU, which is asked
+for a number but once a round.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from epimer.geometry.linalg import Delta, LowRank, gram, rounding_share, small_eigh
 
 BLOCK = 16  # the search space's columns are a multiple of this, which matrix products like
+FIRST_LOOK, LARGEST = 3.5, 24  # columns of a block Krylov space per triple wanted, and blocks of it at most
 FIRST_POWERS = 2  # products with AᵀA before the first look at the spectrum
 ROUNDS = 6  # of filtering before a matrix is decomposed exactly
 DEGREES = 12  # of one filter at most
@@ -132,8 +134,8 @@ def random_start(n: int, width: int) -> Tensor:
 def _search(matrices: Sequence[Delta], k: int, tolerance: float) -> tuple[list[Svd], list[float]]:
     """Return the leading triples of float32 matrices with m >= n, and the angle each set is wrong by.
 
-    Subspace iteration with Chebyshev filters: a polynomial in AᵀA that is small on the spectrum below the search space
-    and grows fastest above it, whose degree is what float32 bears of the first value growing over the last.
+    One matrix on the CPU by block Lanczos steps, which need the fewest products; a stack on a GPU, which has products
+    to spare but small decompositions not, by filtered subspace iteration.
     """
     A = torch.stack([dense for dense in matrices if isinstance(dense, Tensor)]) if len(matrices) > 1 else matrices[0]
     assert isinstance(A, Tensor)
@@ -144,20 +146,8 @@ def _search(matrices: Sequence[Delta], k: int, tolerance: float) -> tuple[list[S
         sizes = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True, dtype=torch.float64)
         sizes = torch.where(sizes > 0, sizes, 1.0)
         A = (A.double() / sizes).float()
-    width = _width(k)
-    product = _gram_product(A, width)
-    X = random_start(A.shape[-1], width).to(A).expand(*A.shape[:-2], -1, -1)
-    for _ in range(FIRST_POWERS):
-        X = product(X)
-    theta, X, image = ritz(product, X)
-    error = theta.new_ones(())
-    for _ in range(ROUNDS):
-        degree = _degree(theta, k, error, tolerance)
-        theta, X, image = ritz(product, _chebyshev(product, X, image, theta, degree))
-        error = _mean_angle(theta, X, image, k)
-        if not float(error.max()) > tolerance:
-            break
-    V = X[..., :k]
+    search = _lanczos if A.dim() == 2 and A.device.type == "cpu" else _filtered
+    theta, V, error = search(A, k, tolerance)
     U = A @ V
     sigma = torch.linalg.vector_norm(U, dim=-2)
     lost = (theta[..., :k] < FAINT * theta[..., :1]) & (sigma > rounding_share(A) * sigma[..., :1])
@@ -170,9 +160,65 @@ def _search(matrices: Sequence[Delta], k: int, tolerance: float) -> tuple[list[S
     return [Svd(*parts) for parts in zip(U, sigma, V, strict=True)], error.tolist()
 
 
-def _gram_product(A: Tensor, width: int) -> Callable[[Tensor], Tensor]:
-    """Return X -> AᵀAX, with AᵀA formed where that pays for itself within a search."""
-    if A.shape[-1] > 16 * width:
+def _lanczos(A_mn: Tensor, k: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the leading Ritz values of AᵀA on a block Krylov space, the `k` leading Ritz vectors, and their angle.
+
+    Every block is made orthogonal to all before, so that AᵀAQ = QH + W holds with W in the last block alone, and the
+    residuals of all Ritz vectors QR are those of the last rows of R.
+    """
+    n, width = A_mn.shape[1], _width(k)
+    b = -(-k // (2 * BLOCK)) * BLOCK
+    check = max(3, math.ceil(FIRST_LOOK * k / b))
+    product = _gram_product(A_mn, 4 * check * b)
+    Q = A_mn.new_empty(n, min(3 * n // 4, LARGEST * b) // b * b)
+    H = A_mn.new_zeros(Q.shape[1], Q.shape[1], dtype=torch.float64)
+    block = _orthonormal(_orthonormal(product(random_start(n, b).to(A_mn))))  # once leaves what is nearly dependent
+    for step in range(1, Q.shape[1] // b + 1):
+        d = step * b
+        Q[:, d - b : d] = block
+        W = product(block)
+        along = Q[:, :d].T @ W
+        H[:d, d - b : d], H[d - b : d, :d] = along, along.T
+        W = W - Q[:, :d] @ along
+        if step == check or d + b > Q.shape[1]:
+            check += 1 + check // 8
+            values, vectors = torch.linalg.eigh(torch.nan_to_num(H[:d, :d]))
+            theta, R = values.flip(-1)[:width].to(W.dtype), vectors.flip(-1)[:, :k].to(W.dtype)
+            residual = torch.linalg.vector_norm(W @ R[d - b :], dim=0)
+            error = _mean_angle(theta, residual, n, k)
+            if not float(error) > tolerance:
+                break
+        block = _orthonormal(W)
+        block = _orthonormal(block - Q[:, :d] @ (Q[:, :d].T @ block))
+    return theta, Q[:, :d] @ R, error
+
+
+def _filtered(A: Tensor, k: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_lanczos` does, for one matrix or a stack, by subspace iteration with Chebyshev filters.
+
+    A filter is a polynomial in AᵀA that is small on the spectrum below the search space and grows fastest above it,
+    whose degree is what float32 bears of the first value growing over the last.
+    """
+    width = _width(k)
+    product = _gram_product(A, 16 * width)
+    X = random_start(A.shape[-1], width).to(A).expand(*A.shape[:-2], -1, -1)
+    for _ in range(FIRST_POWERS):
+        X = product(X)
+    theta, X, image = ritz(product, X)
+    error = theta.new_ones(())
+    for _ in range(ROUNDS):
+        degree = _degree(theta, k, error, tolerance)
+        theta, X, image = ritz(product, _chebyshev(product, X, image, theta, degree))
+        leading = X[..., :k] * theta[..., None, :k]
+        error = _mean_angle(theta, torch.linalg.vector_norm(image[..., :k] - leading, dim=-2), X.shape[-2], k)
+        if not float(error.max()) > tolerance:
+            break
+    return theta, X[..., :k], error
+
+
+def _gram_product(A: Tensor, widest: int) -> Callable[[Tensor], Tensor]:
+    """Return X -> AᵀAX, with AᵀA formed where that pays for itself within a search: up to `widest` columns."""
+    if A.shape[-1] > widest:
         return lambda X: A.mT @ (A @ X)
     K = gram(A)
     return lambda X: K @ X
@@ -198,17 +244,22 @@ def _degree(theta: Tensor, k: int, error: Tensor, tolerance: float) -> int:
 
 def ritz(product: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the Ritz values of AᵀA on span(Y), falling, the orthonormal Ritz vectors X, and AᵀAX."""
-    Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True).clamp_min(torch.finfo(Y.dtype).tiny)
-    wide = Y.double()
-    inner = gram(wide)
-    inner.diagonal(dim1=-2, dim2=-1).add_(1e-12)
-    L, _ = torch.linalg.cholesky_ex(inner)
-    X = torch.linalg.solve_triangular(L, wide.mT, upper=False).mT.to(Y.dtype)
+    X = _orthonormal(Y)
     image = product(X)
     H = (X.mT @ image).double()
     values, vectors = small_eigh(torch.nan_to_num(0.5 * (H + H.mT)))  # a search that fails is noticed by its error
     R = vectors.flip(-1).to(Y.dtype)
     return values.flip(-1).to(Y.dtype), X @ R, image @ R
+
+
+def _orthonormal(Y: Tensor) -> Tensor:
+    """Return orthonormal columns with the span of Y, by Cholesky's method on its Gram matrix in float64."""
+    Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True).clamp_min(torch.finfo(Y.dtype).tiny)
+    wide = Y.double()
+    inner = gram(wide)
+    inner.diagonal(dim1=-2, dim2=-1).add_(1e-12)
+    L, _ = torch.linalg.cholesky_ex(inner)
+    return torch.linalg.solve_triangular(L, wide.mT, upper=False).mT.to(Y.dtype)
 
 
 def _chebyshev(product: Callable[[Tensor], Tensor], X: Tensor, image: Tensor, theta: Tensor, degree: int) -> Tensor:
@@ -220,20 +271,19 @@ def _chebyshev(product: Callable[[Tensor], Tensor], X: Tensor, image: Tensor, th
     return current
 
 
-def _mean_angle(theta: Tensor, X: Tensor, image: Tensor, k: int) -> Tensor:
-    """Return the root mean square angle between the leading Ritz vectors and the exact ones.
+def _mean_angle(theta: Tensor, residual: Tensor, n: int, k: int) -> Tensor:
+    """Return the root mean square angle between the `k` leading Ritz vectors in n dimensions and the exact ones.
 
-    Out of the search space a vector leans by ‖AᵀAx - θx‖ / (θ - θ_w), with θ_w the lowest value in it; within it,
-    across the cut after the k-th, by what is left of that squared, over the gap to θ_k+1; and rounding of AᵀA adds to
-    both. Angles are not weighted by σ: the polar factor of a stack treats all of its vectors alike. Gaps below `SAME`
-    are not resolved: neighbours so close on both sides of the cut are as good as each other.
+    Out of the search space a vector leans by its residual ‖AᵀAx - θx‖ / (θ - θ_w), with θ_w the lowest value in it;
+    within it, across the cut after the k-th, by what is left of that squared, over the gap to θ_k+1; and rounding of
+    AᵀA adds to both. Angles are not weighted by σ: the polar factor of a stack treats all of its vectors alike. Gaps
+    below `SAME` are not resolved: neighbours so close on both sides of the cut are as good as each other.
     """
     leading, tiny = theta[..., :k], torch.finfo(theta.dtype).tiny
-    residual = torch.linalg.vector_norm(image[..., :k] - X[..., :k] * leading.unsqueeze(-2), dim=-2)
     closest = SAME * leading
     outer = torch.maximum(leading - theta[..., -1:], closest).clamp_min(tiny)
     inner = torch.maximum(leading - theta[..., k : k + 1], closest).clamp_min(tiny)
-    rounding = torch.finfo(theta.dtype).eps * theta[..., :1] / math.sqrt(X.shape[-2])
+    rounding = torch.finfo(theta.dtype).eps * theta[..., :1] / math.sqrt(n)
     angle = (residual / outer + residual.square() / (outer * inner) + rounding / inner).clamp_max(1.0)
     counted = leading >= FAINT * theta[..., :1]
     squares = torch.where(counted, angle.square(), 0.0).sum(-1) / counted.sum(-1).clamp_min(1)

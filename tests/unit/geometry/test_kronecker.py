@@ -105,3 +105,18 @@ def test_factors_that_are_not_quite_symmetric_count_as_their_symmetric_part(damp
     solution = Mean(damping).aggregate(build_problem(Full(torch.float64), tilted, deltas, WEIGHTS))
     assert solution.status == "converged"
     assert relative(solution.value, dense(deltas, even, damping)) < 1e-8
+
+
+def test_factors_too_large_to_decompose_whole_are_solved_as_exactly():
+    """Of 200 x 200 factors only leading Ritz vectors are known; residuals against float64 products."""
+    deltas, metrics = layer(torch.float32, (200, 200))
+    problem = build_problem(Full(torch.float64), metrics, deltas, WEIGHTS, max_steps=None)
+    start = problem.flat_mean()
+    y = Anchored(start, 1.0).aggregate(problem).value - start
+    curved = [(metric.G.double(), metric.A.double()) for metric in metrics]
+    image, b = y.clone(), torch.zeros_like(y)
+    for w, (G, A), D in zip(WEIGHTS, curved, deltas, strict=True):
+        scale = w / float(G.diagonal().mean() * A.diagonal().mean())
+        image += scale * G @ y @ A
+        b += scale * G @ (D.double() - start) @ A
+    assert float((image - b).norm()) < MERGE_TOLERANCE * float(start.norm())  # which bounds the error: no λ is below 1

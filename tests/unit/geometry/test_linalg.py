@@ -12,6 +12,7 @@ from epimer.geometry.linalg import (
     gram,
     newton_schulz_polar,
     polar,
+    sandwich,
     solve_spd,
 )
 
@@ -120,3 +121,11 @@ def test_gram_in_blocks_is_the_dense_product() -> None:
     assert gram(X.double()).sub(exact).abs().max() < 1e-12
     assert gram(X).double().sub(exact).abs().max() < 1e-4
     assert torch.equal(gram(X).triu(75), gram(X).mT.triu(75))
+
+
+@pytest.mark.parametrize("n", [40, 700])
+def test_a_sandwich_from_half_of_a_symmetric_matrix_is_the_dense_product(n: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(n, n, generator=generator, dtype=torch.float64)
+    U = torch.randn(n, 6, generator=generator, dtype=torch.float64)
+    assert close(sandwich(X + X.T, U), U.T @ (X + X.T) @ U, 1e-12)

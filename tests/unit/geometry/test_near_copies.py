@@ -7,7 +7,7 @@ import torch
 
 import epimer
 from dense import close
-from epimer.geometry.aggregator import Anchored, calibrated, stretched_mean, tsv_delta
+from epimer.geometry.aggregator import Anchored, calibrated, calibrated_coordinates, stretched_mean, tsv_delta
 from epimer.geometry.frechet import build_problem
 from epimer.geometry.linalg import polar
 from epimer.geometry.metric import Kronecker
@@ -143,3 +143,16 @@ def test_calibration_keeps_copies_and_strangers_as_they_are():
     left[:20, :20], right[20:, 20:] = decaying(1)[:20, :20], decaying(2)[20:, 20:]
     right += 1e-9 * decaying(3)  # next to nothing of a direction that is the other's
     assert close(calibrated(top_svd(left + right, min(left.shape)), [left, right], 1.0), left + right, 1e-6)
+
+
+@pytest.mark.parametrize("least", [0.5, 1.0])
+def test_calibration_in_coordinates_is_that_of_the_merge_they_stand_for(least):
+    models = [decaying(t) for t in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(d, 9, generator=generator, dtype=torch.float64)).Q for d in models[0].shape)
+    points = [U.T @ D @ V for D in models]
+    grams = [U.T @ D @ D.T @ U for D in models]
+    x = sum(points)
+    merged = U @ x @ V.T
+    expected = calibrated(top_svd(merged, 9), models, least)
+    assert close(U @ calibrated_coordinates(x, points, grams, least) @ V.T, expected, 1e-9)

@@ -99,3 +99,14 @@ def test_equal_matrices_have_equal_triples():
     A = decaying(300, 300, 0.7, 0.3)
     first, second = top_svd(A, 20), top_svd(A.clone(), 20)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("k", [4, 32, 60])
+@pytest.mark.parametrize("power", [0.3, 0.7, 1.5])
+def test_few_and_many_triples_are_within_their_tolerance(k, power):
+    A = decaying(300, 300, power)
+    [svd], error = top_svds([A], k)
+    _, _, Vh = torch.linalg.svd(A.double(), full_matrices=False)
+    assert error <= SVD_TOLERANCE
+    assert mean_angle(svd.V, Vh[:k].T) < 2 * error + 1e-5
+    assert close(svd.V.T @ svd.V, torch.eye(k), 1e-4)
