@@ -15,6 +15,7 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import allocate, header
 from epimer.engine.protocol import Engine
 from epimer.engine.task_vectors import Tensors, check_deltas, read_tensors, task_vectors
+from epimer.engine.weighted_sums import add_weighted_sum, in_precision
 from epimer.errors import CurvatureError, TensorError
 from epimer.geometry.linalg import CHUNK, LowRank, as_compute_dtype, chunks, dense, nonfinite
 from epimer.geometry.solution import Solution
@@ -162,26 +163,33 @@ class MergeWalk:
 
     def _merge_in_chunks(self, job: Job, tensors: Tensors, result: Tensor) -> Solution:
         """Merge entries that stand alone a part at a time, in memory that never leaves the processor's cache."""
+        # A weighted sum of task vectors is not finite where one of them is not, so the result alone is checked; whose
+        # fault it is shows below.
+        if self._is_weighted_sum(job) and add_weighted_sum(
+            result, tensors.base, tensors.models, job.weights, job.options.scale, job.precision
+        ):
+            return Solution(result)
         given = [dense(W) if isinstance(W, LowRank) else W for W in tensors.models]
         columns = [[] if W is None else chunks(W.reshape(-1)) for W in (*given, tensors.base)]
         scratch = torch.empty(len(columns), min(CHUNK, result.numel()), dtype=job.precision)
-        # A weighted sum of task vectors is not finite where one of them is not, so the result alone is checked.
-        summed = all(job.weights) and (
-            job.rule == "average" or (job.method is not None and job.method.merge is average)
-        )
         solution = Solution(result)
         for i, target in enumerate(chunks(result.reshape(-1))):
             *deltas, start = scratch[:, : len(target)].unbind()
-            W0 = _in_precision(columns[-1][i], start) if columns[-1] else None
+            W0 = in_precision(columns[-1][i], start) if columns[-1] else None
             for W, D, column in zip(tensors.models, deltas, columns, strict=False):
                 if W0 is None or isinstance(W, LowRank):
                     D.copy_(column[i])
                 else:
-                    torch.sub(_in_precision(column[i], D), W0, out=D)
-            if not summed:
-                check_deltas(self.plan.participants, job, deltas)
+                    torch.sub(in_precision(column[i], D), W0, out=D)
+            check_deltas(self.plan.participants, job, deltas)
             solution = self._merge_deltas(job, W0, deltas, target, NO_CURVATURE)
         return solution
+
+    @staticmethod
+    def _is_weighted_sum(job: Job) -> bool:
+        """Whether a tensor is merged by Σ λ_t D_t alone, over all models."""
+        averaged = job.rule == "average" or (job.method is not None and job.method.merge is average)
+        return averaged and job.rule != "statistic" and all(job.weights)
 
     def _merge_deltas(
         self, job: Job, W0: Tensor | None, deltas: list[Any], result: Tensor, curvature: LayerCurvature
@@ -205,11 +213,6 @@ class MergeWalk:
                 f"the merged {job.name!r} does not fit in {result.dtype}; lower scale, or widen its dtype."
             )
         return solution
-
-
-def _in_precision(x: Tensor, room: Tensor) -> Tensor:
-    """Return `x` in the precision of `room`: itself, or else as a copy there."""
-    return x if x.dtype == room.dtype else room.copy_(x)
 
 
 def equals_base(result: Tensor, base: Tensor | None) -> bool:
