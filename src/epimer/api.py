@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,9 +14,6 @@ from torch import nn
 from epimer.checkpoints.memory import Model, copy_with, state_of
 from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import HEADER, StoredBasis, save_basis
-from epimer.diagnosis import choice
-from epimer.diagnosis.diagnose import Methods, diagnose_models, diagnose_recipe
-from epimer.diagnosis.sweep import Merges, Sweep, check_methods, sweep_plans, sweep_recipe
 from epimer.engine.basis import KINDS, build_bases
 from epimer.engine.merge import MergedState, merge_in_memory
 from epimer.engine.options import RunOptions, in_memory
@@ -24,7 +21,6 @@ from epimer.engine.output import check_output, merge_record, warn_of, write_merg
 from epimer.engine.store_output import write_output
 from epimer.engine.threads import check_device
 from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, short, warn
-from epimer.evaluation.judges import Evaluate, by_agreement, evaluator
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, Tagged
 from epimer.methods.options import RULES_PARAMETER
@@ -38,6 +34,11 @@ from epimer.progress import Progress
 from epimer.recipe.load import open_recipe
 from epimer.recipe.model import AUTO, Recipe, known_parameters
 from epimer.records import Diagnosis, MergeRecord
+
+if TYPE_CHECKING:  # what a plain merge does not need is imported where it is used, so that a merge starts sooner
+    from epimer.diagnosis.diagnose import Methods
+    from epimer.diagnosis.sweep import Sweep
+    from epimer.evaluation.judges import Evaluate
 
 RecipeLike = str | os.PathLike[str] | Mapping[str, Any] | Recipe
 """a YAML file, its content as a mapping, or a loaded recipe"""
@@ -96,7 +97,11 @@ def plan_merge(
     """Open what a recipe names, choose what it leaves to `auto`, and plan its merge; problems are collected."""
     loaded, folder = open_recipe(recipe, folder)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
-    return choice.choose_and_plan(loaded, opened, folder, RunOptions(progress=progress))
+    if not (loaded.auto or loaded.rounds or loaded.refine):
+        return plan_recipe(loaded, opened)
+    from epimer.diagnosis.choice import choose_and_plan
+
+    return choose_and_plan(loaded, opened, folder, RunOptions(progress=progress))
 
 
 @torch.no_grad()
@@ -186,6 +191,8 @@ def diagnose(
         max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
         folder: where relative paths of a recipe that is no file are looked for too.
     """
+    from epimer.diagnosis.diagnose import diagnose_recipe
+
     run = RunOptions(workers=workers, max_memory=max_memory, progress=progress, engine=engine, address=address)
     loaded, folder = open_recipe(recipe, folder)
     if loaded.base_model is None:
@@ -222,6 +229,8 @@ def diagnose_state_dicts(
             epimer_free and those that use this curvature.
         names: what to call the models.
     """
+    from epimer.diagnosis.diagnose import diagnose_models
+
     options = _checked("a diagnosis", rank=rank, damping=damping, rules=rules)
     if basis is not None and not isinstance(basis, Mapping):
         raise ParameterError(f"basis must be a mapping from tensor names to bases or None. Got {short(basis)} instead.")
@@ -285,12 +294,16 @@ def sweep(
         max_memory: most memory for merging, as "3GB"; by default four fifths of what is free. What the evaluation takes
             comes on top.
     """
+    from epimer.diagnosis.choice import INPUTS, inputs_of
+    from epimer.diagnosis.sweep import sweep_recipe
+    from epimer.evaluation.judges import by_agreement, evaluator
+
     run = RunOptions(workers=workers, max_memory=max_memory, progress=progress, engine=engine, address=address)
     loaded, folder = open_recipe(recipe)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if keep_best is not None:  # before any work
         check_output(Path(keep_best).expanduser().absolute(), opened.participants, overwrite=overwrite)
-    inputs = choice.inputs_of(loaded, opened, folder) if evaluation is None else None
+    inputs = inputs_of(loaded, opened, folder) if evaluation is None else None
     if evaluation is None and inputs is None:
         raise RecipeError(
             "a sweep needs something to compare merges by: --eval, or curvature of every model that kept its inputs."
@@ -303,7 +316,7 @@ def sweep(
         methods=methods,
         scales=scales,
         ranks=ranks,
-        evaluation=evaluation or choice.INPUTS,
+        evaluation=evaluation or INPUTS,
         run=run,
     )
     if keep_best is not None:
@@ -345,6 +358,8 @@ def sweep_state_dicts(
         evaluation: what to call the evaluation.
         progress: called with a line after every setting.
     """
+    from epimer.diagnosis.sweep import Merges, check_methods, sweep_plans
+
     kind = None if curvature is None else next((m.kind for one in curvature for m in one.values()), None)
     rows = check_methods(methods, kind)
     participants = state_dict_participants(base, models)

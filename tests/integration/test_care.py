@@ -130,14 +130,14 @@ def test_a_batch_that_needs_more_than_the_limit_still_goes_ahead(tmp_path):
 def test_what_appears_at_the_output_meanwhile_is_not_touched(models, tmp_path, monkeypatch):
     from epimer.checkpoints.writer import Draft
 
-    put, out = Draft.put, tmp_path / "out"
+    put, out = Draft.wrote, tmp_path / "out"
 
     def meanwhile(self, *args):
         out.mkdir(exist_ok=True)
         (out / "precious.txt").write_text("mine")
         put(self, *args)
 
-    monkeypatch.setattr(Draft, "put", meanwhile)
+    monkeypatch.setattr(Draft, "wrote", meanwhile)
     with pytest.raises(OutputError, match="--overwrite"):
         epimer.merge(recipe(tmp_path), out, progress=False)
     assert [path.name for path in out.iterdir()] == ["precious.txt"]

@@ -57,11 +57,11 @@ def contents(folder):
 SLOW = """
 import sys, time
 from epimer.checkpoints import writer
-put = writer.Draft.put
+put = writer.Draft.wrote
 def slow(*args):
     time.sleep(0.02)
     put(*args)
-writer.Draft.put, writer.FLUSH_SECONDS = slow, 0.05
+writer.Draft.wrote, writer.FLUSH_SECONDS = slow, 0.05
 import epimer
 from epimer.api import merge
 print("ready", flush=True)
@@ -114,7 +114,7 @@ def test_tensors_written_by_a_killed_run_are_not_made_again(models, tmp_path, mo
 
     monkeypatch.setattr(writer, "FLUSH_SECONDS", 0.0)
     made = []
-    put = Draft.put
+    put = Draft.wrote
 
     def dying(self, key, *rest):
         if len(made) == 10:
@@ -122,14 +122,14 @@ def test_tensors_written_by_a_killed_run_are_not_made_again(models, tmp_path, mo
         made.append(key)
         put(self, key, *rest)
 
-    monkeypatch.setattr(Draft, "put", dying)
+    monkeypatch.setattr(Draft, "wrote", dying)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         epimer.merge(recipe(models), out, progress=False)
     assert not out.exists()
     assert (tmp_path / ".out.epimer").is_dir()
     first = len(made)
-    monkeypatch.setattr(Draft, "put", lambda self, key, *rest: (made.append(key), put(self, key, *rest)))
+    monkeypatch.setattr(Draft, "wrote", lambda self, key, *rest: (made.append(key), put(self, key, *rest)))
     record = epimer.merge(recipe(models), out, progress=False)
     assert 10 <= first <= 11
     assert len(made) - len(SHAPES) <= 1  # all but the one that was being written
@@ -140,7 +140,7 @@ def test_tensors_written_by_a_killed_run_are_not_made_again(models, tmp_path, mo
 
 def unfinished(models, out, monkeypatch, method="average", stop=5):
     """Leave a half-made output behind."""
-    put, made = Draft.put, []
+    put, made = Draft.wrote, []
 
     def dying(self, key, *rest):
         put(self, key, *rest)
@@ -150,7 +150,7 @@ def unfinished(models, out, monkeypatch, method="average", stop=5):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Draft, "put", dying)
+        patch.setattr(Draft, "wrote", dying)
         with pytest.raises(KeyboardInterrupt):
             epimer.merge(recipe(models, method), out, progress=False)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import allocate, header
 from epimer.engine.protocol import Engine
 from epimer.engine.task_vectors import Tensors, check_deltas, read_tensors, task_vectors
+from epimer.engine.weighted_sums import add_weighted_sum, in_precision
 from epimer.errors import CurvatureError, TensorError
 from epimer.geometry.linalg import CHUNK, LowRank, as_compute_dtype, chunks, dense, nonfinite
 from epimer.geometry.solution import Solution
@@ -162,26 +163,34 @@ class MergeWalk:
 
     def _merge_in_chunks(self, job: Job, tensors: Tensors, result: Tensor) -> Solution:
         """Merge entries that stand alone a part at a time, in memory that never leaves the processor's cache."""
+        # A weighted sum of task vectors is not finite where one of them is not, so the result alone is checked; whose
+        # fault it is shows below.
+        models = [W for W in tensors.models if W is not None]
+        if self._is_weighted_sum(job) and add_weighted_sum(
+            result, tensors.base, models, job.weights, job.options.scale, job.precision
+        ):
+            return Solution(result)
         given = [dense(W) if isinstance(W, LowRank) else W for W in tensors.models]
         columns = [[] if W is None else chunks(W.reshape(-1)) for W in (*given, tensors.base)]
         scratch = torch.empty(len(columns), min(CHUNK, result.numel()), dtype=job.precision)
-        # A weighted sum of task vectors is not finite where one of them is not, so the result alone is checked.
-        averaged = job.rule == "average" or (job.method is not None and job.method.merge is average)
-        summed = averaged and all(job.weights) and all(isinstance(W, Tensor) for W in tensors.models)
         solution = Solution(result)
         for i, target in enumerate(chunks(result.reshape(-1))):
             *deltas, start = scratch[:, : len(target)].unbind()
-            W0 = _in_precision(columns[-1][i], start) if columns[-1] else None
-            if summed and _add_up(job, W0, [column[i] for column in columns[:-1]], deltas, target):
-                continue
+            W0 = in_precision(columns[-1][i], start) if columns[-1] else None
             for W, D, column in zip(tensors.models, deltas, columns, strict=False):
                 if W0 is None or isinstance(W, LowRank):
                     D.copy_(column[i])
                 else:
-                    torch.sub(_in_precision(column[i], D), W0, out=D)
+                    torch.sub(in_precision(column[i], D), W0, out=D)
             check_deltas(self.plan.participants, job, deltas)
             solution = self._merge_deltas(job, W0, deltas, target, NO_CURVATURE)
         return solution
+
+    @staticmethod
+    def _is_weighted_sum(job: Job) -> bool:
+        """Whether a tensor is merged by Σ λ_t D_t alone, over all models."""
+        averaged = job.rule == "average" or (job.method is not None and job.method.merge is average)
+        return averaged and job.rule != "statistic" and all(job.weights)
 
     def _merge_deltas(
         self, job: Job, W0: Tensor | None, deltas: list[Any], result: Tensor, curvature: LayerCurvature
@@ -205,31 +214,6 @@ class MergeWalk:
                 f"the merged {job.name!r} does not fit in {result.dtype}; lower scale, or widen its dtype."
             )
         return solution
-
-
-def _in_precision(x: Tensor, room: Tensor) -> Tensor:
-    """Return `x` in the precision of `room`: itself, or else as a copy there."""
-    return x if x.dtype == room.dtype else room.copy_(x)
-
-
-def _add_up(job: Job, W0: Tensor | None, models: Sequence[Tensor], rooms: Sequence[Tensor], target: Tensor) -> bool:
-    """Write W0 + scale · Σ λ_t (W_t - W0) to `target`, and return whether it is finite.
-
-    The same arithmetic as `average` of all task vectors, with two of them in the cache at a time.
-    """
-    total, other = target if target.dtype == job.precision else rooms[0], rooms[-1]
-    for t, (W, weight) in enumerate(zip(models, job.weights, strict=True)):
-        term = other if t else total
-        if W0 is None:
-            torch.mul(_in_precision(W, term), weight, out=term)
-        else:
-            torch.sub(_in_precision(W, term), W0, out=term).mul_(weight)
-        if t:
-            total += term
-    total *= job.options.scale
-    if W0 is not None:
-        total += W0
-    return not nonfinite(total if total is target else target.copy_(total))
 
 
 def equals_base(result: Tensor, base: Tensor | None) -> bool:

@@ -22,7 +22,7 @@ from epimer.engine.merge import MergeWalk, all_records, joined, prepare
 from epimer.engine.model_card import model_card
 from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
-from epimer.engine.written import WritingWalk, Written
+from epimer.engine.written import WritingWalk
 from epimer.errors import EpimerWarning, OutputError, listed, warn
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
@@ -229,15 +229,11 @@ def _merge_all(
     stage = progress.begin("merging", plan.reads)
     stage.advance(sum(job.reads for job in plan.parts if job.key in done), "")
     left = [job for job in plan.parts if job.key not in done]
-    walk: Any = MergeWalk(plan, left, prepared)
-    if getattr(engine, "remote", False):
-        walk = WritingWalk(walk, draft)
+    # Another machine's writes are not synced by this one.
+    walk = WritingWalk(MergeWalk(plan, left, prepared), draft, sync=getattr(engine, "remote", False))
     for _, merged in engine.map(walk):
-        for job, result, record in merged:
-            if isinstance(result, Written):
-                draft.wrote(job.key, job.name, job.skip, *result, asdict(record))
-            else:
-                draft.put(job.key, job.name, job.skip, result, asdict(record))
+        for job, written, record in merged:
+            draft.wrote(job.key, job.name, job.skip, *written, asdict(record))
             done[job.key] = record
             stage.advance(job.reads, job.key)
     draft.flush()

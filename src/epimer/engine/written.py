@@ -1,4 +1,7 @@
-"""A merge whose tensors are written where they are computed: each to its own byte range of the unfinished output."""
+"""A merge whose tensors are written by the worker that computes them, each to its byte range of the unfinished output.
+
+So writing is shared out as computing is, and a tensor is gone before the next one is merged in its place.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,9 @@ class Written(NamedTuple):
 class WritingWalk:
     """Merges tensors and writes each to its place on a disk that all workers share; the driver gets records only."""
 
-    def __init__(self, walk: MergeWalk, draft: Draft) -> None:
-        self.walk, self.jobs = walk, walk.jobs
+    def __init__(self, walk: MergeWalk, draft: Draft, *, sync: bool) -> None:
+        """Create a walk; with `sync`, what it has done is safely on disk, or else the driver sees to that."""
+        self.walk, self.jobs, self.sync = walk, walk.jobs, sync
         self.folder, self.journal, self.first_line = draft.folder, draft.journal, draft.first_line
         names = {job.name for batch in walk.jobs for job in batch.jobs}
         self.places = {name: (shard.file, start) for name, (shard, start) in draft.place.items() if name in names}
@@ -41,7 +45,7 @@ class WritingWalk:
     def work(
         self, batch: Batch, loaded: list[Tensors], device: torch.device
     ) -> list[tuple[Job, Written, TensorRecord]]:
-        """Merge the tensors of every job and write them; return when they are safely on disk."""
+        """Merge the tensors of every job and write them."""
         merged = self.walk.work(batch, loaded, device)
         self._check_run()
         files: dict[str, int] = {}
@@ -54,7 +58,7 @@ class WritingWalk:
                 data = memoryview(as_bytes(W.contiguous()))
                 write_at(files[name], data, start + job.skip)
                 written.append((job, Written(len(data), zlib.crc32(data)), record))
-            for file in files.values():
+            for file in files.values() if self.sync else ():
                 os.fdatasync(file)
             return written
         finally:

@@ -1,0 +1,65 @@
+"""Merge by a weighted sum of task vectors, which most entries of most merges are, in as few passes as there can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from epimer.geometry.linalg import CHUNK, LowRank, chunks, dense, nonfinite
+
+
+def add_weighted_sum(
+    result: Tensor,
+    base: Tensor | None,
+    models: Sequence[Tensor | LowRank],
+    weights: Sequence[float],
+    scale: float,
+    precision: torch.dtype,
+) -> bool:
+    """Write θ0 + scale · Σ weights_t (θ_t - θ0) to `result`, and return whether every entry of it is finite.
+
+    Every operation is rounded to `precision` on its own, in the order of `weighted_sum`, so that an entry does not
+    depend on where in a tensor it lies. A part at a time goes through memory that never leaves the processor's cache.
+
+    Args:
+        result: on the CPU, in the dtype to write.
+        base: θ0; None where the models themselves are summed.
+        models: θ_t, or their differences from the base as factors.
+        weights: one per model.
+        scale: multiplies the sum.
+        precision: of all arithmetic.
+    """
+    columns = [chunks(dense(W).reshape(-1)) for W in models]
+    starts = None if base is None else chunks(base.reshape(-1))
+    scratch = torch.empty(3, min(CHUNK, result.numel()), dtype=precision)
+    finite = True
+    for i, target in enumerate(chunks(result.reshape(-1))):
+        total, term, start = scratch[:, : len(target)].unbind()
+        W0 = None if starts is None else in_precision(starts[i], start)
+        for t, (column, weight) in enumerate(zip(columns, weights, strict=True)):
+            D = term if t else total
+            x = in_precision(column[i], D)
+            if W0 is not None and not isinstance(models[t], LowRank):
+                x = torch.sub(x, W0, out=D)
+            torch.mul(x, weight, out=D)
+            if t:
+                total.add_(D)  # not add_(x, alpha=weight), whose rounding depends on where an entry lies
+        if scale != 1:
+            total.mul_(scale)
+        if W0 is not None:
+            total.add_(W0)
+        finite = _fits(total, target.copy_(total)) and finite
+    return finite
+
+
+def in_precision(x: Tensor, room: Tensor) -> Tensor:
+    """Return `x` in the precision of `room`: itself, or else as a copy there."""
+    return x if x.dtype == room.dtype else room.copy_(x)
+
+
+def _fits(x: Tensor, rounded: Tensor) -> bool:
+    """Whether `x` is finite in the dtype of `rounded`; no entry exceeds the norm, which takes a single fast pass."""
+    bound = torch.finfo(rounded.dtype).max / 2
+    return float(torch.dot(x, x)) < bound * bound or not nonfinite(rounded)
