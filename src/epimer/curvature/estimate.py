@@ -17,6 +17,7 @@ from epimer.curvature.basis import basis_fingerprint
 from epimer.curvature.collectors import Collector
 from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.exact import projected_hessians
+from epimer.curvature.experts import members
 from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.per_sample_gradients import SampleGradients, agree
@@ -24,6 +25,7 @@ from epimer.curvature.recorder import Recorder, attempt
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Basis
+from epimer.methods.rules import stored_name
 from epimer.progress import Progress, Stage
 from epimer.tasks.batches import Batch, read_batches
 from epimer.tasks.labels import POLICIES, Labels, Loss, SampleError, check_sum, every_second, find_logits, plain_loss
@@ -86,6 +88,10 @@ def estimate_curvature(
         raise CurvatureError("the model has no parameters, so there is nothing to measure.")
     wide = any(p.dtype == torch.float64 for p in parameters.values())
     dtype = dtype or (torch.float64 if wide else torch.float32)
+    stored, parameters = parameters, members(parameters)
+    if KINDS[kind].collector is None:  # second derivatives are taken of parameters, not of parts of them
+        parameters = {name: p for name, p in parameters.items() if name in stored}
+        basis = {name: one for name, one in (basis or {}).items() if stored_name(name) == name} or None
     chosen = _chosen(parameters, layers, basis)
     _check_basis(basis, kind, parameters)
     row, label_policy = KINDS[kind], Labels(labels, loss_fn, seed)
@@ -122,7 +128,7 @@ def estimate_curvature(
         dtype=str(dtype).removeprefix("torch."),
         compute=str(next(iter(chosen.values())).dtype).removeprefix("torch."),
         sequence=sequence,
-        model=model_fingerprint({name: parameters[name] for name in metrics}),
+        model=model_fingerprint({name: stored[name] for name in map(stored_name, metrics)}),
         basis=None if basis is None else basis_fingerprint(basis),
         counts=counts,
         left_out=left_out,
@@ -150,6 +156,10 @@ class _Measurement:
             collector.add(name, gradients)
 
         recorder = Recorder(self.model, collector.shapes, emit)
+        if unknown := list(dict.fromkeys(stored_name(n) for n in recorder.unsupported if stored_name(n) != n)):
+            remedy = "give '*.experts.*' the rule 'average', or take a method that needs no curvature"
+            problem = f"the curvature of {listed(unknown)} is left out: experts of a kind that is not known"
+            warnings.warn(f"{problem}. Methods that need it refuse them; {remedy}.", EpimerWarning, stacklevel=4)
         if not recorder.layers:
             self.left_out = recorder.unsupported
             return {}
@@ -166,10 +176,16 @@ class _Measurement:
                 stage.advance(batch.N, "")
         metrics = collector.finish()
         vectors = [name for name in metrics if collector.matrices_only and name not in recorder.matrices]
-        self.left_out = dict.fromkeys((*recorder.unsupported, *vectors), NOT_TWO_SIDED) | recorder.unsupported
-        kept = {name: metric for name, metric in metrics.items() if name not in self.left_out}
+        left_out = dict.fromkeys((*recorder.unsupported, *vectors), NOT_TWO_SIDED) | recorder.unsupported
+        kept = {name: metric for name, metric in metrics.items() if name not in left_out}
+        whole = {stored_name(name) for name in left_out} - {stored_name(name) for name in kept}
+        self.left_out = {(n if (n := stored_name(name)) in whole else name): why for name, why in left_out.items()}
         _check_finite(kept)
-        if unreached := [name for name in kept if name not in reached]:
+        unrouted = [name for name in kept if name not in reached and stored_name(name) != name]
+        if unrouted:
+            reason = "no token was routed to them, so their curvature is 0; measure on more samples"
+            warnings.warn(f"{len(unrouted)} matrices of experts, {listed(unrouted)}: {reason}.", EpimerWarning, 4)
+        if unreached := [name for name in kept if name not in reached and name not in unrouted]:
             reason = "the loss does not depend on them, so their curvature is 0"
             warnings.warn(f"no gradient reached {listed(unreached)}: {reason}.", EpimerWarning, stacklevel=4)
         return kept
@@ -272,10 +288,11 @@ def _check_finite(metrics: Mapping[str, Metric]) -> None:
 def matching(patterns: Sequence[str], names: Collection[str], where: str) -> list[str]:
     """Return the names that match any of the patterns; refuse a pattern that matches none."""
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(fnmatchcase(stored_name(name), pattern) or name == pattern for name in names):
             problem = f"{where} has no tensor {pattern!r}.{nearest(pattern, names)} It has {listed(names)}"
             raise CurvatureError(f"{problem}; a pattern is a glob over the whole name.")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    matched = {name: any(fnmatchcase(name, pattern) for pattern in patterns) for name in map(stored_name, names)}
+    return [name for name in names if matched[stored_name(name)] or name in patterns]
 
 
 def _chosen(
