@@ -287,12 +287,14 @@ def _check_finite(metrics: Mapping[str, Metric]) -> None:
 
 def matching(patterns: Sequence[str], names: Collection[str], where: str) -> list[str]:
     """Return the names that match any of the patterns; refuse a pattern that matches none."""
+    tensors = dict.fromkeys(map(stored_name, names))
     for pattern in patterns:
-        if not any(fnmatchcase(stored_name(name), pattern) or name == pattern for name in names):
+        if pattern not in names and not any(fnmatchcase(name, pattern) for name in tensors):
             problem = f"{where} has no tensor {pattern!r}.{nearest(pattern, names)} It has {listed(names)}"
             raise CurvatureError(f"{problem}; a pattern is a glob over the whole name.")
-    matched = {name: any(fnmatchcase(name, pattern) for pattern in patterns) for name in map(stored_name, names)}
-    return [name for name in names if matched[stored_name(name)] or name in patterns]
+    matched = {name: any(fnmatchcase(name, pattern) for pattern in patterns) for name in tensors}
+    exact = set(patterns)
+    return [name for name in names if matched[stored_name(name)] or name in exact]
 
 
 def _chosen(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from epimer.curvature.per_sample_gradients import GradientRule, Layout, OuterProducts, SampleGradients, TableRows
 from epimer.methods.rules import is_stack, member_name
@@ -110,3 +110,16 @@ def expert_names(names: Mapping[str, str], product: str, matrices: Mapping[int, 
     bias = f"{product}_bias"
     biases = {bias: names[bias]} if bias in names else {}
     return biases | {member_name(product, e): name for e, name in matrices.items()}
+
+
+def without_routing(product: str, *_: Any) -> dict[str, SampleGradients]:
+    """Stand for the rule of an experts' product, which is made for each call with the routing of its tokens."""
+    raise AssertionError(f"{product} was recorded without the experts of its tokens")
+
+
+def restore_forward(module: nn.Module, own: Any) -> None:
+    """Give a module back the forward of its class, or the one it had of its own."""
+    if own is None:
+        del module.forward  # type: ignore[misc]
+    else:
+        module.forward = own

@@ -107,7 +107,7 @@ class Recorder:
         if names and experts.is_supported(module):
             for product in experts.products(module):
                 own_names = experts.expert_names(names, product, self.stacks.get(names.get(product, ""), {}))
-                rule = partial(_without_routing, product)
+                rule = partial(experts.without_routing, product)
                 self.layers[f"{label}.{product}"] = RecordedLayer(f"{label}.{product}", module, rule, own_names)
                 self.matrices |= {name for name in own_names.values() if name not in self.parameters}
             return
@@ -138,7 +138,7 @@ class Recorder:
                         stack.callback(delattr, module, "forward")
                         module.forward = visible_forward(module, partial(self._record_projection, label))
                     if experts.is_supported(module):
-                        stack.callback(_restore_forward, module, module.__dict__.get("forward"))
+                        stack.callback(experts.restore_forward, module, module.__dict__.get("forward"))
                         module.forward = experts.visible_forward(module, partial(self._record_product, label))
                     if takes_mask(module) or module is self.model:
                         note = partial(self._note_masks, label)
@@ -427,19 +427,6 @@ def _masked(gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
         return gradients
     fitting = (cut for mask in masks if len(mask) == N and (cut := trimmed(mask, tokens)) is not None)
     return replace(gradients, mask=next(fitting, None))  # type: ignore[type-var]
-
-
-def _without_routing(product: str, *_: Any) -> dict[str, SampleGradients]:
-    """Stand for the rule of an experts' product, which is made for each call with the routing of its tokens."""
-    raise AssertionError(f"{product} was recorded without the experts of its tokens")
-
-
-def _restore_forward(module: nn.Module, own: Any) -> None:
-    """Give a module back the forward of its class, or the one it had of its own."""
-    if own is None:
-        del module.forward  # type: ignore[misc]
-    else:
-        module.forward = own
 
 
 def attempt(run: Callable[[], Any]) -> Any:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 
 import pytest
 import torch
+from commands import run
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 import epimer
@@ -210,3 +214,55 @@ def test_experts_of_an_unknown_kind_are_said_before_measuring():
     )
     assert list(found) == ["head.weight"]
     assert found.provenance.left_out == {"experts.up_proj": "its layer is of a kind that is not known"}
+
+
+WORDS = [f"w{i}" for i in range(SIZES["vocab_size"])]
+
+
+def saved(folder, family: str):
+    """Save a tiny model, with words as tokens, and the texts to measure it on."""
+    model = build(family, "eager").float()
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(folder)
+    rows = [{"text": " ".join(WORDS[i] for i in row[0].tolist())} for row in texts()]
+    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return model
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_curvature_has_the_names_that_experts_have_on_disk(tmp_path, family):
+    """Mixtral's experts are three tensors each on disk, and joined in memory; gpt-oss's are one tensor in both."""
+    folder = tmp_path / "model"
+    model = saved(folder, family)
+    options = ("--task", "causal-lm", "--data", folder / "d.jsonl", "--labels", "true", "--batch-size", 2)
+    ran = run("curvature", folder, *options, "-o", tmp_path / "c")
+    assert ran.code == 0, ran.err
+    found = epimer.Curvature.load(tmp_path / "c")
+    expected = measured(apart(model.double()), [padded([row]) for row in texts()], "kronecker")
+    for e in range(4):
+        up = expected[f"model.layers.1.mlp.experts.products.gate_up_proj.{e}.weight"]
+        down = expected[f"model.layers.1.mlp.experts.products.down_proj.{e}.weight"]
+        if family == "gpt-oss":
+            one = found[f"model.layers.1.mlp.experts.gate_up_proj[{e}]"]
+            pairs = [(one.G, up.A), (one.A, up.G)]
+        else:
+            w1, w3, w2 = (found[f"model.layers.1.block_sparse_moe.experts.{e}.w{i}.weight"] for i in (1, 3, 2))
+            half = len(up.G) // 2
+            pairs = [(w1.A, up.A), (w3.A, up.A), (w1.G, up.G[:half, :half]), (w3.G, up.G[half:, half:])]
+            pairs += [(w2.A, down.A), (w2.G, down.G)]
+        for one, other in pairs:
+            torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-5)
+    assert not [name for name in found.provenance.left_out if "experts" in name and "bias" not in name]
+    base = {name: W + 0.1 for name, W in load_file(folder / "model.safetensors").items()}
+    save_file(base, tmp_path / "base.safetensors")
+    router = "*router.weight" if family == "gpt-oss" else "*.gate.weight"
+    recipe = {"merge_method": "epimer_kron", "base_model": str(tmp_path / "base.safetensors")}
+    recipe["rules"] = [[router, "average"]]
+    recipe["models"] = [{"model": str(folder), "curvature": str(tmp_path / "c")}] * 2
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    ran = run("merge", tmp_path / "recipe.yaml", tmp_path / "out")
+    assert ran.code == 0, ran.err
+    record = json.loads((tmp_path / "out" / "epimer.json").read_text())["tensors"]
+    assert {one["rule"] for name, one in record.items() if "experts" in name and "bias" not in name} == {"matrix"}
