@@ -41,8 +41,8 @@ class Shard:
     size: int
 
 
-def plan_shards(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int) -> list[Shard]:
-    """Divide tensors over files of at most `most` bytes (one tensor may exceed it), in their order.
+def plan_shards(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int, stem: str = "model") -> list[Shard]:
+    """Divide tensors over files of at most `most` bytes (one tensor may exceed it), in their order; names begin with `stem`.
 
     A name that shares another's tensor is not stored: the metadata of its file says so, as safetensors' own
     `save_model` does it.
@@ -59,7 +59,7 @@ def plan_shards(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: in
         room -= nbytes(W)
     shards = []
     for i, group in enumerate(groups, 1):
-        file = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        file = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors"
         # Wide dtypes first: then every tensor begins at a multiple of its own element size.
         ordered = dict(sorted(group.items(), key=lambda item: -item[1].element_size()))
         shared = {name: twin for name, twin in ties.items() if twin in group}

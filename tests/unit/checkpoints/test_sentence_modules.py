@@ -25,13 +25,16 @@ FILES = {
     "1_Pooling/config.json": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
     "2_Dense/config.json": {"in_features": 4, "out_features": 2},
 }
-CARRIED = {*FILES, "2_Dense/model.safetensors", "qwen.tiktoken", "additional_chat_templates/tools.jinja"}
+CARRIED = {*FILES, "2_Dense/model.safetensors", "qwen.tiktoken"}
+CARRIED |= {"additional_chat_templates/tools.jinja", "chat_templates/rag.jinja"}
 
 
 def write(folder, seed, *, dense=0, sentence=True):
     (folder / "1_Pooling").mkdir(parents=True)
     (folder / "2_Dense").mkdir()
     (folder / "additional_chat_templates").mkdir()
+    (folder / "chat_templates").mkdir()
+    (folder / "chat_templates" / "rag.jinja").write_text("{{ documents }}")
     draw = torch.Generator().manual_seed(seed)
     save_file({"layer.weight": torch.randn(4, 4, generator=draw)}, folder / "model.safetensors")
     for name, value in FILES.items():
