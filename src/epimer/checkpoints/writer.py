@@ -225,6 +225,12 @@ class Draft:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
+def encode_tensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return tensors in memory as the bytes of one safetensors file."""
+    (shard,) = plan_shards(tensors, {}, 1 << 62)
+    return b"".join([shard.header, *(bytes(as_bytes(tensors[name].contiguous())) for name in shard.starts)])
+
+
 def save_tensors(target: Path, tensors: Mapping[str, Tensor], ties: Mapping[str, str] | None = None) -> None:
     """Write tensors in memory to one safetensors file, which appears complete or not at all."""
     (shard,) = plan_shards(tensors, ties or {}, 1 << 62)

@@ -22,6 +22,7 @@ from epimer.checkpoints.writer import Draft, Shard, as_json, explain_os_errors, 
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
 from epimer.engine.model_card import model_card
+from epimer.engine.modules import merged_modules
 from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
 from epimer.engine.written import WritingWalk, Written
@@ -258,6 +259,8 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
     folder = plan.participants.donor.folder
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation) | sentence_files(plan.modules)
+    merged = merged_modules(plan)
+    files = {name: data for name, data in files.items() if _weights_beside(name) not in merged} | merged
     if (index := shard_index(shards, plan.outputs)) is not None:
         files[f"{_stem(plan)}.safetensors.index.json"] = index
     left = code_files(folder)
@@ -269,6 +272,11 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
             f"not carried over from {plan.participants.donor.name}: {listed(others)}; copy what you need."
         )
     return files
+
+
+def _weights_beside(name: str) -> str:
+    """Return the file that a module's merged weights are written to, for that of a torch file they replace."""
+    return str(Path(name).with_name("model.safetensors")) if name.endswith("/pytorch_model.bin") else name
 
 
 def _stem(plan: Plan) -> str:

@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 import torch
-from commands import run
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 import epimer
+from commands import run
 from epimer.errors import EpimerWarning
 from epimer.tasks.task import next_tokens, sample_losses
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from commands import run
 from safetensors.torch import load_file, save_file
 
 import epimer
+from commands import run
 from epimer.geometry.metric import Diagonal, Kronecker
 from epimer.methods.registry import describe_method, list_methods
 from epimer.plan.jobs import plan_jobs

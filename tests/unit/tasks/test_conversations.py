@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import run
 
+from commands import run
 from epimer.curvature.curvature import Curvature
 from epimer.errors import DataError, EpimerWarning
 from epimer.tasks.data import open_data
