@@ -34,7 +34,7 @@ def missing_modules(folder: Path | None) -> list[str]:
 
 
 def module_differences(first: Path, other: Path) -> Iterator[str]:
-    """Yield what makes two folders of sentence-transformers compute different things, weights that can be merged apart."""
+    """Yield what makes two folders of sentence-transformers compute different things, weights to merge apart."""
     mine, theirs = _folders(first), _folders(other)
     if list(mine.items()) != list(theirs.items()):
         yield MODULES

@@ -42,10 +42,10 @@ class Shard:
 
 
 def plan_shards(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int, stem: str = "model") -> list[Shard]:
-    """Divide tensors over files of at most `most` bytes (one tensor may exceed it), in their order; names begin with `stem`.
+    """Divide tensors over files of at most `most` bytes (one tensor may exceed it), in their order.
 
     A name that shares another's tensor is not stored: the metadata of its file says so, as safetensors' own
-    `save_model` does it.
+    `save_model` does it. The files' names begin with `stem`.
     """
     groups: list[dict[str, Tensor]] = [{}]
     room = most

@@ -83,12 +83,12 @@ def estimate_curvature(
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
-    parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-    if not parameters:
+    stored: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    if not stored:
         raise CurvatureError("the model has no parameters, so there is nothing to measure.")
-    wide = any(p.dtype == torch.float64 for p in parameters.values())
+    wide = any(p.dtype == torch.float64 for p in stored.values())
     dtype = dtype or (torch.float64 if wide else torch.float32)
-    stored, parameters = parameters, members(parameters)
+    parameters = members(stored)
     if KINDS[kind].collector is None:  # second derivatives are taken of parameters, not of parts of them
         parameters = {name: p for name, p in parameters.items() if name in stored}
         basis = {name: one for name, one in (basis or {}).items() if stored_name(name) == name} or None

@@ -1,8 +1,8 @@
 """Experts that are stored as one tensor, with each expert's products visible: the result of the module's own forward.
 
-transformers keeps the experts of a layer in 3-D parameters and multiplies routed tokens with them in one kernel, so that
-module hooks see no expert's inputs. Its classes tell what they compute: gate_up_proj (or up_proj) and down_proj, E x out x
-in or, where `is_transposed`, E x in x out, biases E x out, and `_apply_gate` or `act_fn` in between.
+transformers keeps the experts of a layer in 3-D parameters and multiplies routed tokens with them in one kernel, so
+that module hooks see no expert's inputs. Its classes tell what they compute: gate_up_proj (or up_proj) and down_proj,
+E x out x in or, where `is_transposed`, E x in x out, biases E x out, and `_apply_gate` or `act_fn` in between.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def expert_rule(module: Any, weight: str, ids: Tensor, per_token: int) -> Gradie
         x_ntk, g_ntm = layout.tokens(x, N), layout.tokens(g, N)
         ids_nt = layout.samples_first(ids, N).reshape(N, -1)
         gradients: dict[str, SampleGradients] = {f"{weight}_bias": TableRows(ids_nt, g_ntm)}
-        for e in ids.unique().tolist():
+        for e in torch.unique(ids).tolist():
             routed = ids_nt == e
             count = int(routed.sum(1).max())
             rows = routed.long().argsort(dim=1, descending=True, stable=True)[:, :count]
@@ -82,7 +82,7 @@ def visible_forward(module: Any, record: Record) -> Callable[..., Tensor]:
         order = ids.argsort(stable=True)
         counts = ids.bincount(minlength=len(W)).tolist()
         parts = []
-        for e, rows in enumerate(x[order].split(counts)):
+        for e, rows in enumerate(torch.split(x[order], counts)):
             if len(rows):
                 y = rows @ (W[e] if module.is_transposed else W[e].T)
                 parts.append(y if bias is None else y + bias[e])
@@ -106,7 +106,7 @@ def visible_forward(module: Any, record: Record) -> Callable[..., Tensor]:
 
 
 def expert_names(names: Mapping[str, str], product: str, matrices: Mapping[int, str]) -> dict[str, str]:
-    """Return attribute -> name of what one product measures: the biases, and the matrices of experts by their number."""
+    """Return attribute -> name of what one product measures: the biases, and the experts' matrices by their number."""
     bias = f"{product}_bias"
     biases = {bias: names[bias]} if bias in names else {}
     return biases | {member_name(product, e): name for e, name in matrices.items()}
@@ -120,6 +120,6 @@ def without_routing(product: str, *_: Any) -> dict[str, SampleGradients]:
 def restore_forward(module: nn.Module, own: Any) -> None:
     """Give a module back the forward of its class, or the one it had of its own."""
     if own is None:
-        del module.forward  # type: ignore[misc]
+        del module.forward
     else:
         module.forward = own

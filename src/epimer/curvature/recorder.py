@@ -107,8 +107,8 @@ class Recorder:
         if names and experts.is_supported(module):
             for product in experts.products(module):
                 own_names = experts.expert_names(names, product, self.stacks.get(names.get(product, ""), {}))
-                rule = partial(experts.without_routing, product)
-                self.layers[f"{label}.{product}"] = RecordedLayer(f"{label}.{product}", module, rule, own_names)
+                unrouted = partial(experts.without_routing, product)
+                self.layers[f"{label}.{product}"] = RecordedLayer(f"{label}.{product}", module, unrouted, own_names)
                 self.matrices |= {name for name in own_names.values() if name not in self.parameters}
             return
         if names and (rule := gradient_rule(module)) is not None:
@@ -421,6 +421,7 @@ def _masked(gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
     """Return per-sample gradients with the first mask that fits their shape [N, tokens]."""
     N, tokens = gradients.per_token.shape[:2]
     if isinstance(gradients, OuterProducts) and gradients.tokens is not None:  # some of the tokens, in their order
+        assert gradients.mask is not None
         for mask in masks:
             if len(mask) == N and (cut := trimmed(mask, gradients.length)) is not None:
                 return replace(gradients, mask=cut.gather(1, gradients.tokens) & gradients.mask)

@@ -1,4 +1,4 @@
-"""The weights of modules beside the model, as sentence-transformers' 2_Dense: averaged where models have changed them."""
+"""The weights of modules beside the model, as sentence-transformers' 2_Dense: averaged where models changed them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def merged_modules(plan: Plan) -> dict[str, bytes]:
     jobs = [job for job in plan.jobs if job.method is not None and job.rule != "statistic"]
     if plan.modules is None or not jobs:
         return {}
-    base = plan.participants.base and plan.participants.base.checkpoint.folder
+    ancestor_model = plan.participants.base
+    base = None if ancestor_model is None else ancestor_model.checkpoint.folder
     folders = [one.checkpoint.folder for one in plan.participants.models]
     row, last, files = describe_method("average"), jobs[-1], dict[str, bytes]()
-    options = replace(row.resolve({}), scale=last.options.scale)
     for name in weights_that_differ(plan.modules, [base, *folders]):
         ancestor = _file(base, name)
         paths = [_file(folder, name) or ancestor or plan.modules / name for folder in folders]
@@ -34,9 +34,9 @@ def merged_modules(plan: Plan) -> dict[str, bytes]:
         participants = align(
             None if ancestor is None else open_file(ancestor, str(ancestor)), models, [str(path) for path in paths]
         )
-        if ancestor is None:
-            options = replace(options, scale=1.0)
-        apart = plan_jobs(participants, row, lambda name, depth: (options, last.weights), [("*", "average")], None)
+        options = replace(row.resolve({}), scale=1.0 if ancestor is None else last.options.scale)
+        settings = (options, last.weights)
+        apart = plan_jobs(participants, row, lambda *_, same=settings: same, [("*", "average")], None)
         apart.check()
         tensors = merge_in_memory(apart, in_memory(last.device, len(apart.jobs)).start(apart.parts))[0]
         files[str(Path(name).with_name("model.safetensors"))] = encode_tensors(tensors)

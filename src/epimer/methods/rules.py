@@ -93,9 +93,10 @@ def _stacks_with_inputs_first(headers: Mapping[str, Tensor]) -> set[str]:
     for name, W in headers.items():
         layer, _, own = name.rpartition(".")
         down = headers.get(f"{layer}.down_proj")
-        if own == "gate_up_proj" and is_stack(name, W.shape) and down is not None and down.dim() == 3:
-            if tuple(W.shape[1:]) == (down.shape[2], 2 * down.shape[1]):
-                first |= {name, f"{layer}.down_proj"}
+        if own != "gate_up_proj" or not is_stack(name, W.shape) or down is None or down.dim() != 3:
+            continue
+        if tuple(W.shape[1:]) == (down.shape[2], 2 * down.shape[1]):
+            first |= {name, f"{layer}.down_proj"}
     return first
 
 

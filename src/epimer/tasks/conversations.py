@@ -62,7 +62,7 @@ class Layout:
 def find_layout(table: Table, text: str | None, row: int = 0) -> Layout | None:
     """Return how a table holds texts for a language model, by its columns and one of its rows; None where it does not.
 
-    `text` names the column, or several with commas, the answer's last. Columns that can be read in two ways are refused.
+    `text` names the column, or several with commas, the answer's last. What can be read in two ways is refused.
     """
     if text is not None and "," in text and text not in table.columns:
         columns = [str(table.column(name.strip(), (), "text")) for name in text.split(",")]
@@ -244,7 +244,7 @@ def _after_prompt(full: str, messages: Sequence[Message], k: int, render: Any) -
 
 
 def _by_mark(full: str, messages: Sequence[Message], k: int, render: Any) -> tuple[int, int] | None:
-    """Return where the content of message k lies, with what ends its turn: there is a mark, if it says a mark instead."""
+    """Return where the content of message k lies, with what ends its turn: where a mark is if it says that instead."""
     marked = [*messages[:k], {**messages[k], "content": MARK}, *messages[k + 1 :]]
     try:
         before, _, after = render(marked).partition(MARK)

@@ -1,4 +1,4 @@
-"""Experts in one tensor have curvature of their own: that of experts in tensors of their own, on their routed tokens."""
+"""Experts in one tensor have the curvature of experts in tensors of their own, on the tokens routed to them."""
 
 from __future__ import annotations
 
@@ -209,8 +209,8 @@ def test_experts_of_an_unknown_kind_are_said_before_measuring():
         found = epimer.estimate_curvature(Model(), batches(), sample_losses, kind="kronecker")
     assert seen == [1]
     assert str(caught[0].message) == (
-        "the curvature of 'experts.up_proj' is left out: experts of a kind that is not known. Methods that need it refuse "
-        "them; give '*.experts.*' the rule 'average', or take a method that needs no curvature."
+        "the curvature of 'experts.up_proj' is left out: experts of a kind that is not known. Methods that need it "
+        "refuse them; give '*.experts.*' the rule 'average', or take a method that needs no curvature."
     )
     assert list(found) == ["head.weight"]
     assert found.provenance.left_out == {"experts.up_proj": "its layer is of a kind that is not known"}

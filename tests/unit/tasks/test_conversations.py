@@ -89,7 +89,7 @@ def read(task, table, **options) -> tuple[str, str]:
         options = {"batch_size": 1, "max_length": 4096} | options
         inputs, targets = next(iter(task.batches(table, range(len(table)), **options)))
     ids, targets = inputs["input_ids"][0].tolist(), targets[0].tolist()
-    assert all(t in (-100, i) for t, i in zip(targets[:-1], ids[1:], strict=True)) and targets[-1] == -100
+    assert all(t in (-100, i) for t, i in zip(targets, [*ids[1:], -100], strict=True))
     return task.reader.decode(ids), task.reader.decode([t for t in targets if t != -100])
 
 
@@ -205,7 +205,8 @@ def test_the_columns_that_are_read_are_said(model, tmp_path):
     chats, alpaca = {"messages": CHAT}, {"instruction": "Sing.", "input": "", "output": "la"}
     expected = {
         "d.jsonl: chats in 'messages', in the chat template; the loss is that of the assistant's turns.": chats,
-        "d.jsonl: instructions in 'instruction', 'input', 'output', in the chat template; the loss is that of 'output'.":
+        "d.jsonl: instructions in 'instruction', 'input', 'output', in the chat template; "
+        "the loss is that of 'output'.":
         alpaca,
         "d.jsonl: 'prompt', 'completion' are joined as they are; the loss is that of 'completion'.":
         {"prompt": "a", "completion": "b"},
@@ -264,8 +265,8 @@ FAULTS = [
     (
         CHATML,
         {"messages": [{"role": "robot", "content": "x"}]},
-        "has the message {'role': 'robot', 'content': 'x'} in 'messages', expected role (one of system, developer, user, "
-        "assistant, tool) and content, or from (human, gpt) and value.",
+        "has the message {'role': 'robot', 'content': 'x'} in 'messages', expected role (one of system, developer, "
+        "user, assistant, tool) and content, or from (human, gpt) and value.",
     ),
     (
         CHATML,
@@ -280,8 +281,8 @@ FAULTS = [
     (
         FORCED,
         {"messages": turns("a", "<think>hm</think>b")},
-        "has message 1, whose text the chat template changes, so that it is not found in the chat; leave the row out, or "
-        "write the chats as texts.",
+        "has message 1, whose text the chat template changes, so that it is not found in the chat; leave the row "
+        "out, or write the chats as texts.",
     ),
     (
         None,
