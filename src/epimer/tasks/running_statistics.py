@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from epimer.errors import DataError, TensorError
+from epimer.errors import TensorError
 from epimer.tasks.batches import read_batches
 
 
@@ -30,7 +30,7 @@ def reestimate_statistics(model: nn.Module, batches: Iterable[Any], *, samples: 
         raise TensorError("the model has no BatchNorm layer with running statistics; there is nothing to measure.")
     before = {module: module.training for module in model.modules()}
     momentum = {layer: layer.momentum for layer in layers}
-    seen = 0
+    statistics = {layer: {name: value.clone() for name, value in layer.named_buffers()} for layer in layers}
     try:
         model.eval()
         for layer in layers:
@@ -39,12 +39,13 @@ def reestimate_statistics(model: nn.Module, batches: Iterable[Any], *, samples: 
             layer.train()
         for batch in read_batches(batches, samples, next(model.parameters()).device):
             batch.run(model)
-            seen += batch.N
+    except BaseException:
+        for layer, values in statistics.items():
+            layer.load_state_dict(values, strict=False)
+        raise
     finally:
         for layer in layers:
             layer.momentum = momentum[layer]
         for module, training in before.items():
             module.training = training
-    if not seen:
-        raise DataError("there is no batch to measure running statistics on; give at least one.")
     return len(layers)

@@ -43,3 +43,8 @@ def test_they_are_the_mean_and_variance_of_each_layers_inputs():
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(epimer.TensorError, match="no BatchNorm layer"):
         epimer.reestimate_statistics(nn.Linear(2, 2), [])
+    model = build()
+    with pytest.raises(epimer.CurvatureError, match="give at least one sample"):
+        epimer.reestimate_statistics(model, [])
+    assert model[1].running_var.tolist() == [7.0] * 4
+    assert model[5].running_mean.tolist() == [-3.0] * 3
