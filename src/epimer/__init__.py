@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from epimer.methods.registry import unregister_method as unregister_method
     from epimer.records import Diagnosis as Diagnosis
     from epimer.records import MergeRecord as MergeRecord
+    from epimer.tasks.running_statistics import reestimate_statistics as reestimate_statistics
 
 # Where each public name lives; a module is imported when one of its names is first used (PEP 562),
 # so `import epimer` costs nothing and does not import torch.
@@ -97,6 +98,7 @@ _HOMES = {
         "unregister_method",
     ),
     "epimer.records": ("Diagnosis", "MergeRecord"),
+    "epimer.tasks.running_statistics": ("reestimate_statistics",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -15,7 +15,9 @@ FORMATS: dict[str, Callable[[Path, str], Checkpoint]] = {
     ".safetensors": SafetensorsFile, ".bin": TorchFile, ".pt": TorchFile, ".pth": TorchFile
 }  # fmt: skip
 """suffix -> the class that opens such a file from its path and what to call it in errors"""
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+DIFFUSERS = "diffusion_pytorch_model"
+SINGLES = ("model.safetensors", f"{DIFFUSERS}.safetensors", "pytorch_model.bin", f"{DIFFUSERS}.bin")
+INDEXES = tuple(f"{file}.index.json" for file in SINGLES)
 GGUF = (
     "is a GGUF file, whose weights are packed and cannot be merged; give the safetensors model it was made from, "
     "or load it with transformers (from_pretrained with gguf_file=, which dequantises), save it, and merge that."
@@ -38,13 +40,14 @@ def open_folder(folder: Path, where: str = "", name: str = "") -> Checkpoint:
     """Open the one model in a folder: a single file, or shards with an index."""
     where = where or str(folder)
     indexes = [index for index in INDEXES if (folder / index).exists()]
-    singles = [file for file in ("model.safetensors", "pytorch_model.bin") if (folder / file).exists()]
-    if indexes and indexes[0].startswith("model.") and "model.safetensors" in singles:
+    singles = [file for file in SINGLES if (folder / file).exists()]
+    safe = [file for file in singles if file.endswith(".safetensors")]
+    if indexes and indexes[0].removesuffix(".index.json") in safe:
         raise CheckpointError(
-            f"{where} has both model.safetensors and {indexes[0]}, and only one can be the model; remove the other."
+            f"{where} has both {safe[0]} and {indexes[0]}, and only one can be the model; remove the other."
         )
     name = name or folder.resolve().name
-    if indexes and "model.safetensors" not in singles:
+    if indexes and not safe:
         return _open_sharded(folder, indexes[0], where, name)
     file = singles[0] if singles else _only_weights(folder, where)
     return ShardedCheckpoint(name, where, [open_file(inside(folder, file), f"{where}/{file}")], folder)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.folder import GGUF, NOT_WEIGHTS
+from epimer.checkpoints.folder import DIFFUSERS, GGUF, NOT_WEIGHTS
+from epimer.checkpoints.sidecar_files import TEMPLATES
 from epimer.errors import CheckpointError, EpimerError, listed
 
 REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
@@ -84,7 +85,7 @@ def fetch_repo(
 def beside_weights(file: str, files: Sequence[str]) -> bool:
     """Whether a file goes with the weights: config, tokenizer, or a module of sentence-transformers as 2_Dense."""
     folder, _, name = file.rpartition("/")
-    if folder == "additional_chat_templates" or not folder:
+    if folder in TEMPLATES or not folder:
         return file.endswith(SIDECARS)
     twin = f"{folder}/model.safetensors"
     return MODULE.fullmatch(folder) is not None and (
@@ -95,7 +96,13 @@ def beside_weights(file: str, files: Sequence[str]) -> bool:
 def needed(files: Sequence[str], text: str) -> list[str]:
     """Return which files of a repository to fetch: one set of weights, config and tokenizer."""
     top = [file for file in files if "/" not in file]
-    for prefix, suffix in (("model", ".safetensors"), ("", ".safetensors"), ("pytorch_model", ".bin"), ("", ".bin")):
+    for prefix, suffix in (
+        ("model", ".safetensors"),
+        (DIFFUSERS, ".safetensors"),
+        ("", ".safetensors"),
+        ("pytorch_model", ".bin"),
+        ("", ".bin"),
+    ):
         weights = [f for f in top if f.startswith(prefix) and f.endswith(suffix) and f not in NOT_WEIGHTS]
         if weights:
             return weights + [file for file in files if beside_weights(file, files)]

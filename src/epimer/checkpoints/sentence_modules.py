@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def missing_modules(folder: Path | None) -> list[str]:
 
 
 def module_differences(first: Path, other: Path) -> Iterator[str]:
-    """Yield what makes two folders of sentence-transformers compute different things with the same weights."""
+    """Yield what makes two folders of sentence-transformers compute different things, weights to merge apart."""
     mine, theirs = _folders(first), _folders(other)
     if list(mine.items()) != list(theirs.items()):
         yield MODULES
@@ -42,8 +42,22 @@ def module_differences(first: Path, other: Path) -> Iterator[str]:
     for name, data in sentence_files(first).items():
         if "/" not in name or (twin := read_sidecar(other, name)) == data:
             continue
-        if twin is None or not _same_content(first, other, name, data, twin):
+        if twin is None or not (_same_content(first, other, name, data, twin) or _same_shapes(first, other, name)):
             yield name
+
+
+def weights_that_differ(first: Path, others: Sequence[Path | None]) -> list[str]:
+    """Return the files of modules' weights that some of the other folders have with other values."""
+    names = []
+    for name, data in sentence_files(first).items():
+        twins = [(folder, read_sidecar(folder, name)) for folder in others if folder is not None]
+        differ = (
+            twin is not None and twin != data and not _same_content(first, folder, name, data, twin)
+            for folder, twin in twins
+        )
+        if "/" in name and name.endswith(tuple(FORMATS)) and any(differ):
+            names.append(name)
+    return names
 
 
 def _folders(folder: Path) -> dict[str, str]:
@@ -58,6 +72,14 @@ def _folders(folder: Path) -> dict[str, str]:
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise CheckpointError(f"{where} names {path!r}, which leads out of the folder; put the module there.")
     return {path: kind for path, kind in found.items() if path not in ("", ".")}
+
+
+def _same_shapes(first: Path, other: Path, name: str) -> bool:
+    """Whether two files hold weights of the same names and shapes, which can be merged."""
+    if not name.endswith(tuple(FORMATS)):
+        return False
+    mine, theirs = (open_file(inside(folder, name), str(folder / name)).headers for folder in (first, other))
+    return {key: W.shape for key, W in mine.items()} == {key: W.shape for key, W in theirs.items()}
 
 
 def _same_content(first: Path, other: Path, name: str, data: bytes, twin: bytes) -> bool:

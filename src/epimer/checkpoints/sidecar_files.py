@@ -24,7 +24,8 @@ PROCESSOR = (
     "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
     "video_preprocessor_config.json", "feature_extractor_config.json",
 )  # fmt: skip
-TOKENIZER_PATTERNS = ("*.tiktoken", "additional_chat_templates/*.jinja")
+TEMPLATES = ("additional_chat_templates", "chat_templates")
+TOKENIZER_PATTERNS = ("*.tiktoken", *(f"{folder}/*.jinja" for folder in TEMPLATES))
 WRITTEN_ANEW = ("README.md", "epimer.json", "trainer_state.json", *NOT_WEIGHTS, *INDEXES)
 PATHS = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_file")
 QUANTIZATION = ("quantization_config", "compression_config")  # what is written is never quantised

@@ -41,11 +41,11 @@ class Shard:
     size: int
 
 
-def plan_shards(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int) -> list[Shard]:
+def plan_shards(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: int, stem: str = "model") -> list[Shard]:
     """Divide tensors over files of at most `most` bytes (one tensor may exceed it), in their order.
 
     A name that shares another's tensor is not stored: the metadata of its file says so, as safetensors' own
-    `save_model` does it.
+    `save_model` does it. The files' names begin with `stem`.
     """
     groups: list[dict[str, Tensor]] = [{}]
     room = most
@@ -59,7 +59,7 @@ def plan_shards(tensors: Mapping[str, Tensor], ties: Mapping[str, str], most: in
         room -= nbytes(W)
     shards = []
     for i, group in enumerate(groups, 1):
-        file = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        file = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors"
         # Wide dtypes first: then every tensor begins at a multiple of its own element size.
         ordered = dict(sorted(group.items(), key=lambda item: -item[1].element_size()))
         shared = {name: twin for name, twin in ties.items() if twin in group}
@@ -216,6 +216,12 @@ class Draft:
         """Remove what was written so far."""
         finish_replacement(self.out)
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def encode_tensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return tensors in memory as the bytes of one safetensors file."""
+    (shard,) = plan_shards(tensors, {}, 1 << 62)
+    return b"".join([shard.header, *(bytes(as_bytes(tensors[name].contiguous())) for name in shard.starts)])
 
 
 def save_tensors(target: Path, tensors: Mapping[str, Tensor], ties: Mapping[str, str] | None = None) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +11,7 @@ import typer
 from epimer.cli import options, render
 from epimer.cli.app import app, stoppable
 from epimer.cli.options import argument, option
-from epimer.errors import EpimerWarning, listed
+from epimer.errors import listed
 
 if TYPE_CHECKING:
     from epimer.curvature.curvature import Curvature
@@ -47,7 +44,7 @@ def curvature(
     sequence: Annotated[str, typer.Option(help="How tokens enter Kronecker factors: expand or reduce.")] = "expand",
     split: Annotated[str | None, option("Split of a data set.", default="train")] = None,
     subset: Annotated[str | None, option("Configuration of a data set.")] = None,
-    text: Annotated[str | None, option("Column of texts.", default="text, sentence, …")] = None,
+    text: Annotated[str | None, option("Column of texts, or prompt,answer.", default="text, messages, …")] = None,
     label: Annotated[str | None, option("Column of labels.", default="label, labels")] = None,
     image: Annotated[str | None, option("Column of images.", default="image, img")] = None,
     head: Annotated[Path | None, option("A classifier outside the model: safetensors with weight and bias.")] = None,
@@ -83,30 +80,11 @@ def curvature(
 
     request = Request(**{**fields, "layers": tuple(layers or ()), "progress": not (quiet or as_json)})
     run = RunOptions(device, engine=engine, address=address, progress=request.progress)
-    with stoppable("nothing was written"), _printed_warnings(shown=not (quiet or as_json)):
+    with stoppable("nothing was written"), render.printed_warnings(shown=not (quiet or as_json)):
         result = measure(request) if engine == "local" else measure_on_cluster(request, run, shards)
     if result is not None and not quiet:
         _print_result(result, out, at, as_json=as_json)
     leave()
-
-
-@contextmanager
-def _printed_warnings(*, shown: bool) -> Iterator[None]:
-    """Print epimer's warnings as notes when they are raised, each once: some are worth stopping for."""
-    from epimer.curvature.distributed import ranks
-
-    printed = set[str]()
-
-    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-        text = str(message)
-        if shown and issubclass(category, EpimerWarning) and text not in printed and ranks()[0] == 0:
-            printed.add(text)
-            render.print_notes([text])
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", EpimerWarning)
-        warnings.showwarning = show
-        yield
 
 
 def _print_result(result: Curvature, out: Path, at: str | None, *, as_json: bool) -> None:

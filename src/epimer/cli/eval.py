@@ -41,7 +41,7 @@ def evaluate(
     """
     from epimer.evaluation.run_evaluation import run_evaluation
 
-    with stoppable("nothing was written"):
+    with stoppable("nothing was written"), render.printed_warnings(shown=not (quiet or as_json)):
         result = run_evaluation(
             suite=suite, model=model, split=split, limit=limit, references=references, harness=harness, tasks=tasks,
             include=include_path, batch_size=batch_size, device=device, out=out, progress=not (quiet or as_json),

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from epimer.errors import EpimerWarning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +46,25 @@ def print_notes(notes: Iterable[str]) -> None:
     """Print one line per note."""
     for note in notes:
         print_text(f"note: {note}")
+
+
+@contextmanager
+def printed_warnings(*, shown: bool) -> Iterator[None]:
+    """Print epimer's warnings as notes when they are raised, each once: some are worth stopping for."""
+    from epimer.curvature.distributed import ranks
+
+    printed = set[str]()
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        text = str(message)
+        if shown and issubclass(category, EpimerWarning) and text not in printed and ranks()[0] == 0:
+            printed.add(text)
+            print_notes([text])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", EpimerWarning)
+        warnings.showwarning = show
+        yield
 
 
 def print_table(

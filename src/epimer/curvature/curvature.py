@@ -19,7 +19,8 @@ from epimer.curvature.kept_inputs import KeptInputs, read_inputs
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.optimizer_state import moments
 from epimer.errors import CurvatureError, listed
-from epimer.geometry.metric import Metric, Projected
+from epimer.geometry.metric import Diagonal, Metric, Projected
+from epimer.methods.rules import is_stack, member_name
 
 SEQUENCES = ("expand", "reduce")
 
@@ -120,8 +121,14 @@ class Curvature(Mapping[str, Metric]):
             moment: second, Adam's mean of squared gradients; or first, its squared mean gradient.
             names: the parameters' names in the optimiser's order, where the order is ambiguous.
         """
-        metrics = moments(path, model, moment=moment, names=names)
-        fingerprint = model_fingerprint({name: p for name, p in model.named_parameters() if name in metrics})
+        diagonals = moments(path, model, moment=moment, names=names)
+        fingerprint = model_fingerprint({name: p for name, p in model.named_parameters() if name in diagonals})
+        metrics: dict[str, Metric] = {}
+        for name, metric in diagonals.items():
+            stacked = is_stack(name, metric.F.shape)
+            metrics |= (
+                {member_name(name, e): Diagonal(F) for e, F in enumerate(metric.F)} if stacked else {name: metric}
+            )
         return cls(metrics, Provenance("diagonal", source=f"optimizer, {moment} moment", model=fingerprint))
 
     def renamed(self, names: Mapping[str, str]) -> Curvature:

@@ -19,6 +19,7 @@ from epimer.curvature.basis import basis_fingerprint
 from epimer.curvature.collectors import NOT_TWO_SIDED, Collector
 from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.exact import projected_hessians
+from epimer.curvature.experts import members
 from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.passes import plan_passes
@@ -27,6 +28,7 @@ from epimer.curvature.recorder import Recorder, attempt
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Basis
+from epimer.methods.rules import stored_name
 from epimer.progress import Progress, Stage
 from epimer.tasks.batches import Batch, read_batches
 from epimer.tasks.labels import POLICIES, Labels, Loss, SampleError, check_sum, every_second, find_logits, plain_loss
@@ -90,11 +92,15 @@ def estimate_curvature(
     if dtype not in (None, torch.float32, torch.float64):
         raise ParameterError(f"The 'dtype' parameter must be torch.float32 or torch.float64. Got {dtype}.")
     model = unwrapped(model)
-    parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-    if not parameters:
+    stored: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    if not stored:
         raise CurvatureError("the model has no parameters, so there is nothing to measure.")
-    wide = any(p.dtype == torch.float64 for p in parameters.values())
+    wide = any(p.dtype == torch.float64 for p in stored.values())
     dtype = dtype or (torch.float64 if wide else torch.float32)
+    parameters = members(stored)
+    if KINDS[kind].collector is None:  # second derivatives are taken of parameters, not of parts of them
+        parameters = {name: p for name, p in parameters.items() if name in stored}
+        basis = {name: one for name, one in (basis or {}).items() if stored_name(name) == name} or None
     chosen = _chosen(parameters, layers, basis)
     _check_basis(basis, kind, parameters)
     row, label_policy, device = KINDS[kind], Labels(labels, loss_fn, seed), next(iter(chosen.values())).device
@@ -128,6 +134,8 @@ def estimate_curvature(
             count, tokens, left_out = collector.samples, collector.tokens, measurement.left_out
             metrics = {name: metric for name, metric in metrics.items() if name not in left_out}
             measurement.warn_of_unreached(metrics)
+            kept = set(map(stored_name, metrics))  # a tensor none of whose parts is kept is left out as a whole
+            left_out = {name if (n := stored_name(name)) in kept else n: why for name, why in left_out.items()}
     if not metrics:
         why = f" ({next(iter(left_out.values()))})" if left_out else ""
         remedy = "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms"
@@ -142,7 +150,7 @@ def estimate_curvature(
         dtype=str(dtype).removeprefix("torch."),
         compute=str(next(iter(chosen.values())).dtype).removeprefix("torch."),
         sequence=sequence,
-        model=model_fingerprint({name: parameters[name] for name in metrics}),
+        model=model_fingerprint({name: stored[name] for name in map(stored_name, metrics)}),
         basis=None if basis is None else basis_fingerprint(basis),
         counts=counts,
         left_out=left_out,
@@ -166,6 +174,11 @@ class _Measurement:
         self.reached: set[str] = set()
         self.learned = False
         self.seen = 0
+        unknown = [stored_name(name) for name in self.recorder.unsupported if stored_name(name) != name]
+        if unknown := list(dict.fromkeys(unknown)):
+            remedy = "give '*.experts.*' the rule 'average', or take a method that needs no curvature"
+            problem = f"the curvature of {listed(unknown)} is left out: experts of a kind that is not known"
+            warnings.warn(f"{problem}. Methods that need it refuse them; {remedy}.", EpimerWarning, stacklevel=3)
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -177,7 +190,7 @@ class _Measurement:
     def measurable(self) -> list[str]:
         """The parameters that can be measured, as far as is known."""
         left_out = self.left_out
-        return [name for name in self.recorder.parameters if name not in left_out]
+        return [name for name in self.collector.shapes if name not in left_out]
 
     def _emit(self, name: str, gradients: list[SampleGradients]) -> None:
         self.reached.add(name)
@@ -207,7 +220,11 @@ class _Measurement:
 
     def warn_of_unreached(self, names: Iterable[str]) -> None:
         """Name the parameters that no gradient reached."""
-        if unreached := [name for name in names if name not in self.reached]:
+        unreached = [name for name in names if name not in self.reached]
+        if unrouted := [name for name in unreached if stored_name(name) != name]:
+            reason = "no token was routed to them, so their curvature is 0; measure on more samples"
+            warnings.warn(f"{len(unrouted)} matrices of experts, {listed(unrouted)}: {reason}.", EpimerWarning, 3)
+        if unreached := [name for name in unreached if stored_name(name) == name]:
             reason = "the loss does not depend on them, so their curvature is 0"
             warnings.warn(f"no gradient reached {listed(unreached)}: {reason}.", EpimerWarning, stacklevel=3)
 
@@ -308,11 +325,14 @@ def _check_finite(metrics: Mapping[str, Metric]) -> None:
 
 def matching(patterns: Sequence[str], names: Collection[str], where: str) -> list[str]:
     """Return the names that match any of the patterns; refuse a pattern that matches none."""
+    tensors = dict.fromkeys(map(stored_name, names))
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if pattern not in names and not any(fnmatchcase(name, pattern) for name in tensors):
             problem = f"{where} has no tensor {pattern!r}.{nearest(pattern, names)} It has {listed(names)}"
             raise CurvatureError(f"{problem}; a pattern is a glob over the whole name.")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    matched = {name: any(fnmatchcase(name, pattern) for pattern in patterns) for name in tensors}
+    exact = set(patterns)
+    return [name for name in names if matched[stored_name(name)] or name in exact]
 
 
 def _chosen(

@@ -24,8 +24,10 @@ from epimer.curvature.format import HEADER, stored_fingerprint
 from epimer.curvature.kept_inputs import InputKeeper
 from epimer.curvature.kinds import KINDS
 from epimer.curvature.optimizer_state import MOMENTS
+from epimer.curvature.stored_names import on_disk, split_experts
 from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, listed, nearest
 from epimer.geometry.linalg import nonfinite
+from epimer.methods.rules import stored_name
 from epimer.tasks.data import choose, open_data
 from epimer.tasks.labels import POLICIES, SampleError
 from epimer.tasks.loading import AUTO, DTYPES, IMAGE, POOLINGS, check_device_option, read_head
@@ -201,7 +203,8 @@ def measure_shard(request: Request, basis: StoredBasis | None, rank: int, count:
     provenance = replace(stored.provenance, seed=request.seed)
     if merged is not None:
         checkpoint, copied = merged
-        at = stored_fingerprint(checkpoint, {name: copied[name] for name in stored.metrics if name in copied})
+        measured = dict.fromkeys(map(stored_name, stored.metrics))
+        at = stored_fingerprint(checkpoint, {name: copied[name] for name in measured if name in copied})
         provenance = replace(provenance, at=at)
     return Curvature(stored.metrics, provenance, inputs=None if keeper is None else keeper.kept)
 
@@ -235,15 +238,22 @@ def _copy_merged(text: str, task: Task, *, progress: bool) -> tuple[Checkpoint, 
 
 def _patterns(layers: tuple[str, ...], task: Task) -> list[str]:
     """Return the parameters that match patterns of names on disk, by their names in memory; without patterns all."""
+    split = split_experts(task)
     if not layers:
-        return list(task.names)
-    named = set(matching(layers, task.names.values(), task.checkpoint.where))
-    return [name for name, stored in task.names.items() if stored in named]
+        return [*task.names, *dict.fromkeys(map(stored_name, split))]
+    tensors = {name: [stored] for name, stored in task.names.items()}
+    tensors |= {name: [part.name for part in parts] for name, parts in split.items()}
+    every = [stored for names in tensors.values() for stored in names]
+    named = set(matching(layers, every, task.checkpoint.where))
+    return [name for name, names in tensors.items() if named.intersection(names)]
 
 
 def _for_model(basis: StoredBasis, task: Task) -> dict[str, Any]:
     """Return a basis by the names of the parameters in memory."""
     loaded = {stored: name for name, stored in task.names.items()}
+    for name in basis:
+        if (tensor := stored_name(name)) != name and tensor in loaded:
+            loaded[name] = loaded[tensor] + name[len(tensor) :]
     if missing := [name for name in basis if name not in loaded]:
         problem = f"{basis.where} has a basis for {missing[0]!r}, which {task.checkpoint.where} does not hold"
         raise CurvatureError(f"{problem}; build it from a recipe with this model.")
@@ -252,9 +262,11 @@ def _for_model(basis: StoredBasis, task: Task) -> dict[str, Any]:
 
 def _under_stored_names(curvature: Curvature, task: Task) -> Curvature:
     """Return curvature by the names of the tensors in the checkpoint on disk."""
-    stored = curvature.renamed(task.names)
-    fingerprint = stored_fingerprint(task.checkpoint, {name: name for name in stored.metrics})
-    unnamed = dict.fromkeys(task.unmatched, "it is not in the checkpoint under a name of its own")
+    split = split_experts(task)
+    stored, joined = on_disk(curvature, task, split), {stored_name(name) for name in split}
+    fingerprint = stored_fingerprint(task.checkpoint, {name: name for name in map(stored_name, stored.metrics)})
+    unmatched = [name for name in task.unmatched if name not in joined]
+    unnamed = dict.fromkeys(unmatched, "it is not in the checkpoint under a name of its own")
     left_out = {**stored.provenance.left_out, **unnamed}
     ties = {name: twin for name, twin in stored.provenance.ties.items() if name in task.checkpoint.headers}
     return Curvature(stored.metrics, replace(stored.provenance, model=fingerprint, left_out=left_out, ties=ties))

@@ -47,6 +47,8 @@ class OuterProducts(SampleGradients):
     right: Tensor  # [N, t, columns of the stored weight]
     inputs: int = 1  # the stored weight's dimension that the layer's inputs belong to: 1 (`right`), or 0 (`left`)
     mask: Tensor | None = None
+    tokens: Tensor | None = None  # [N, t], which of its sample's tokens each is, where an expert gets some of them
+    length: int = 0  # how many tokens the sample has then
 
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         left, right = self.left.flatten(0, 1), self.right.flatten(0, 1).to(self.left)

@@ -18,17 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epimer.curvature import experts
 from epimer.curvature.attention import is_supported, projection_rules, visible_forward
 from epimer.curvature.padding_masks import PaddingMasks, takes_mask, trimmed
 from epimer.curvature.per_sample_gradients import (
     GradientRule,
     Layout,
+    OuterProducts,
     SampleGradients,
     find_layout,
     gradient_rule,
     is_weight_matrix,
 )
 from epimer.errors import CurvatureError
+from epimer.methods.rules import is_stack, member_name, stored_name
 
 UNKNOWN = "its layer is of a kind that is not known"
 ELSEWHERE = "it is also used outside its layer, or its layer does not work as its kind does"
@@ -60,13 +63,20 @@ class Recorder:
         self.masks = PaddingMasks()
         self.unsupported: dict[str, str] = {}  # parameters that cannot be measured, and why
         self.matrices: set[str] = set()  # parameters that multiply tokens as one matrix
-        self.parameters = {name: p for name, p in model.named_parameters() if name in names}
+        every = dict(model.named_parameters())
+        self.stacks = {  # parameter that holds all experts of a layer -> expert -> name of its matrix, if measured
+            n: {e: one for e in range(len(p)) if (one := member_name(n, e)) in names}
+            for n, p in every.items()
+            if is_stack(n, p.shape)
+        }
+        self.parameters = {name: p for name, p in every.items() if name in names or self.stacks.get(name)}
         by_id = {id(p): name for name, p in self.parameters.items()}
         self.layers: dict[str, RecordedLayer] = {}  # by label
         for label, module in model.named_modules():
             self._add_layers(label, module, by_id)
         supported = {name for layer in self.layers.values() for name in layer.names.values()}
-        self.unsupported |= {name: UNKNOWN for name in self.parameters if name not in supported}
+        wanted = (one for name in self.parameters for one in self.members(name))
+        self.unsupported |= {name: UNKNOWN for name in wanted if name not in supported}
         self.mode = "off"  # off, probe, double, expand (a trial, see `expanding_output`), forward or backward
         # (layer, how many times it was called before) -> where its output keeps its samples
         self.layouts: dict[tuple[str, int], Layout | None] = {}
@@ -85,11 +95,22 @@ class Recorder:
         self._without_grad: set[str] = set()
         self._with_grad: set[str] = set()
 
+    def members(self, name: str) -> list[str]:
+        """Return what is measured of a parameter: itself, or each expert's matrix of one that holds several."""
+        return list(self.stacks[name].values()) if name in self.stacks else [name]
+
     def _add_layers(self, label: str, module: nn.Module, by_id: Mapping[int, str]) -> None:
         """Add the layers that a module's own parameters make up."""
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         names = {attribute: by_id[id(p)] for attribute, p in own if id(p) in by_id}
         rules = {}
+        if names and experts.is_supported(module):
+            for product in experts.products(module):
+                own_names = experts.expert_names(names, product, self.stacks.get(names.get(product, ""), {}))
+                unrouted = partial(experts.without_routing, product)
+                self.layers[f"{label}.{product}"] = RecordedLayer(f"{label}.{product}", module, unrouted, own_names)
+                self.matrices |= {name for name in own_names.values() if name not in self.parameters}
+            return
         if names and (rule := gradient_rule(module)) is not None:
             rules = {label: rule}
         elif names and is_supported(module):
@@ -107,7 +128,7 @@ class Recorder:
                 for p in flags:
                     p.requires_grad_(False)
                 for layer in self.layers.values():
-                    if not isinstance(layer.module, nn.MultiheadAttention):
+                    if not isinstance(layer.module, nn.MultiheadAttention) and not experts.is_supported(layer.module):
                         handle = layer.module.register_forward_hook(partial(self._hook, layer), with_kwargs=True)
                         stack.callback(handle.remove)
                 for label, module in self.model.named_modules():
@@ -116,6 +137,9 @@ class Recorder:
                     if is_supported(module):
                         stack.callback(delattr, module, "forward")
                         module.forward = visible_forward(module, partial(self._record_projection, label))
+                    if experts.is_supported(module):
+                        stack.callback(experts.restore_forward, module, module.__dict__.get("forward"))
+                        module.forward = experts.visible_forward(module, partial(self._record_product, label))
                     if takes_mask(module) or module is self.model:
                         note = partial(self._note_masks, label)
                         stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
@@ -137,7 +161,7 @@ class Recorder:
             try:
                 for name, p in self.parameters.items():
                     p.grad = None
-                    if name not in self.unsupported:
+                    if any(part not in self.unsupported for part in self.members(name)):
                         p.requires_grad_()
                         compare = partial(self._compare, name)
                         hooks.callback(p.register_post_accumulate_grad_hook(compare).remove)  # type: ignore[no-untyped-call]
@@ -189,8 +213,10 @@ class Recorder:
         """Compare a parameter's gradient with the sum of its per-sample gradients."""
         gradient, p.grad = p.grad, None
         assert gradient is not None
-        total, slack = self._totals.pop(name, (torch.zeros_like(p), p.new_zeros(())))
-        self._checks.append((name, (gradient - total).norm() <= slack))
+        parts = [(one, gradient[e]) for e, one in self.stacks.get(name, {}).items()] or [(name, gradient)]
+        for part, g in parts:
+            total, slack = self._totals.pop(part, (torch.zeros_like(g), g.new_zeros(())))
+            self._checks.append((part, (g - total).norm() <= slack))
 
     @contextmanager
     def expanding_output(self, label: str, N: int) -> Iterator[None]:
@@ -261,6 +287,12 @@ class Recorder:
         layer = self.layers.get(f"{attention}.{part}")
         return y if layer is None else self._record(layer, x, y)
 
+    def _record_product(self, label: str, product: str, x: Tensor, y: Tensor, ids: Tensor, per_token: int) -> Tensor:
+        layer = self.layers.get(f"{label}.{product}")
+        if layer is None:
+            return y
+        return self._record(replace(layer, rule=experts.expert_rule(layer.module, product, ids, per_token)), x, y)
+
     def _note_masks(self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.mode == "forward":
             self.masks.note(label, module, args, kwargs, self.N)
@@ -330,7 +362,7 @@ class Recorder:
                 try:
                     gradients = layer.rule(layer.module, x, g, Layout(single=True), 1)
                     used = {name: gradients[part] for part, name in layer.names.items() if part in gradients}
-                    totals = {name: use.total(self.parameters[name].shape) for name, use in used.items()}
+                    totals = {name: use.total(self._shape(name)) for name, use in used.items()}
                 except Exception:  # a layer that does not work as its class says
                     self.unsupported |= dict.fromkeys(layer.names.values(), ELSEWHERE)
                     return
@@ -341,6 +373,10 @@ class Recorder:
 
         y.register_hook(on_gradient)  # type: ignore[no-untyped-call]
         return y
+
+    def _shape(self, name: str) -> torch.Size:
+        """Return the shape of what is measured under a name."""
+        return self.parameters[name].shape if name in self.parameters else self.parameters[stored_name(name)].shape[1:]
 
     def _emit(self, layer: RecordedLayer, gradients: Mapping[str, SampleGradients]) -> None:
         """Emit gradients of parameters that are used once; keep others until the backward pass is over."""
@@ -384,6 +420,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def _masked(gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
     """Return per-sample gradients with the first mask that fits their shape [N, tokens]."""
     N, tokens = gradients.per_token.shape[:2]
+    if isinstance(gradients, OuterProducts) and gradients.tokens is not None:  # some of the tokens, in their order
+        assert gradients.mask is not None
+        for mask in masks:
+            if len(mask) == N and (cut := trimmed(mask, gradients.length)) is not None:
+                return replace(gradients, mask=cut.gather(1, gradients.tokens) & gradients.mask)
+        return gradients
     fitting = (cut for mask in masks if len(mask) == N and (cut := trimmed(mask, tokens)) is not None)
     return replace(gradients, mask=next(fitting, None))  # type: ignore[type-var]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import epimer
+from epimer.checkpoints.checkpoint import header
 from epimer.diagnosis.advice import advise
 from epimer.diagnosis.layer import Question, Sums, conflict_of, examine, floats, share
 from epimer.engine.basis import matrix_jobs, read_deltas
@@ -23,7 +24,6 @@ from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Basis, Tagged, atoms_of, clamp_rank
 from epimer.geometry.theory import total
 from epimer.methods.registry import default_forecasts, describe_method
-from epimer.methods.rules import matrix_shape
 from epimer.methods.workspace import DOUBLE
 from epimer.plan.inputs import assign_rules, check_weights
 from epimer.plan.jobs import Job
@@ -67,17 +67,16 @@ class DiagnosisWalk:
     def read(self, job: Job) -> MatrixInputs:
         """Read and check one matrix of the base and of every model, its curvature and its basis."""
         metrics: tuple[Metric, ...] = ()
+        name, W = job.matrix, job.template[0] if job.stacked else job.template
         if self.curvatures is not None:
-            metrics = layer_metrics(
-                self.curvatures, job.name, job.template, matrix=True, kinds=KINDS, user="a diagnosis"
-            )
+            metrics = layer_metrics(self.curvatures, name, W, matrix=True, kinds=KINDS, user="a diagnosis")
             if not metrics:
-                raise missing_metric(job.name, "a diagnosis", self.curvatures)
-        basis = layer_basis(self.bases, metrics, job.name, job.template, len(self.participants.models))
+                raise missing_metric(name, "a diagnosis", self.curvatures)
+        basis = layer_basis(self.bases, metrics, name, W, len(self.participants.models))
         if basis is not None and not isinstance(basis, Tagged):
             kind = type(basis).__name__
-            raise ParameterError(f"basis[{job.name!r}] must be a tagged basis for a diagnosis, got {kind}.")
-        return MatrixInputs(read_tensors(self.participants, job, factors=False), metrics, basis)
+            raise ParameterError(f"basis[{name!r}] must be a tagged basis for a diagnosis, got {kind}.")
+        return MatrixInputs(read_tensors(self.participants, job, job.rows, factors=False), metrics, basis)
 
     def work(self, job: Job, loaded: MatrixInputs, device: torch.device) -> tuple[LayerFindings, Sums]:
         """Examine one matrix."""
@@ -88,7 +87,8 @@ class DiagnosisWalk:
         metrics = [metric.to(like.device, like.dtype) for metric in loaded.metrics] or [TaskGram(D) for D in deltas]
         rank = clamp_rank(like.shape, len(deltas), self.question.rank) if basis is None else basis.rank
         fixed = None if basis is None else basis.to(like)
-        return examine(job.name, W0.to(like), deltas, metrics, job.weights, rank, self.question, fixed, job.inputs)
+        W0 = W0.to(like).reshape(like.shape)
+        return examine(job.matrix, W0, deltas, metrics, job.weights, rank, self.question, fixed, job.inputs)
 
 
 @torch.no_grad()
@@ -153,8 +153,8 @@ def diagnose_models(
     with Progress(run.progress) as bar:
         stage = bar.begin("diagnosing", sum(job.reads for job in jobs))
         for job, result in engine.map(DiagnosisWalk(participants, jobs, curvatures, bases, question)):
-            findings[job.name] = result
-            stage.advance(job.reads, job.name)
+            findings[job.matrix] = result
+            stage.advance(job.reads, job.matrix)
     found = assemble(findings, jobs[0].weights, [names[t] for t in models], kind, question, scales or {})
     return advise(replace(found, base=base, recipe=recipe))
 
@@ -163,8 +163,8 @@ def _kind(curvatures: Curvatures | None, jobs: Sequence[Job]) -> str:
     """Return the kind of curvature that the first matrix has; task-gram where there is none."""
     for one in curvatures or ():
         for job in jobs:
-            if job.name in one:
-                return str(getattr(one[job.name], "kind", "task-gram"))
+            if job.matrix in one:
+                return str(getattr(one[job.matrix], "kind", "task-gram"))
     return "task-gram"
 
 
@@ -174,16 +174,17 @@ def _memory(job: Job, curvatures: Curvatures | None, participants: Participants,
     The basis is built and curvature projected on it whatever is forecast. The theory holds every task's curvature and
     task vector on the atoms and, where curvature was measured, on all pairs of them, beside the singular vectors.
     """
-    curvature = curvature_size(curvatures, job.name)
+    curvature = curvature_size(curvatures, job.matrix)
     theory = {"epimer": {}} if curvature.bytes else {"epimer_free": {"basis": "tagged", "calibrate": None}}
     forecast = [*theory.items(), *question.methods.items()]
     rows = [(describe_method(name), parameters) for name, parameters in forecast]
-    to_read, tasks = bytes_to_read(participants, job.name), len(participants.models)
+    parts = len(participants.template.headers[job.name]) if job.stacked else 1
+    to_read, tasks = bytes_to_read(participants, job.name) // parts, len(participants.models)
     inputs, needs = TensorInputs(tasks, job.precision, to_read, curvature=curvature), []
     for row, parameters in rows:
         options = row.resolve({"rank": question.rank, **parameters} if "rank" in row.defaults else parameters)
-        needs.append(memory_of(row, "matrix", job.template, inputs, options))
-    shape, size = matrix_shape(job.template), job.precision.itemsize
+        needs.append(memory_of(row, "matrix", header(job.shape, job.precision), inputs, options))
+    shape, size = job.shape, job.precision.itemsize
     directions = tasks * clamp_rank(shape, tasks, question.rank)
     held = DOUBLE * tasks * directions**2 * (4 if curvature.bytes else 2) + size * directions * sum(shape)
     return max(needs) + held + 6 * size * job.template.numel() + curvature.bytes

@@ -133,7 +133,8 @@ class Merges:
         atoms = self._atoms(options.rank, partial)
         bases: Mapping[str, Basis] = atoms
         if options.basis == "tensor":
-            bases = {job.name: tensor_product(atoms[job.name])} if job.name in atoms else {}
+            names = [part.matrix for part in job.members()] if job.stacked else [job.name]
+            bases = {name: tensor_product(atoms[name]) for name in names if name in atoms}
         return replace(job, options=replace(options, basis=bases))
 
     def _atoms(self, rank: int | None, partial: Partial) -> dict[str, Tagged]:

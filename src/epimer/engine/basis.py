@@ -15,7 +15,7 @@ from epimer.engine.task_vectors import Tensors, read_tensors, task_vectors
 from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
 from epimer.methods.options import MethodOptions
 from epimer.methods.registry import describe_method
-from epimer.methods.rules import matrix_shape, stored_inputs_first
+from epimer.methods.rules import is_stack, stored_inputs_first
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.jobs import Job, precision
 from epimer.plan.memory import TensorInputs, bytes_to_read, memory_of, smaller_settings
@@ -40,7 +40,7 @@ class BasisWalk:
 
     def read(self, job: Job) -> Tensors:
         """Read one matrix of the base and of every model."""
-        return read_tensors(self.participants, job, factors=False)
+        return read_tensors(self.participants, job, job.rows, factors=False)
 
     def work(self, job: Job, tensors: Tensors, device: torch.device) -> Basis:
         """Return the basis of one matrix."""
@@ -75,14 +75,15 @@ def matrix_jobs(
             dtype,
             device=torch.device("cpu") if W.is_meta else W.device,
             inputs=0 if name in inputs_first else 1,
+            stacked=is_stack(name, W.shape),
         )
-        count = len(job.models)
-        if not clamp_rank(matrix_shape(W), count, rank):
+        count, parts = len(job.models), len(W) if job.stacked else 1
+        if not clamp_rank(job.shape, count, rank):
             continue
-        sizes = TensorInputs(count, dtype, bytes_to_read(participants, name), left_out=tasks - count)
-        estimate = partial(memory_of, method, "matrix", job.template, sizes)
-        smaller = partial(smaller_settings, options, estimate)
-        jobs.append(replace(job, memory=estimate(options), smaller=smaller))
+        sizes = TensorInputs(count, dtype, bytes_to_read(participants, name) // parts, left_out=tasks - count)
+        estimate = partial(memory_of, method, "matrix", header(job.shape, dtype), sizes)
+        job = replace(job, memory=estimate(options), smaller=partial(smaller_settings, options, estimate))
+        jobs += job.members() if job.stacked else [job]
     return jobs
 
 
@@ -118,5 +119,5 @@ def build_bases(
     engine = (run or in_memory(jobs[0].device if jobs else torch.device("cpu"), len(jobs))).start(jobs)
     stage = (progress or Progress(False)).begin("building", sum(job.reads for job in jobs))
     for job, basis in engine.map(BasisWalk(participants, jobs, rank, kind)):
-        yield job.name, basis
-        stage.advance(job.reads, job.name)
+        yield job.matrix, basis
+        stage.advance(job.reads, job.matrix)

@@ -197,7 +197,7 @@ class MergeWalk:
     ) -> Solution:
         """Merge task vectors onto the base, and write that to `result`, in its shape and dtype."""
         context = None if self.prepared is None else self.prepared.context
-        layer = Layer(job.name, deltas, job.weights, context=context, inputs=job.inputs)
+        layer = Layer(job.matrix, deltas, job.weights, context=context, inputs=job.inputs)
         if job.rule == "statistic":
             solution = convex_combination(layer, job.options.scale, based=W0 is not None)
             total = solution.value.reshape(result.shape)
@@ -246,7 +246,7 @@ def without_zero_weights(job: Job, layer: Layer, curvature: LayerCurvature) -> t
         if basis is None:
             zero = ", ".join(f"models[{t}]" for t, weight in enumerate(job.weights) if not weight)
             raise CurvatureError(
-                f"the basis of {job.name!r} was built with {zero} of weight 0; leave that model out, or build "
+                f"the basis of {job.matrix!r} was built with {zero} of weight 0; leave that model out, or build "
                 "the basis from the recipe with these weights (`epimer basis`)."
             )
     weights = [job.weights[t] for t in models]
@@ -385,7 +385,9 @@ def joined(one: TensorRecord | None, other: TensorRecord) -> TensorRecord:
         return other
     shape = (one.shape[0] + other.shape[0], *one.shape[1:])
     seconds, unchanged = (one.seconds or 0) + (other.seconds or 0), one.unchanged and other.unchanged
-    return replace(one, shape=shape, seconds=seconds, unchanged=unchanged)
+    worse = max((one, other), key=lambda record: (bool(record.status.remedy), record.residual))
+    eta = None if one.eta is None or other.eta is None else one.eta + other.eta
+    return replace(worse, shape=shape, seconds=seconds, unchanged=unchanged, eta=eta, note=one.note or other.note)
 
 
 def all_records(plan: Plan, records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:

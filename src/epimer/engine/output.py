@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 import epimer
+from epimer.checkpoints.folder import DIFFUSERS
 from epimer.checkpoints.sentence_modules import sentence_files
 from epimer.checkpoints.sidecar_files import code_files, left_behind, sidecar_files
 from epimer.checkpoints.writer import Draft, Shard, as_json, explain_os_errors, plan_shards, recover, shard_index
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
 from epimer.engine.model_card import model_card
+from epimer.engine.modules import merged_modules
 from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
 from epimer.engine.written import WritingWalk
@@ -32,7 +34,6 @@ from epimer.records import MergeRecord, Status, TensorRecord
 
 RECORD = "epimer.json"
 MOST = 0.5  # share of the changed parameters that a merge may leave as they were without a warning
-INDEX = "model.safetensors.index.json"
 
 
 def write_merge(
@@ -42,7 +43,7 @@ def write_merge(
     started = time.perf_counter()
     plan.check()
     engine = run.start(plan.parts)
-    shards = plan_shards(plan.outputs, plan.ties, parse_size(max_shard_size, "max_shard_size"))
+    shards = plan_shards(plan.outputs, plan.ties, parse_size(max_shard_size, "max_shard_size"), _stem(plan))
     sidecars = _sidecars(plan, shards)
     out = Path(os.path.abspath(out.expanduser()))
     recover(out)
@@ -253,8 +254,10 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
     folder = plan.participants.donor.folder
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation) | sentence_files(plan.modules)
+    merged = merged_modules(plan)
+    files = {name: data for name, data in files.items() if _weights_beside(name) not in merged} | merged
     if (index := shard_index(shards, plan.outputs)) is not None:
-        files[INDEX] = index
+        files[f"{_stem(plan)}.safetensors.index.json"] = index
     left = code_files(folder)
     if left:
         plan.notes.append(f"Python files are not copied: {', '.join(left)}; add them yourself if you trust them.")
@@ -264,6 +267,17 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
             f"not carried over from {plan.participants.donor.name}: {listed(others)}; copy what you need."
         )
     return files
+
+
+def _weights_beside(name: str) -> str:
+    """Return the file that a module's merged weights are written to, for that of a torch file they replace."""
+    return str(Path(name).with_name("model.safetensors")) if name.endswith("/pytorch_model.bin") else name
+
+
+def _stem(plan: Plan) -> str:
+    """Return what the names of the output's weights begin with: as transformers, or as diffusers looks for them."""
+    named = any(path.name.startswith(DIFFUSERS) for path in plan.participants.donor.files)
+    return DIFFUSERS if named else "model"
 
 
 def _key(plan: Plan, shards: list[Shard], device: str, threads: int) -> str:

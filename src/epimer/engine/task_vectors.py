@@ -12,7 +12,6 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import Rows
 from epimer.errors import TensorError
 from epimer.geometry.linalg import LowRank, nonfinite
-from epimer.methods.rules import matrix_shape
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job
 from epimer.plan.layer_curvature import NO_CURVATURE, LayerCurvature
@@ -48,20 +47,19 @@ def task_vectors(
     participants: Participants, job: Job, start: Tensor | None, tensors: Tensors, device: torch.device
 ) -> list[Any]:
     """Return D_t = W_t - W0 in working precision, letting go of each model's tensor on the way."""
-    shape = matrix_shape(job.template) if job.rule == "matrix" else job.template.shape
     deltas: list[Any] = []
     for t, model in enumerate(participants.models):
         W, tensors.models[t] = tensors.models[t], None
         assert W is not None
         if isinstance(W, LowRank):
             D = W.to(device, job.precision)
-            deltas.append(D if job.factored and len(D.A) else D.dense().reshape(shape))
+            deltas.append(D if job.factored and len(D.A) else D.dense().reshape(job.shape))
             continue
         E = W.to(device, job.precision)
         if start is not None:  # in place where that is nobody else's: what was read from a file, or has been converted
             E = E - start if E is W and model.checkpoint.in_memory else E.sub_(start)
         check_delta(participants, model, job, E)
-        deltas.append(E.reshape(shape))
+        deltas.append(E.reshape(job.shape))
     return deltas
 
 

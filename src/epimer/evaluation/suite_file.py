@@ -16,10 +16,11 @@ from epimer.checkpoints.hub import is_hub_id
 from epimer.errors import EpimerError, RecipeError, listed, nearest
 from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES
 from epimer.recipe.yaml_lines import Location, YamlFile, spell
+from epimer.tasks.conversations import TEXTS, find_layout
 from epimer.tasks.data import open_data
 from epimer.tasks.loading import AUTO, CAUSAL_LM, DTYPES, IMAGE, POOLINGS, read_head
 from epimer.tasks.tables import READERS, Table
-from epimer.tasks.task import IMAGES, LABELS, TEXTS
+from epimer.tasks.task import IMAGES, LABELS
 
 KEYS = ("name", "base", "task", "metric", "classifier", "batch_size", "max_length", "dtype", "tasks")
 TASK_KEYS = ("name", "model", "task", "metric", "head", "pooling", "classifier", "classes", "data", "doubtful")
@@ -171,8 +172,11 @@ class _Reader:
         for split, table in tables.items():
             for key, usual in columns.items():
                 with errors_at(self.source, (*path, key)):
-                    column = table.column(chosen.get(key), usual, key)
-                if column is None and (key != "label" or self.labels):
+                    if kind == CAUSAL_LM:
+                        found: object = find_layout(table, chosen.get(key))
+                    else:
+                        found = table.column(chosen.get(key), usual, key)
+                if found is None and (key != "label" or self.labels):
                     has = f"{table.name} has no column {' or '.join(map(repr, usual))}"
                     raise self.error((*path, split), f"{has}; it has {listed(table.columns, 12)}: name it in {key!r}.")
         return tables, chosen

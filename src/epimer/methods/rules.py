@@ -15,10 +15,11 @@ RULES = ("matrix", "average", "fisher", "copy", "skip")
 # another: their rows belong to single tokens or classes. By default they are averaged.
 TABLES = ("*embed_tokens*", "*embeddings.*", "*embedding.weight", "*embedding", "*embed.weight", "*pos_embed*")
 OTHERS = ("*cls_token*", "*relative_attention_bias*", "cls.predictions.*", "*text_projection*")
+STACKED_VECTORS = ("*.experts.*bias", "experts.*bias")  # one bias per expert
 MODULES = ("wte", "wpe", "lm_head", "head", "heads", "classifier", "score", "qa_outputs")
 ANYWHERE = ("shared.weight", *(f"{module}.*" for module in MODULES))
 """patterns of a name, or of what follows a dot in it"""
-NOT_MATRICES = (*TABLES, *OTHERS, *ANYWHERE, *(f"*.{pattern}" for pattern in ANYWHERE))
+NOT_MATRICES = (*TABLES, *OTHERS, *STACKED_VECTORS, *ANYWHERE, *(f"*.{pattern}" for pattern in ANYWHERE))
 
 STATISTICS = ("running_mean", "running_var")
 """what BatchNorm has measured of its inputs; beyond its models a merge would have variances below 0"""
@@ -47,7 +48,24 @@ def is_counter(name: str) -> bool:
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is a matrix to a matrix method unless a rule says otherwise."""
-    return len(shape) == 2 and not any(fnmatchcase(name, pattern) for pattern in NOT_MATRICES)
+    if len(shape) != 2 and not is_stack(name, shape):
+        return False
+    return not any(fnmatchcase(name, pattern) for pattern in NOT_MATRICES)
+
+
+def is_stack(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor holds the matrices of all experts of a layer, E x m x n; other 3-D tensors are convolutions."""
+    return len(shape) == 3 and min(shape) > 0 and min(shape[1:]) > 1 and "experts" in name.split(".")[:-1]
+
+
+def member_name(name: str, e: int) -> str:
+    """Return what the matrix of expert `e` in a stack is called, by curvature and bases too."""
+    return f"{name}[{e}]"
+
+
+def stored_name(name: str) -> str:
+    """Return the name of the tensor that holds a matrix: of the stack, for one of its members."""
+    return name[: name.rindex("[")] if name.endswith("]") and "[" in name else name
 
 
 def stored_inputs_first(headers: Mapping[str, Tensor]) -> frozenset[str]:
@@ -62,7 +80,24 @@ def stored_inputs_first(headers: Mapping[str, Tensor]) -> frozenset[str]:
         for parts, W in named:
             if parts[-2] == widening and W.shape[0] != W.shape[1]:
                 first[tuple(parts[:-3])] = W.shape[0] < W.shape[1]
-    return frozenset(".".join(parts) for parts, _ in named if first.get(tuple(parts[:-3])))
+    conv1d = {".".join(parts) for parts, _ in named if first.get(tuple(parts[:-3]))}
+    return frozenset(conv1d | _stacks_with_inputs_first(headers))
+
+
+def _stacks_with_inputs_first(headers: Mapping[str, Tensor]) -> set[str]:
+    """Return the stacks of experts' matrices that are inputs x outputs: the first one is twice as wide as the second.
+
+    An expert maps h features to gate and up, 2f, and f to h; gpt-oss stores h x 2f and f x h, others 2f x h and h x f.
+    """
+    first = set[str]()
+    for name, W in headers.items():
+        layer, _, own = name.rpartition(".")
+        down = headers.get(f"{layer}.down_proj")
+        if own != "gate_up_proj" or not is_stack(name, W.shape) or down is None or down.dim() != 3:
+            continue
+        if tuple(W.shape[1:]) == (down.shape[2], 2 * down.shape[1]):
+            first |= {name, f"{layer}.down_proj"}
+    return first
 
 
 def matrix_shape(W: Tensor) -> tuple[int, int]:

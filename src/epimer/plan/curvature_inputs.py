@@ -16,7 +16,7 @@ from epimer.errors import CurvatureError, EpimerError
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.registry import Method
-from epimer.methods.rules import AVERAGED, matrix_shape
+from epimer.methods.rules import AVERAGED, matrix_shape, stored_name
 from epimer.plan.layer_curvature import CLASSES, Curvatures, accepted_kinds, missing_metric, needs_metric
 from epimer.plan.participants import Participant, Participants, collect_errors, locate
 from epimer.recipe.model import Recipe
@@ -51,7 +51,7 @@ def python_curvatures(curvature: Any, models: Sequence[Participant], method: Met
 
 def _measured_on(curvature: Curvature, model: Participant) -> bool:
     """Whether the tensors that curvature was measured on are this model's; True where it does not say."""
-    names = {name: _stored_name(name, model, curvature) for name in curvature}
+    names = {name: _stored_name(name, model, curvature) for name in map(stored_name, curvature)}
     return curvature.provenance.model in (None, stored_fingerprint(model.checkpoint, names))
 
 
@@ -86,7 +86,7 @@ def check_measured_models(
     for model, curvature in zip(models, curvatures, strict=False):
         if _measured_on(curvature, model):
             continue
-        names = {name: _stored_name(name, model, curvature) for name in curvature}
+        names = {name: _stored_name(name, model, curvature) for name in map(stored_name, curvature)}
         foreign = [name for name, stored in names.items() if stored not in model.checkpoint.headers]
         problem = f"{curvature.where} was measured on another model than {model.label}"
         if foreign:

@@ -165,7 +165,7 @@ def _statistics_notes(participants: Participants, rules: Mapping[str, str]) -> I
     if layers:
         yield (
             f"running means and variances of {len(layers)} normalisation layers are averaged and never extrapolated, "
-            "whatever the method and scale; re-estimate them: run training inputs through the merge in train() mode."
+            "whatever the method and scale; re-estimate them on data: epimer.reestimate_statistics(model, batches)."
         )
     counters = [name for name in participants.differing_integers if is_counter(name) and rules[name] == "copy"]
     if counters:

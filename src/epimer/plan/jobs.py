@@ -21,7 +21,7 @@ from epimer.errors import EpimerError, TensorError
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions, Rules
 from epimer.methods.registry import Method
-from epimer.methods.rules import AVERAGED, stored_inputs_first
+from epimer.methods.rules import AVERAGED, is_stack, matrix_shape, member_name, stored_inputs_first
 from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.layer_curvature import Curvatures
@@ -73,11 +73,24 @@ class Job:
     """returns the settings under which it takes less memory"""
     work: Work = field(default_factory=Work)
     """what is to be computed, in units of kernels"""
+    stacked: bool = False
+    """whether each entry of the first dimension is a matrix of its own: the experts of a layer"""
 
     @property
     def key(self) -> str:
         """A name that tells it from the tensor's other parts."""
         return self.name if self.rows is None else f"{self.name}[{self.rows[0]}:{self.rows[1]}]"
+
+    @property
+    def matrix(self) -> str:
+        """The name of what is merged, by which it has curvature and a basis: the tensor, or one of a stack."""
+        return member_name(self.name, self.rows[0]) if self.stacked and self.rows is not None else self.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in which it is merged: its matrix's, a stack's member's, or the tensor's."""
+        W = self.template[0] if self.stacked else self.template
+        return matrix_shape(W) if self.rule == "matrix" else tuple(W.shape)
 
     @property
     def models(self) -> list[int]:
@@ -108,8 +121,18 @@ class Job:
         return not (isinstance(self.options, FrechetOptions) and self.options.basis == "full")
 
     def parts(self) -> list[Job]:
-        """Divide a wide tensor whose entries do not depend on each other into blocks of rows."""
+        """Divide a stack into its matrices, and a wide tensor whose entries do not depend on each other into blocks."""
+        if self.stacked and self.rows is None:
+            return self.members()
         return self._divided(-(-self.memory // PART)) if self.entrywise else [self]
+
+    def members(self) -> list[Job]:
+        """Return a job for each matrix of a stack."""
+        count, parts = len(self.template), []
+        work, reads = times(1 / count, self.work), self.reads // count
+        for e in range(count):
+            parts.append(replace(self, template=self.template[e : e + 1], rows=(e, e + 1), reads=reads, work=work))
+        return parts
 
     def blocks(self, entries: int) -> list[Job]:
         """Divide what is only read into blocks of rows that have about so many entries."""
@@ -291,16 +314,20 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float, inputs:
     job = Job(name, rule, result, method, options, weights, 0, 0, dtype, device=device, inputs=inputs)
     if tied:
         return job
-    measured = curvature_bytes(name, rule, W, method, plan.curvatures)
-    basis = basis_bytes(name, rule, W, len(job.models), getattr(options, "basis", None))
-    reads = sum(map(nbytes, tensors)) + measured + basis
-    curvature = curvature_size(plan.curvatures, name) if measured else CurvatureSize(inputs=inputs)
-    sizes = TensorInputs(
-        len(job.models), dtype, bytes_to_read(participants, name), basis, curvature, len(weights) - len(job.models)
-    )
-    load = method, rule, header(W.shape, W.dtype), sizes, options
-    work = work_of(*workload(method, rule, W, sizes, options)) + Work(bytes=2 * reads)
-    return replace(job, reads=reads, memory=memory_of(*load), smaller=partial(smaller_merges, *load), work=work)
+    curved = rule in ("fisher", "elementwise") and (rule == "fisher" or method.needs_curvature)
+    stacked = is_stack(name, W.shape) and (rule == "matrix" or curved)
+    parts, one = (len(W), header(W.shape[1:], W.dtype)) if stacked else (1, header(W.shape, W.dtype))
+    names = [member_name(name, e) for e in range(parts)] if stacked else [name]
+    measured = sum(curvature_bytes(matrix, rule, one, method, plan.curvatures) for matrix in names)
+    basis = max(basis_bytes(matrix, rule, one, len(job.models), getattr(options, "basis", None)) for matrix in names)
+    reads = sum(map(nbytes, tensors)) + measured + parts * basis
+    curvature = curvature_size(plan.curvatures, names[0]) if measured else CurvatureSize(inputs=inputs)
+    to_read, left_out = bytes_to_read(participants, name) // parts, len(weights) - len(job.models)
+    sizes = TensorInputs(len(job.models), dtype, to_read, basis, curvature, left_out)
+    load = method, rule, one, sizes, options
+    work = times(parts, work_of(*workload(method, rule, one, sizes, options))) + Work(bytes=2 * reads)
+    smaller = partial(smaller_merges, *load)
+    return replace(job, reads=reads, memory=memory_of(*load), smaller=smaller, work=work, stacked=stacked)
 
 
 def precision(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -16,7 +16,7 @@ from epimer.geometry.metric import Diagonal, Metric, Projected
 from epimer.geometry.subspace import Basis, TensorProduct, clamp_rank
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Method
-from epimer.methods.rules import AVERAGED, is_matrix, matrix_shape
+from epimer.methods.rules import AVERAGED, is_matrix, matrix_shape, stored_name
 from epimer.plan.participants import Participants
 
 if TYPE_CHECKING:
@@ -48,10 +48,11 @@ NO_CURVATURE = LayerCurvature()
 
 def layer_curvature(job: Job, participants: Participants, curvatures: Curvatures | None) -> LayerCurvature:
     """Read and check the curvature and the basis that the merge of one tensor will use."""
-    name, method = job.name, job.method
+    name, method = job.matrix, job.method
     if method is None or job.rule in AVERAGED:
         return NO_CURVATURE
-    W, matrix = header(job.template.shape, job.precision), job.rule == "matrix"
+    shape, matrix = job.template.shape[1:] if job.stacked else job.template.shape, job.rule == "matrix"
+    W = header(shape, job.precision)
     metrics: tuple[Metric, ...] = ()
     if job.rule == "fisher" or method.needs_curvature:
         kinds = accepted_kinds(method, job.rule)
@@ -83,9 +84,10 @@ def needs_metric(name: str, rule: str, W: Tensor) -> bool:
 def missing_metric(name: str, user: str, curvatures: Curvatures | None = None) -> CurvatureError:
     """Return the error about a tensor without curvature, with the reason for which it was not measured."""
     measured = [one.provenance.left_out for one in curvatures or () if isinstance(one, Curvature)]
-    why = next((f" ({left_out[name]})" for left_out in measured if name in left_out), "")
+    tensor = stored_name(name)
+    why = next((f" ({left_out[one]})" for left_out in measured for one in (name, tensor) if one in left_out), "")
     problem = f"no model has curvature for {name!r}, which {user} needs{why}"
-    return CurvatureError(f"{problem}; measure it, or give {name!r} the rule 'average'.")
+    return CurvatureError(f"{problem}; measure it, or give {tensor!r} the rule 'average'.")
 
 
 def layer_metrics(

@@ -285,14 +285,14 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str
     matched: dict[str, str] = {}
     for name, W in model.named_parameters():
         likely = (disk for alias in aliases[id(W)] for disk in (renamed.get(alias, alias), alias))
-        if (disk := next((disk for disk in likely if _holds(checkpoint, disk, W)), None)) is not None:
+        if (disk := next((disk for disk in likely if holds(checkpoint, disk, W)), None)) is not None:
             matched[name] = disk
     unmatched, free = [], checkpoint.headers.keys() - set(matched.values())
     for name, W in model.named_parameters():
         if name in matched:
             continue
         likely = (disk for disk in free if any(_is_end(disk, alias) for alias in aliases[id(W)]))
-        fitting = [disk for disk in likely if _holds(checkpoint, disk, W)]
+        fitting = [disk for disk in likely if holds(checkpoint, disk, W)]
         if len(fitting) == 1:
             matched[name] = fitting[0]
         else:
@@ -326,7 +326,7 @@ def _renamed(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], 
     return renamed, used
 
 
-def _holds(checkpoint: Checkpoint, disk: str, W: Tensor) -> bool:
+def holds(checkpoint: Checkpoint, disk: str, W: Tensor) -> bool:
     """Whether a tensor on disk has a parameter's shape and, in its first, middle and last row, its values."""
     if disk not in checkpoint.headers or checkpoint.headers[disk].shape != W.shape:
         return False

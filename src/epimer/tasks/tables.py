@@ -54,6 +54,15 @@ class Table(ABC):
             raise DataError(f"{self.name} has no column {name!r} for the {what}; {known}")
         return name
 
+    def text(self, i: int, column: str) -> str:
+        """Return the text of a row; refuse anything else, and an empty one."""
+        value = self.row(i).get(column)
+        if not isinstance(value, str):
+            raise DataError(f"{self.where(i)} has {short(value)} in {column!r}, expected a text.")
+        if not value.strip():
+            raise DataError(f"{self.where(i)} has an empty text in {column!r}; leave the row out.")
+        return value
+
     def image(self, i: int, column: str) -> Any:
         """Return the image of a row, in RGB; the value is a path, bytes, or a struct of `bytes` and `path`."""
         value: Any = self.row(i).get(column)

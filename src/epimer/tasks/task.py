@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +15,12 @@ from torch.nn.functional import cross_entropy
 
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
-from epimer.errors import CurvatureError, DataError, ParameterError, listed, nearest, short
+from epimer.errors import CurvatureError, DataError, EpimerWarning, ParameterError, listed, nearest, short
+from epimer.tasks.conversations import TEXTS, Layout, answer_tokens, find_layout, has_template
 from epimer.tasks.labels import IGNORED, logits_of
 from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, Head, WithHead, load_model, load_reader, transformers
 from epimer.tasks.tables import Table
 
-TEXTS = ("text", "sentence", "content", "input", "review", "document", "prompt")
-PROMPT, RESPONSES = "prompt", ("response", "completion")
 LABELS = ("label", "labels")
 IMAGES = ("image", "img")
 
@@ -72,33 +72,28 @@ class Task:
     ) -> Iterator[InputsAndTargets]:
         """Return an iterator over the batches of `rows`, in their order; without names the usual columns are read.
 
-        A language model's prompts are followed by their responses where there are any; the loss is then of these alone.
+        A language model's loss is of the answers alone where rows hold prompts with answers, instructions or chats.
         """
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
             if value < 1:
                 raise ParameterError(f"The {name!r} parameter of a task must be at least 1. Got {value} instead.")
-        what, usual, chosen = ("image", IMAGES, image) if self.kind == IMAGE else ("text", TEXTS, text)
-        column = table.column(chosen, usual, what)
-        if column is None:
-            raise _no_column(table, usual, what, what)
+        layout = self._layout(table, text, image, rows[0] if len(rows) else 0)
         labels = None if self.kind == CAUSAL_LM else table.column(label, LABELS, "label")
         if labels is None and self.require_labels and self.kind != CAUSAL_LM:
             raise _no_column(table, LABELS, "labels", "label")
         numbers = {} if labels is None else self._class_numbers(table)
-        pairs = self.kind == CAUSAL_LM and text is None and column == PROMPT
-        response = table.column(None, RESPONSES, "response") if pairs else None
 
         def read(rows: Sequence[int]) -> dict[str, Tensor]:
             if self.kind == IMAGE:
-                return self._images(table, rows, column)
-            return self._texts(table, rows, column, response, self.longest(max_length))
+                return self._images(table, rows, layout.columns[0])
+            return self._texts(table, rows, layout, self.longest(max_length))
 
         taken = inspect.signature(self._backbone.forward).parameters
 
         def batch(rows: Sequence[int]) -> InputsAndTargets:
             inputs, targets = read(rows), None
             if self.kind == CAUSAL_LM:
-                counted = inputs.get("response_mask", inputs["attention_mask"])
+                counted = inputs.get("answer_mask", inputs["attention_mask"])
                 targets = next_tokens(inputs["input_ids"], counted).to(self.device)
             elif labels is not None:
                 targets = torch.tensor([self._label(table, i, labels, numbers) for i in rows]).to(self.device)
@@ -106,18 +101,33 @@ class Task:
 
         return (batch(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size))
 
-    def _texts(
-        self, table: Table, rows: Sequence[int], column: str, response: str | None, longest: int
-    ) -> dict[str, Tensor]:
+    def _layout(self, table: Table, text: str | None, image: str | None, row: int) -> Layout:
+        """Return which columns are read, and how; what is not a plain text is said in a warning."""
+        what, usual, chosen = ("image", IMAGES, image) if self.kind == IMAGE else ("text", TEXTS, text)
+        if self.kind == CAUSAL_LM:
+            layout = find_layout(table, text, row)
+        else:
+            column = table.column(chosen, usual, what)
+            layout = None if column is None else Layout("text", (column,))
+        if layout is None:
+            raise _no_column(table, usual, what, what)
+        if layout.kind != "text":
+            warnings.warn(layout.description(table.name, template=has_template(self.reader)), EpimerWarning, 3)
+        return layout
+
+    def _texts(self, table: Table, rows: Sequence[int], layout: Layout, longest: int) -> dict[str, Tensor]:
         """Return tokens, padded on the right to the longest text of the batch, and their attention mask.
 
-        With a column of responses each text is followed by its own, and `response_mask` says which tokens these are.
+        Where the rows have answers, `answer_mask` says which tokens are theirs.
         """
-        texts = [_text(table, i, column) for i in rows]
-        encoded = self.reader(texts, truncation=True, max_length=longest, add_special_tokens=True)
-        ids, prompts = encoded["input_ids"], encoded["input_ids"]
-        if response is not None:
-            ids = self._with_responses(table, rows, prompts, response, longest)
+        counted, kinds = list[list[bool]](), None
+        if layout.kind == "text":
+            texts = [table.text(i, layout.columns[0]) for i in rows]
+            encoded = self.reader(texts, truncation=True, max_length=longest, add_special_tokens=True)
+            ids, kinds = encoded["input_ids"], encoded.get("token_type_ids")
+        else:
+            tokens = answer_tokens(self.reader, table, rows, layout, longest)
+            ids, counted = [row for row, _ in tokens], [mask for _, mask in tokens]
         fewest = 2 if self.kind == CAUSAL_LM else 1
         for i, row in zip(rows, ids, strict=True):
             if len(row) < fewest:
@@ -126,23 +136,11 @@ class Task:
                 problem = f"has token {max(row)}, but the model knows {self.vocabulary} tokens"
                 raise DataError(f"{table.where(i)} {problem}; is this its tokenizer?")
         inputs = {"input_ids": _padded(ids, self.padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
-        if response is not None:
-            pairs = zip(prompts, ids, strict=True)
-            inputs["response_mask"] = _padded([[0] * len(p) + [1] * (len(row) - len(p)) for p, row in pairs], 0)
-        elif "token_type_ids" in encoded:
-            inputs["token_type_ids"] = _padded(encoded["token_type_ids"], 0)
+        if counted:
+            inputs["answer_mask"] = _padded(counted, 0)
+        elif kinds is not None:
+            inputs["token_type_ids"] = _padded(kinds, 0)
         return inputs
-
-    def _with_responses(
-        self, table: Table, rows: Sequence[int], prompts: Sequence[list[int]], column: str, longest: int
-    ) -> list[list[int]]:
-        """Return the prompts' tokens, each followed by those of its response, which are tokenised by themselves."""
-        responses = self.reader([_text(table, i, column) for i in rows], add_special_tokens=False)["input_ids"]
-        for i, prompt in zip(rows, prompts, strict=True):
-            if len(prompt) >= longest:
-                problem = f"has a prompt of {longest} tokens or more, which leaves none for its response"
-                raise DataError(f"{table.where(i)} {problem}; raise --max-length, or leave the row out.")
-        return [(prompt + response)[:longest] for prompt, response in zip(prompts, responses, strict=True)]
 
     @property
     def _backbone(self) -> Any:
@@ -268,15 +266,6 @@ def _no_column(table: Table, usual: Sequence[str], what: str, option: str) -> Da
     missing, columns = " or ".join(map(repr, usual)), listed(table.columns, 12)
     remedy = f"name the one for the {what} with --{option}"
     return DataError(f"{table.name} has no column {missing}; it has {columns}: {remedy}.")
-
-
-def _text(table: Table, i: int, column: str) -> str:
-    value = table.row(i).get(column)
-    if not isinstance(value, str):
-        raise DataError(f"{table.where(i)} has {short(value)} in {column!r}, expected a text.")
-    if not value.strip():
-        raise DataError(f"{table.where(i)} has an empty text in {column!r}; leave the row out.")
-    return value
 
 
 def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:

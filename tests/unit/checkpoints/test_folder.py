@@ -10,6 +10,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
+import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import open_folder
@@ -416,3 +417,29 @@ def test_a_file_of_another_kind(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"ONNX")
     with pytest.raises(CheckpointError, match=r"model\.onnx is not a checkpoint: expected \.safetensors, \.bin"):
         open_checkpoint(str(tmp_path / "model.onnx"))
+
+
+@pytest.mark.parametrize("most", ["5GB", "100B"])
+def test_diffusers_file_names_are_read_and_written(tmp_path, most):
+    """A variant beside the weights is not the model, and the output has the names that diffusers looks for."""
+    state = {"a": torch.arange(20.0).view(4, 5), "b": torch.ones(4, 5)}
+    for i, name in enumerate(("base", "one", "two")):
+        files = {"diffusion_pytorch_model.safetensors": {key: W + i for key, W in state.items()}}
+        files["diffusion_pytorch_model.fp16.safetensors"] = {key: W.half() for key, W in state.items()}
+        put(tmp_path / name, files)
+        (tmp_path / name / "config.json").write_text('{"_class_name": "UNet2DModel"}')
+    models = [{"model": str(tmp_path / name)} for name in ("one", "two")]
+    recipe = {"merge_method": "average", "base_model": str(tmp_path / "base"), "models": models}
+    epimer.merge(recipe, tmp_path / "out", progress=False, max_shard_size=most)
+    written = sorted(path.name for path in (tmp_path / "out").glob("*model*"))
+    if most == "5GB":
+        assert written == ["diffusion_pytorch_model.safetensors"]
+    else:
+        assert written == [
+            "diffusion_pytorch_model-00001-of-00002.safetensors",
+            "diffusion_pytorch_model-00002-of-00002.safetensors",
+            "diffusion_pytorch_model.safetensors.index.json",
+        ]
+    again = open_checkpoint(str(tmp_path / "out"))
+    for key, W in state.items():
+        assert torch.equal(again.read(key), W + 1.5)

@@ -25,13 +25,16 @@ FILES = {
     "1_Pooling/config.json": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
     "2_Dense/config.json": {"in_features": 4, "out_features": 2},
 }
-CARRIED = {*FILES, "2_Dense/model.safetensors", "qwen.tiktoken", "additional_chat_templates/tools.jinja"}
+CARRIED = {*FILES, "2_Dense/model.safetensors", "qwen.tiktoken"}
+CARRIED |= {"additional_chat_templates/tools.jinja", "chat_templates/rag.jinja"}
 
 
 def write(folder, seed, *, dense=0, sentence=True):
     (folder / "1_Pooling").mkdir(parents=True)
     (folder / "2_Dense").mkdir()
     (folder / "additional_chat_templates").mkdir()
+    (folder / "chat_templates").mkdir()
+    (folder / "chat_templates" / "rag.jinja").write_text("{{ documents }}")
     draw = torch.Generator().manual_seed(seed)
     save_file({"layer.weight": torch.randn(4, 4, generator=draw)}, folder / "model.safetensors")
     for name, value in FILES.items():
@@ -89,11 +92,37 @@ def test_a_plain_base_gets_the_modules_of_its_models(tmp_path):
     assert json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())["pooling_mode_cls_token"] is True
 
 
+@pytest.mark.parametrize("method", ["average", "tsv", "task_arithmetic"])
+def test_dense_layers_that_differ_are_averaged(folder, method):
+    draw = torch.Generator().manual_seed(7)
+    W = {name: torch.randn(2, 4, generator=draw) for name in ("base", "one", "two")}
+    for name, value in W.items():
+        save_file({"linear.weight": value}, folder / name / "2_Dense" / "model.safetensors")
+    settings = {**recipe(folder), "merge_method": method, "parameters": {"scale": 0.5}}
+    epimer.merge(settings, folder / "out", progress=False)
+    expected = W["base"] + 0.5 * ((W["one"] + W["two"]) / 2 - W["base"])
+    found = load_file(folder / "out" / "2_Dense" / "model.safetensors")
+    assert found.keys() == {"linear.weight"}
+    torch.testing.assert_close(found["linear.weight"], expected)
+    assert inside(folder / "out") == CARRIED | {"README.md", "epimer.json", "model.safetensors"}
+    assert epimer.merge(settings, folder / "out", progress=False).timings == {}  # already there
+
+
+def test_dense_layers_of_models_of_a_plain_base(tmp_path):
+    write(tmp_path / "base", 0, sentence=False)
+    for seed, name in enumerate(("one", "two"), 1):
+        write(tmp_path / name, seed, dense=seed)
+    (tmp_path / "base" / "2_Dense" / "model.safetensors").unlink()
+    epimer.merge(recipe(tmp_path), tmp_path / "out", progress=False)
+    W = load_file(tmp_path / "out" / "2_Dense" / "model.safetensors")["linear.weight"]
+    assert torch.equal(W, torch.full((2, 4), 1.5))
+
+
 @pytest.mark.parametrize("what", ["dense", "pooling", "modules"])
 def test_modules_that_differ_are_refused(folder, what):
     two = folder / "two"
     if what == "dense":
-        save_file({"linear.weight": torch.ones(2, 4)}, two / "2_Dense" / "model.safetensors")
+        save_file({"linear.weight": torch.ones(3, 4)}, two / "2_Dense" / "model.safetensors")
     if what == "pooling":
         (two / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     if what == "modules":
