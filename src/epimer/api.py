@@ -20,8 +20,8 @@ from epimer.diagnosis.sweep import Merges, Sweep, check_methods, sweep_plans, sw
 from epimer.engine.basis import KINDS, build_bases
 from epimer.engine.merge import MergedState, merge_in_memory
 from epimer.engine.options import RunOptions, in_memory
-from epimer.engine.output import check_output, merge_record, warn_of, write_merge
-from epimer.engine.store_output import write_output
+from epimer.engine.output import check_output, merge_record, warn_of
+from epimer.engine.store_output import write_folder, write_output
 from epimer.engine.threads import check_device
 from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, short
 from epimer.evaluation.judges import Evaluate, by_agreement, evaluator
@@ -294,7 +294,7 @@ def sweep(
     if keep_best is not None:
         best = loaded.settled(result.best.method, result.best.scale, result.best.rank)
         run = replace(run, device="auto")
-        warn_of(write_merge(plan_recipe(best, opened), Path(keep_best), run, overwrite=overwrite))
+        warn_of(write_folder(plan_recipe(best, opened), Path(keep_best), run, overwrite=overwrite))
     return result
 
 

@@ -44,6 +44,8 @@ class Adapted(Checkpoint):
         self._check_config()
         self.updates: dict[str, Update] = {}
         self.replaced: dict[str, str] = {}
+        self.brought: dict[str, str] = {}
+        """name -> the tensor of the adapter that stands for it, even where it equals the base's"""
         self._match()
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
@@ -71,6 +73,12 @@ class Adapted(Checkpoint):
         W = self.headers[name] if rows is None else self.headers[name][slice(*rows)]
         size = W.shape[0] if W.dim() else 1
         return LowRank(torch.zeros(size, 0), torch.zeros(0, W.numel() // size if size else 0))
+
+    def delta_rank(self, name: str, base: Checkpoint) -> int | None:
+        if name in self.replaced or base.fingerprint != self.base.fingerprint:
+            return None
+        update = self.updates.get(self.ties.get(name, name))
+        return 0 if update is None else self.adapter.headers[update.A].shape[0]
 
     def _factors(self, name: str, rows: Rows) -> LowRank | None:
         """Return what the adapter adds to a tensor or its rows; None if it adds nothing."""
@@ -135,6 +143,7 @@ class Adapted(Checkpoint):
 
     def _replace(self, name: str, key: str) -> None:
         """Read a tensor from the adapter instead of the base, unless they are the same."""
+        self.brought[name] = key
         own, W = self.adapter.headers[key], self.base.headers[name]
         if own.shape != W.shape or own.is_floating_point() != W.is_floating_point():
             raise CheckpointError(

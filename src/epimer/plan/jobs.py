@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import epimer
+from epimer.checkpoints.adapter_files import LoraModule
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
@@ -73,6 +74,8 @@ class Job:
     """returns the settings under which it takes less memory"""
     work: Work = field(default_factory=Work)
     """what is to be computed, in units of kernels"""
+    lora: LoraModule | None = None
+    """the layer of an adapter that it is written to, as factors; None where the tensor itself is written"""
 
     @property
     def key(self) -> str:
@@ -91,7 +94,7 @@ class Job:
 
     @property
     def writes(self) -> int:
-        return nbytes(self.template)
+        return nbytes(self.template) if self.lora is None else sum(map(nbytes, self.lora.headers.values()))
 
     @property
     def entrywise(self) -> bool:
@@ -109,7 +112,7 @@ class Job:
 
     def parts(self) -> list[Job]:
         """Divide a wide tensor whose entries do not depend on each other into blocks of rows."""
-        return self._divided(-(-self.memory // PART)) if self.entrywise else [self]
+        return self._divided(-(-self.memory // PART)) if self.entrywise and self.lora is None else [self]
 
     def blocks(self, entries: int) -> list[Job]:
         """Divide what is only read into blocks of rows that have about so many entries."""

@@ -82,6 +82,10 @@ class Recipe(_Frozen):
     """how often curvature is measured again at the merge, on the inputs that were kept with it"""
     refine: int = 0
     """natural-gradient steps at most towards each task's own model, on the same inputs"""
+    output: str = "model"
+    """model, or lora: a PEFT adapter of the base instead of a whole model"""
+    lora_rank: int | None = None
+    """the rank of the adapter's layers at most; None keeps all of a merge whose rank is bounded"""
 
     def settings(self, name: str, t: float) -> Settings:
         """Return the parameters and weights of the tensor `name` at depth `t` (from `depths`)."""
