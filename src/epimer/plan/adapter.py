@@ -62,7 +62,7 @@ def plan_adapter(plan: Plan) -> Plan:
     if lost:
         notes.append(f"not in the adapter: {listed(lost)}, which models changed and PEFT cannot hold in an adapter.")
     problems = [] if jobs else [TensorError("the adapter would be empty: no model changes a layer of the base.")]
-    return replace(plan, jobs=jobs, notes=notes, problems=problems)
+    return replace(plan, jobs=jobs, notes=notes, problems=problems, whole_model=plan.jobs)
 
 
 def whole_tensors(plan: Plan) -> WholeTensors:
@@ -106,9 +106,17 @@ def _changed(plan: Plan, job: Job) -> bool:
     for t, rank in zip(job.models, _ranks(plan, job), strict=True):
         model = plan.participants.models[t]
         stored = model.stored.get(job.name, job.name)
-        if any(stored in adapter.brought for adapter in adapters_of(model.checkpoint)):
-            return True
         if rank or (rank is None and not model.checkpoint.equal(stored, base.checkpoint, job.name)):
+            return True
+    return _brought(plan, job)
+
+
+def _brought(plan: Plan, job: Job) -> bool:
+    """Whether an adapter brings a tensor of its own, as modules_to_save and biases are."""
+    for t in job.models:
+        model = plan.participants.models[t]
+        stored = model.stored.get(job.name, job.name)
+        if any(stored in adapter.brought for adapter in adapters_of(model.checkpoint)):
             return True
     return False
 
@@ -118,7 +126,7 @@ def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
     ranks, W = _ranks(plan, job), job.template
     update, dtypes = _update(plan, job)
     dense = None in ranks
-    if dense and (rank is None or W.dim() != 2 or not is_matrix(job.name, W.shape) or not job.name.endswith(".weight")):
+    if dense and (_brought(plan, job) or not is_matrix(job.name, W.shape) or not job.name.endswith(".weight")):
         return None
     m, n = len(W), W.numel() // len(W)
     most = min(m, n) if dense else sum(one or 0 for one in ranks)

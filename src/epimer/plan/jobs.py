@@ -156,6 +156,8 @@ class Plan:
     """what was chosen and by what, in words"""
     corrections: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> what is added to the merged tensor: the steps of its refinement"""
+    whole_model: Sequence[Job] | None = None
+    """the jobs of the whole model where `jobs` are those of an adapter, for methods that look at all of it first"""
 
     @property
     def modules(self) -> Path | None:
@@ -181,12 +183,16 @@ class Plan:
     @cached_property
     def parts(self) -> list[Job]:
         """The jobs to run: every tensor but the tied ones, wide ones in parts."""
-        return [part for job in self.jobs if job.name not in self.ties for part in job.parts()]
+        return self._parts_of(self.jobs)
 
     @property
     def merged(self) -> list[Job]:
-        """The parts that take part in arithmetic."""
-        return [job for job in self.parts if job.method is not None]
+        """The parts of the whole model that take part in arithmetic."""
+        parts = self.parts if self.whole_model is None else self._parts_of(self.whole_model)
+        return [job for job in parts if job.method is not None]
+
+    def _parts_of(self, jobs: Sequence[Job]) -> list[Job]:
+        return [part for job in jobs if job.name not in self.ties for part in job.parts()]
 
     @property
     def memory(self) -> int:

@@ -135,6 +135,13 @@ class Recipe(_Frozen):
             }
         )
 
+    def as_lora(self, rank: int | None) -> Recipe:
+        """Return the recipe with a LoRA adapter as its output, of a rank at most or of all that the merge has."""
+        from epimer.recipe.load import load_recipe
+
+        more = {"output": "lora"} | ({} if rank is None else {"lora_rank": rank})
+        return load_recipe(self.to_dict() | more)
+
     def varying(self) -> frozenset[str]:
         """Return the names of the parameters, `weight` included, that differ between tensors."""
         known, names = known_parameters(self.merge_method), set()
