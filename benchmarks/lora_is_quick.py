@@ -102,14 +102,14 @@ def main() -> None:
         folder = Path(place)
         base = write_base(folder / "base", args.layers)
         sizes = [write_adapter(folder / f"adapter{t}", args.layers, args.rank, t) for t in range(args.tasks)]
-        print(f"base {base / 1e9:.1f} GB (a hole), {args.tasks} adapters of {sizes[0] / 1e6:.0f} MB")  # noqa: T201
+        print(f"base {base / 1e9:.1f} GB (a hole), {args.tasks} adapters of {sizes[0] / 1e6:.0f} MB")
         for method in args.methods.split(","):
             for rank in (None, args.rank):
                 row = measure(folder, method, args.tasks, rank)
                 row |= {"time_share": row["seconds"] / MINUTE, "memory_share": row["peak"] / MEMORY}
                 rows.append(row)
                 shown = "exact" if rank is None else f"rank {rank}"
-                print(  # noqa: T201
+                print(
                     f"{method:16} {shown:8} {row['seconds']:6.1f} s  peak {row['peak'] / 1e9:.2f} GB  "
                     f"wrote {row['written'] / 1e6:.0f} MB  ({row['time_share']:.2f} of 60 s, "
                     f"{row['memory_share']:.2f} of 2 GB)"

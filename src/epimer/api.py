@@ -36,7 +36,7 @@ from epimer.plan.merge import open_models, plan_recipe, plan_state_dicts
 from epimer.plan.participants import state_dict_participants
 from epimer.progress import Progress
 from epimer.recipe.load import open_recipe
-from epimer.recipe.model import AUTO, Recipe, known_parameters
+from epimer.recipe.model import AUTO, Recipe, extraction, known_parameters
 from epimer.records import Diagnosis, MergeRecord
 
 StateDict = Mapping[str, Tensor]
@@ -98,6 +98,17 @@ def plan_merge(
     loaded, folder = open_recipe(recipe, folder)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     return choice.choose_and_plan(loaded, opened, folder, RunOptions(progress=progress))
+
+
+def extract_lora(
+    finetuned: str, base: str, out: str | os.PathLike[str], rank: int, *, dtype: str | None = None, **options: Any
+) -> MergeRecord:
+    """Write what a model learnt since its base as a LoRA adapter: of every linear layer the best that a rank can hold.
+
+    What is no linear layer and moved is written whole; the record tells every layer's relative error. `options` are
+    those of `merge`: device, progress, overwrite, max_memory, workers, threads.
+    """
+    return merge(extraction(finetuned, base, rank, dtype), out, **options)
 
 
 @torch.no_grad()

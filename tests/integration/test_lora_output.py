@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from commands import run
-from torch import Tensor
+from torch import Tensor, nn
 
 import epimer
+from commands import run
 from epimer.checkpoints import open_checkpoint
 from epimer.geometry.linalg import LowRank
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from adapters import (  # noqa: E402
     ADAPTERS,
@@ -24,13 +27,13 @@ from adapters import (  # noqa: E402
     Convolutions,
     bert,
     copied,
+    gpt2,
     gpt2_classifier,
     llama,
     save_adapter,
     save_base,
     unloaded,
 )
-from safetensors.torch import load_file, save_file  # noqa: E402
 
 pytestmark = PEFT_REMARKS
 
@@ -283,8 +286,6 @@ def test_an_output_is_not_written_twice_nor_over_something_else(adapters, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-
-
 def test_the_command_line(adapters, tmp_path):
     import yaml
 
@@ -301,3 +302,70 @@ def test_the_command_line(adapters, tmp_path):
     found = unloaded(adapters.model, tmp_path / "exact", torch.float64)
     expected = epimer.merge_state_dicts(adapters.base, adapters.dense, "task_arithmetic")
     assert_close(found, expected, adapters.base, 3e-6)
+
+
+# --- extraction -------------------------------------------------------------------------------------------------------
+
+
+def fine_tuned(folder: Path, build) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]:
+    """Save a base and a model that moved from it in all tensors but the first layer's; return base and both states."""
+    model = save_base(folder / "base", build)
+    base = load_file(folder / "base" / "model.safetensors")
+    generator, tuned = torch.Generator().manual_seed(3), {}
+    for name, W in base.items():
+        still = ".0." in name
+        tuned[name] = W if still else W + 0.1 * torch.randn(W.shape, generator=generator)
+    (folder / "tuned").mkdir()
+    save_file(tuned, folder / "tuned" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "tuned" / "config.json").write_bytes((folder / "base" / "config.json").read_bytes())
+    return model, {n: W.double() for n, W in base.items()}, {n: W.double() for n, W in tuned.items()}
+
+
+@pytest.mark.parametrize("build", [llama, gpt2_classifier], ids=["llama", "conv1d"])
+@pytest.mark.parametrize("rank", [3, 32])
+def test_what_is_extracted_is_the_best_of_its_rank(build, rank, tmp_path):
+    """Layers are the truncated SVD of the difference, their errors the rest of the spectrum; the rest is kept whole."""
+    model, base, tuned = fine_tuned(tmp_path, build)
+    ran = run(
+        "extract-lora", tmp_path / "tuned", "--base", tmp_path / "base", "--rank", rank, "-o", tmp_path / "out",
+        "--record", tmp_path / "record.json",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    record = json.loads((tmp_path / "record.json").read_text())["tensors"]
+    found, layers = unloaded(model, tmp_path / "out", torch.float64), 0
+    for name, W in tuned.items():
+        error = record.get(name, {}).get("error")
+        if ".0." in name:
+            assert torch.equal(found[name], base[name]), name
+        elif error is None:
+            torch.testing.assert_close(found[name], W, atol=1e-6, rtol=1e-6)
+        else:
+            U, sigma, Vh = torch.linalg.svd(W - base[name], full_matrices=False)
+            best = base[name] + (U[:, :rank] * sigma[:rank]) @ Vh[:rank]
+            torch.testing.assert_close(found[name], best, atol=1e-5, rtol=1e-5)
+            left = float(sigma[rank:].square().sum().sqrt() / sigma.square().sum().sqrt())
+            assert abs(error - left) < 1e-5
+            assert f"{left:.4f}" in ran.out
+            layers += 1
+    assert layers >= 4
+    assert "written whole, not as factors" in ran.out
+
+
+def test_an_embedding_that_is_also_the_head_is_said_to_be_left_out(tmp_path):
+    model, base, tuned = fine_tuned(tmp_path, gpt2)
+    ran = run("extract-lora", tmp_path / "tuned", "--base", tmp_path / "base", "-r", 4, "-o", tmp_path / "out")
+    assert ran.code == 0, ran.err
+    state = unloaded(model, tmp_path / "out", torch.float64)
+    moved = [name for name, W in tuned.items() if not torch.equal(W, base[name])]
+    lost = [name for name in moved if torch.equal(state[name], base[name])]
+    assert lost == ["transformer.wte.weight"]
+    assert "not in the adapter: 'transformer.wte.weight', which" in ran.out
+
+
+def test_extracting_from_the_base_itself_is_refused(tmp_path):
+    for name in ("base", "copy"):
+        save_base(tmp_path / name, llama)
+    ran = run("extract-lora", tmp_path / "copy", "--base", tmp_path / "base", "-r", 4, "-o", tmp_path / "out")
+    assert ran.code == 2
+    assert "would be empty" in ran.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "copy"]

@@ -60,7 +60,7 @@ class Checkpoint(ABC):
         return None
 
     def delta_rank(self, name: str, base: Checkpoint) -> int | None:
-        """Return the rank of the factors that `delta` returns, 0 where a tensor is the base's; None where it has none."""
+        """Return the rank of what `delta` returns, 0 where a tensor is the base's; None where that returns None."""
         return None
 
     def problem(self, name: str) -> str | None:

@@ -156,20 +156,14 @@ class Adapted(Checkpoint):
     def _untie(self) -> None:
         """Drop ties of which only one side is replaced; refuse where the other side is not stored."""
         self.ties = {n: t for n, t in self.ties.items() if self.replaced.get(n) == self.replaced.get(t)}
-        heads = [name for name in self.base.headers if name.endswith(("lm_head.weight", "embed_out.weight"))]
         tables = [name for name in self.replaced if is_embedding(name)]
-        names = self.model_config.get("architectures")
-        kinds = " ".join(map(str, names)) if isinstance(names, list) else ""
-        tied = any(word in kinds for word in ("LMHead", "CausalLM", "ConditionalGeneration", "MaskedLM"))
-        if tables and not heads and tied and self.model_config.get("tie_word_embeddings") is not False:
+        if tables and head_is_table(self.base):
             raise self._refuse(f"brings its own {tables[0]!r}, which the base also uses as its head")
 
     @cached_property
     def model_config(self) -> dict[str, object]:
         """The base's config.json, if it has one."""
-        if self.folder is None or not (self.folder / "config.json").is_file():
-            return {}
-        return read_json(inside(self.folder, "config.json"), str(self.folder / "config.json"))
+        return model_config(self)
 
     def _update(self, module: str, name: str, A: str, B: str, *, embedding: bool) -> Update:
         first, second = self.adapter.headers[A], self.adapter.headers[B]
@@ -223,3 +217,22 @@ class Adapted(Checkpoint):
                 f"{listed(self.base.headers)}; is it an adapter of this base?"
             )
         return fits[0]
+
+
+def model_config(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return a checkpoint's config.json, if it has one."""
+    folder = checkpoint.folder
+    if folder is None or not (folder / "config.json").is_file():
+        return {}
+    return read_json(inside(folder, "config.json"), str(folder / "config.json"))
+
+
+def head_is_table(base: Checkpoint) -> bool:
+    """Whether a language model uses its table of embeddings as its head too, and so stores no head."""
+    if any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in base.headers):
+        return False
+    config = model_config(base)
+    names = config.get("architectures")
+    kinds = " ".join(map(str, names)) if isinstance(names, list) else ""
+    speaks = any(word in kinds for word in ("LMHead", "CausalLM", "ConditionalGeneration", "MaskedLM"))
+    return speaks and config.get("tie_word_embeddings") is not False

@@ -84,7 +84,7 @@ class FactorWalk:
             factors = factors.T
         if error > ROUNDING:
             raise TensorError(
-                f"the merge of {job.name!r} leaves the adapters' directions by {error:.2g} of its length; give lora_rank."
+                f"{error:.2g} of the merged {job.name!r} lies outside of the adapters' directions; give lora_rank."
             )
         return factors, solution, error
 
@@ -92,8 +92,8 @@ class FactorWalk:
 def merge_factors(job: Job, deltas: Sequence[LowRank]) -> tuple[LowRank, Solution, float]:
     """Return the merge of factors as factors of the job's rank, and the share of it that they leave out.
 
-    A weighted sum whose ranks add up is [w_1 B_1 … w_T B_T] [A_1; …; A_T]. Anything else is merged in the space that the
-    factors span: with D_t = P C_t Qᵀ, the merge is P (merge of C_t) Qᵀ.
+    A weighted sum whose ranks add up is [w_1 B_1 … w_T B_T] [A_1; …; A_T]. Anything else is merged in the space that
+    the factors span: with D_t = P C_t Qᵀ, the merge is P (merge of C_t) Qᵀ.
     """
     assert job.lora is not None
     taking_part = [deltas[t] for t in job.models]

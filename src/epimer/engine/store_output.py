@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from epimer.checkpoints.object_store import all_files, explain_store_errors, filesystem, is_store
-from epimer.engine.options import RunOptions
 from epimer.engine.adapter_output import write_adapter
+from epimer.engine.options import RunOptions
 from epimer.engine.output import RECORD, write_merge
 from epimer.errors import OutputError, listed
 from epimer.plan.jobs import Plan
@@ -33,7 +33,9 @@ def write_output(
     return write_folder(plan, Path(out), run, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
-def write_folder(plan: Plan, out: Path, run: RunOptions, *, max_shard_size: str | int = "5GB", **more: Any) -> MergeRecord:
+def write_folder(
+    plan: Plan, out: Path, run: RunOptions, *, max_shard_size: str | int = "5GB", **more: Any
+) -> MergeRecord:
     """Carry out a plan into a folder: of a model, or of an adapter where the recipe says so."""
     if plan.recipe is not None and plan.recipe.output == "lora":
         return write_adapter(plan, out, run, **more)

@@ -61,6 +61,4 @@ def _missing(C_mn: Tensor, factors: LowRank) -> float:
 def padded(factors: LowRank, rank: int) -> LowRank:
     """Return factors with zero columns and rows up to a rank."""
     more = rank - len(factors.A)
-    return LowRank(
-        torch.nn.functional.pad(factors.B, (0, more)), torch.nn.functional.pad(factors.A, (0, 0, 0, more))
-    )
+    return LowRank(torch.nn.functional.pad(factors.B, (0, more)), torch.nn.functional.pad(factors.A, (0, 0, 0, more)))

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from epimer.checkpoints.adapter_files import LoraModule, adapters_of, module_of
-from epimer.checkpoints.lora import PREFIX, Update
+from epimer.checkpoints.checkpoint import is_embedding
+from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config
 from epimer.errors import RecipeError, TensorError, listed
 from epimer.methods.averaging import average
 from epimer.methods.frechet import FrechetOptions
@@ -49,7 +50,7 @@ def plan_adapter(plan: Plan) -> Plan:
     if unbounded:
         return replace(plan, jobs=[], problems=[_unbounded(plan, unbounded)])
     whole = {job.name for job in changed if job.name not in factors and _is_parameter(job)}
-    tied = {*plan.ties, *plan.ties.values()}
+    tied = _tied(plan)
     lost = [job.name for job in changed if job.name not in factors and (job.name not in whole or job.name in tied)]
     whole |= {name for name in _siblings(plan, whole - {*lost}) if name not in factors}
     jobs = []
@@ -59,6 +60,10 @@ def plan_adapter(plan: Plan) -> Plan:
         elif job.name in whole and job.name not in lost:
             jobs.append(job)
     notes = [*plan.notes]
+    own = [job for job in jobs if job.lora is None and not _brought(plan, job)]
+    if own:
+        size = sum(job.writes for job in own) / 1e6
+        notes.append(f"written whole, not as factors: {listed(job.name for job in own)} ({size:.1f} MB).")
     if lost:
         notes.append(f"not in the adapter: {listed(lost)}, which models changed and PEFT cannot hold in an adapter.")
     problems = [] if jobs else [TensorError("the adapter would be empty: no model changes a layer of the base.")]
@@ -135,7 +140,7 @@ def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
         module=job.name.removesuffix(".weight") if update is None else module_of(update),
         shape=tuple(W.shape),
         rank=min(most if rank is None else rank, most, min(m, n)),
-        dtype=_dtype(plan) or (W.dtype if dense or not dtypes else _widest(dtypes)),
+        dtype=_dtype(plan) or (_widest(dtypes) if dtypes and not dense else job.precision),
         transposed=transposed,
         table=update is not None and update.A.endswith(".lora_embedding_A"),
         thin=not dense and _thin(job),
@@ -202,6 +207,15 @@ def _unbounded(plan: Plan, jobs: list[Job]) -> RecipeError:
         why = f"{plan.method.name} does not keep the rank of adapters"
     remedy = "give lora_rank, which keeps so many leading directions and tells the error, or take task_arithmetic, tsv "
     return RecipeError(f"output: lora: {why}, so {job.name!r} has no exact one; {remedy}or epimer_free.")
+
+
+def _tied(plan: Plan) -> set[str]:
+    """Return the tensors that stand for two in the network, which PEFT would take apart: tables that are the head."""
+    tied, headers = {*plan.ties, *plan.ties.values()}, plan.participants.template.headers
+    if head_is_table(plan.participants.donor):
+        size = model_config(plan.participants.donor).get("vocab_size")
+        tied |= {name for name, W in headers.items() if is_embedding(name) and W.dim() == 2 and size in (None, len(W))}
+    return tied
 
 
 def _is_parameter(job: Job) -> bool:

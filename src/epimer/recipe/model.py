@@ -203,6 +203,12 @@ class Recipe(_Frozen):
         return round(value) if kind == "integer" else value
 
 
+def extraction(finetuned: str, base: str, rank: int, dtype: str | None = None) -> dict[str, Any]:
+    """Return the recipe, as a mapping, of an adapter that is one model's difference from its base."""
+    recipe = {"merge_method": "task_arithmetic", "base_model": base, "models": [{"model": finetuned}]}
+    return {**recipe, "output": "lora", "lora_rank": rank, **({} if dtype is None else {"dtype": dtype})}
+
+
 def _entries(value: Value) -> tuple[Filtered, ...]:
     if isinstance(value, tuple) and any(isinstance(entry, Filtered) for entry in value):
         return value  # type: ignore[return-value]
