@@ -34,12 +34,12 @@ def write_output(
 
 
 def write_folder(
-    plan: Plan, out: Path, run: RunOptions, *, max_shard_size: str | int = "5GB", **more: Any
+    plan: Plan, out: Path, run: RunOptions, *, max_shard_size: str | int = "5GB", overwrite: bool
 ) -> MergeRecord:
     """Carry out a plan into a folder: of a model, or of an adapter where the recipe says so."""
     if plan.recipe is not None and plan.recipe.output == "lora":
-        return write_adapter(plan, out, run, **more)
-    return write_merge(plan, out, run, max_shard_size=max_shard_size, **more)
+        return write_adapter(plan, out, run, overwrite=overwrite)
+    return write_merge(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
 def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool = False, **options: Any) -> MergeRecord:

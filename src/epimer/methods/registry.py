@@ -149,8 +149,8 @@ class Method(Generic[OptionsT]):
     """merges P C_t Qᵀ to P (merge of C_t) Qᵀ for P and Q with orthonormal columns, given `Layer.shape`; task vectors of
     low rank are then merged in the small space that their factors span"""
     bounded_rank: Callable[[OptionsT], bool] = lambda options: False
-    """whether, with some options, a merge has no other columns than its task vectors have (or no other rows, if only the
-    layer's inputs are weighed), so that its rank is at most the sum of theirs"""
+    """whether, with some options, a merge has no other columns than its task vectors have (no other rows where inputs
+    are stored first), so that its rank is at most the sum of theirs"""
     laws: frozenset[str] = frozenset()
     """which of the laws in epimer.testing it obeys at its defaults"""
 

@@ -10,7 +10,7 @@ import torch
 from epimer.checkpoints.adapter_files import LoraModule, adapters_of, module_of
 from epimer.checkpoints.checkpoint import is_embedding
 from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config
-from epimer.errors import RecipeError, TensorError, listed
+from epimer.errors import EpimerError, RecipeError, TensorError, listed
 from epimer.methods.averaging import average
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.rules import is_matrix
@@ -66,7 +66,7 @@ def plan_adapter(plan: Plan) -> Plan:
         notes.append(f"written whole, not as factors: {listed(job.name for job in own)} ({size:.1f} MB).")
     if lost:
         notes.append(f"not in the adapter: {listed(lost)}, which models changed and PEFT cannot hold in an adapter.")
-    problems = [] if jobs else [TensorError("the adapter would be empty: no model changes a layer of the base.")]
+    problems: list[EpimerError] = [] if jobs else [TensorError("the adapter would be empty: no model changes a layer of the base.")]
     return replace(plan, jobs=jobs, notes=notes, problems=problems, whole_model=plan.jobs)
 
 

@@ -1,4 +1,4 @@
-"""Factors against dense float64: the space they span, matrices of a rank, and every method that claims to merge there."""
+"""Factors against dense float64: the space they span, matrices of a rank, and the methods that merge there."""
 
 from __future__ import annotations
 
