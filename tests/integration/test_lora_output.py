@@ -12,7 +12,10 @@ from torch import Tensor, nn
 import epimer
 from commands import run
 from epimer.checkpoints import open_checkpoint
+from epimer.curvature.format import Provenance
 from epimer.geometry.linalg import LowRank
+from epimer.geometry.metric import Metric
+from epimer.methods.rules import is_matrix
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -150,6 +153,49 @@ def test_no_dense_matrix_is_formed_and_no_base_weight_read(adapters, tmp_path, m
         assert len(layers) > 4
         assert not {*layers} & {*read}
     assert max(largest) <= 3 * RANK + 6
+
+
+def save_curvature(given: Adapters, folder: Path, kind: str) -> list[dict[str, Metric]]:
+    """Save random curvature of every matrix that a method may merge, one folder per model; return it too."""
+    inputs_first, found = "transformer.h.0.attn.c_attn.weight" in given.base, []
+    for t in range(len(given.texts)):
+        generator, metrics = torch.Generator().manual_seed(t), {}
+        for name, W in given.base.items():
+            if not is_matrix(name, W.shape):
+                continue
+            m, n = W.shape
+            if kind == "diagonal":
+                metrics[name] = epimer.Diagonal(torch.rand(m, n, generator=generator))
+                continue
+            X, Y = torch.randn(2 * n, n, generator=generator), torch.randn(2 * m, m, generator=generator)
+            metrics[name] = epimer.Kronecker(A=X.T @ X / n, G=Y.T @ Y / m, inputs=0 if inputs_first else 1)
+        epimer.Curvature(metrics, Provenance(kind, samples=8)).save(folder / str(t))
+        found.append(metrics)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("epimer", "diagonal"), ("epimer_kron", "kronecker"), ("regmean", "kronecker")]
+)
+def test_methods_with_curvature_keep_the_rank_too(adapters, method, kind, tmp_path):
+    curvature = save_curvature(adapters, tmp_path / "curvature", kind)
+    given = recipe(adapters, method, curvature=[str(tmp_path / "curvature" / str(t)) for t in range(3)])
+    record = epimer.merge(given, tmp_path / "out", progress=False)
+    expected = epimer.merge_state_dicts(adapters.base, adapters.dense, method, curvature=curvature)
+    assert_close(unloaded(adapters.model, tmp_path / "out", torch.float64), expected, adapters.base, 1e-3)
+    assert max(one.error or 0 for one in record.tensors.values()) < 1e-4
+    flat = epimer.merge_state_dicts(adapters.base, adapters.dense, "average")
+    assert max(moved(expected, flat).values()) > 0.01
+
+
+def test_curvature_in_the_full_space_needs_a_rank(adapters, tmp_path):
+    save_curvature(adapters, tmp_path / "curvature", "kronecker")
+    given = recipe(adapters, "mats", curvature=[str(tmp_path / "curvature" / str(t)) for t in range(3)])
+    with pytest.raises(epimer.EpimerError, match="mats does not keep the rank of adapters"):
+        epimer.merge(given, tmp_path / "out", progress=False)
+    given |= {"merge_method": "epimer_kron", "parameters": {"basis": "full"}}
+    with pytest.raises(epimer.EpimerError, match="epimer_kron in the full space does not keep"):
+        epimer.merge(given, tmp_path / "out", progress=False)
 
 
 CASES: dict[str, tuple] = {

@@ -66,8 +66,8 @@ def plan_adapter(plan: Plan) -> Plan:
         notes.append(f"written whole, not as factors: {listed(job.name for job in own)} ({size:.1f} MB).")
     if lost:
         notes.append(f"not in the adapter: {listed(lost)}, which models changed and PEFT cannot hold in an adapter.")
-    problems: list[EpimerError] = [] if jobs else [TensorError("the adapter would be empty: no model changes a layer of the base.")]
-    return replace(plan, jobs=jobs, notes=notes, problems=problems, whole_model=plan.jobs)
+    empty: list[EpimerError] = [TensorError("the adapter would be empty: no model changes a layer of the base.")]
+    return replace(plan, jobs=jobs, notes=notes, problems=[] if jobs else empty, whole_model=plan.jobs)
 
 
 def whole_tensors(plan: Plan) -> WholeTensors:
