@@ -152,3 +152,20 @@ class Adapters:
             moved = torch.linalg.vector_norm(W - self.base[name])
             error = torch.linalg.vector_norm(found[name].double() - W)
             assert error <= tolerance * moved, f"{name}: {error / moved:.1e}"
+
+
+def llava() -> nn.Module:
+    text = transformers.LlamaConfig(**SIZES, **TOKENS)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(text_config=text, vision_config=vision))
+
+
+def qwen_vl() -> nn.Module:
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    text = {**SIZES, **TOKENS, "num_key_value_heads": 2, "rope_parameters": rope}
+    vision = {"embed_dim": 16, "hidden_size": 32, "depth": 2, "num_heads": 2}
+    return transformers.Qwen2VLForConditionalGeneration(
+        transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **TOKENS)
+    )

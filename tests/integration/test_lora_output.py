@@ -33,6 +33,8 @@ from adapters import (  # noqa: E402
     gpt2,
     gpt2_classifier,
     llama,
+    llava,
+    qwen_vl,
     save_adapter,
     save_base,
     unloaded,
@@ -415,3 +417,45 @@ def test_extracting_from_the_base_itself_is_refused(tmp_path):
     assert ran.code == 2
     assert "would be empty" in ran.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "copy"]
+
+
+# --- networks with a language model inside ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [llava, qwen_vl])
+@pytest.mark.parametrize("method", ["task_arithmetic", "tsv"])
+def test_adapters_of_vision_language_models(build, method, tmp_path):
+    """Their modules are called otherwise than their tensors in the file: what PEFT merges, by the names of both."""
+    model = save_base(tmp_path / "base", build)
+    targets = (["q_proj", "fc1"], ["v_proj", "down_proj", "qkv"])
+    states = []
+    for t, target in enumerate(targets):
+        save_adapter(model, tmp_path / f"adapter{t}", seed=t + 1, target_modules=target)
+        states.append(unloaded(model, tmp_path / f"adapter{t}", torch.float64))
+    base = {name: W.double() for name, W in model.state_dict().items()}
+    models = [{"model": f"{tmp_path / 'base'}+{tmp_path / f'adapter{t}'}"} for t in range(2)]
+    given = {"merge_method": method, "base_model": str(tmp_path / "base"), "models": models}
+    epimer.merge({**given, "output": "lora"}, tmp_path / "lora", progress=False)
+    expected = epimer.merge_state_dicts(base, [{n: state[n] for n in base} for state in states], method)
+    assert_close(unloaded(model, tmp_path / "lora", torch.float64), expected, base, 3e-6)
+    assert sum(distance > 0 for distance in moved(expected, base).values()) > 8
+    epimer.merge(given, tmp_path / "dense", progress=False)
+    dense = type(model).from_pretrained(tmp_path / "dense").state_dict()
+    assert_close(dense, expected, base, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "stacked experts"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"use_dora": True}, "use_dora"),
+    ],
+)
+def test_adapters_that_are_not_read_are_refused_for_what_they_are(config, why, tmp_path):
+    model = save_base(tmp_path / "base", llama)
+    save_adapter(model, tmp_path / "adapter", target_modules=["q_proj"])
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    with pytest.raises(epimer.CheckpointError, match=f"{why}.*merge_and_unload"):
+        open_checkpoint(f"{tmp_path / 'base'}+{tmp_path / 'adapter'}")

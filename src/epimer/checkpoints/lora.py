@@ -21,6 +21,8 @@ UNSUPPORTED = ("use_dora", "use_qalora", "use_bdlora", "kasa_config", "layer_rep
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base's weights
 CONV1D = ("gpt2", "imagegpt", "openai-gpt", "decision_transformer")  # models whose linear layers are stored transposed
 
+MOVED = ("model", "language_model", "text_model")  # words of names that a network and its file have in different places
+
 
 class Update(NamedTuple):
     """What an adapter adds to one tensor: scaling·B·A, or its transpose; A and B are names in the adapter's file."""
@@ -104,6 +106,10 @@ class Adapted(Checkpoint):
     def _check_config(self) -> None:
         if (kind := self.config.get("peft_type")) != "LORA":
             raise self._refuse(f"is a {kind} adapter, and only LORA is read")
+        if self.config.get("target_parameters"):
+            raise self._refuse("has factors of stacked experts (target_parameters), which are not read")
+        if self.config.get("trainable_token_indices"):
+            raise self._refuse("has rows of an embedding of its own (trainable_token_indices), which are not read")
         if used := [key for key in UNSUPPORTED if self.config.get(key)]:
             raise self._refuse(f"uses {', '.join(used)}, which is not plain LoRA")
         start = self.config.get("init_lora_weights")
@@ -206,17 +212,35 @@ class Adapted(Checkpoint):
                 raise CheckpointError(f"{where}: alpha_pattern {pattern!r} is no pattern: {error}.") from error
         return default
 
+    @cached_property
+    def _by_layer(self) -> dict[str, list[str]]:
+        """The base's names by what is left of them without the words in which a network and its file differ."""
+        found: dict[str, list[str]] = {}
+        for name in self.base.headers:
+            found.setdefault(_layer_name(name), []).append(name)
+        return found
+
     def _resolve(self, wanted: str, key: str) -> str:
-        """Return the base's name for an adapter's: the same, or the only one that ends with it (or it with that)."""
+        """Return the base's name for an adapter's: the same, or the only one that ends with it (or it with that).
+
+        Networks of transformers with a language model inside are saved under older names than their modules have:
+        `language_model.model.layers` or `model.layers` for `model.language_model.layers`.
+        """
         if wanted in self.base.headers:
             return wanted
         fits = [name for name in self.base.headers if name.endswith(f".{wanted}") or wanted.endswith(f".{name}")]
+        fits = fits if len(fits) == 1 else self._by_layer.get(_layer_name(wanted), fits)
         if len(fits) != 1:
             raise CheckpointError(
                 f"{self.where}: {key!r} belongs to no tensor of {self.base.where}, which has "
                 f"{listed(self.base.headers)}; is it an adapter of this base?"
             )
         return fits[0]
+
+
+def _layer_name(name: str) -> str:
+    """Return a tensor's name without the words that transformers puts elsewhere when it saves a network."""
+    return ".".join(part for part in name.split(".") if part not in MOVED)
 
 
 def model_config(checkpoint: Checkpoint) -> dict[str, object]:
