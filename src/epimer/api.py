@@ -29,6 +29,7 @@ from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, Tagged
 from epimer.methods.options import RULES_PARAMETER
 from epimer.methods.registry import Method, describe_method
+from epimer.plan.adapter import plan_adapter
 from epimer.plan.curvature_inputs import python_curvatures
 from epimer.plan.inputs import check_weights
 from epimer.plan.jobs import Plan
@@ -305,7 +306,8 @@ def sweep(
     if keep_best is not None:
         best = loaded.settled(result.best.method, result.best.scale, result.best.rank)
         run = replace(run, device="auto")
-        warn_of(write_folder(plan_recipe(best, opened), Path(keep_best), run, overwrite=overwrite))
+        plan = plan_adapter(plan_recipe(best, opened))
+        warn_of(write_folder(plan, Path(keep_best), run, overwrite=overwrite))
     return result
 
 

@@ -281,6 +281,20 @@ def test_factors_of_bfloat16_stay_as_they_are(tmp_path):
             assert torch.equal(W, (0.5 * 6 / RANK * torch.cat(own, dim=1).float()).bfloat16())
 
 
+def test_what_is_chosen_is_chosen_among_whole_models(adapters, tmp_path, monkeypatch):
+    """A sweep merges whole models to compare them; the best is written as the recipe says, as an adapter."""
+    code = "def length(state):\n    return {'task': float(sum(W.double().norm() for W in state.values()))}\n"
+    (tmp_path / "score_of_adapters.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = recipe(adapters, "tsv")
+    swept = epimer.sweep(
+        given, "score_of_adapters:length", methods=["average", "tsv"], scales=[1.0], keep_best=tmp_path / "out",
+        progress=False,
+    )  # fmt: skip
+    expected = epimer.merge_state_dicts(adapters.base, adapters.dense, swept.best.method)
+    assert_close(unloaded(adapters.model, tmp_path / "out", torch.float64), expected, adapters.base, 3e-6)
+
+
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 

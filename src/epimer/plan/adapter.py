@@ -34,15 +34,14 @@ class WholeTensors:
 
 
 def plan_adapter(plan: Plan) -> Plan:
-    """Return the plan of the adapter of a merge: jobs for what it holds alone, in the order of the base.
+    """Return the plan of the adapter of a merge, jobs for what it holds alone; of another recipe the plan as it is.
 
     A tensor that adapters change by factors becomes factors; so does, at a given rank, a linear layer that whole models
     change. What is brought or changed as a whole (a norm, a head, a bias) is written as it is. Tensors that no model
     changes are left to the base.
     """
-    if plan.problems:
+    if plan.problems or plan.recipe is None or plan.recipe.output != "lora":
         return plan
-    assert plan.recipe is not None
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
     factors = {job.name: module for job in changed if (module := _module(plan, job, rank)) is not None}

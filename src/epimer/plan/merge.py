@@ -12,7 +12,6 @@ from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, ParameterError, RecipeError, TensorError
 from epimer.methods.registry import Method, describe_method
-from epimer.plan.adapter import plan_adapter
 from epimer.plan.compatibility import compare_folders
 from epimer.plan.curvature_inputs import (
     basis_problems,
@@ -86,7 +85,7 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
         participants = participants.without_base()
     basis = opened.basis if recipe.basis is not None else None
     curvatures = opened.curvatures if any(entry.curvature for entry in recipe.models) else None
-    plan = plan_jobs(
+    return plan_jobs(
         participants,
         method,
         _recipe_settings(recipe, method, participants, basis),
@@ -99,8 +98,6 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
         generation=opened.generation,
         basis=basis,
     )
-    return plan if recipe.output == "model" else plan_adapter(plan)
-
 
 def plan_state_dicts(
     participants: Participants, method: Method, options: Any, weights: Sequence[float] | None, curvature: Any
