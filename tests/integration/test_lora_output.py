@@ -281,6 +281,16 @@ def test_factors_of_bfloat16_stay_as_they_are(tmp_path):
             assert torch.equal(W, (0.5 * 6 / RANK * torch.cat(own, dim=1).float()).bfloat16())
 
 
+@pytest.mark.parametrize("method", ["task_arithmetic", "tsv"])
+def test_adapters_on_adapters_add_their_ranks(adapters, method, tmp_path):
+    given = recipe(adapters, method)
+    given["models"] = [{"model": f"{adapters.texts[2]}+{adapters.folder / 'adapter0'}"}, {"model": adapters.texts[0]}]
+    epimer.merge(given, tmp_path / "out", progress=False)
+    both = {n: adapters.dense[2][n] + adapters.dense[0][n] - W for n, W in adapters.base.items()}
+    expected = epimer.merge_state_dicts(adapters.base, [both, adapters.dense[0]], method)
+    assert_close(unloaded(adapters.model, tmp_path / "out", torch.float64), expected, adapters.base, 1e-5)
+
+
 def test_what_is_chosen_is_chosen_among_whole_models(adapters, tmp_path, monkeypatch):
     """A sweep merges whole models to compare them; the best is written as the recipe says, as an adapter."""
     code = "def length(state):\n    return {'task': float(sum(W.double().norm() for W in state.values()))}\n"

@@ -68,19 +68,25 @@ class Adapted(Checkpoint):
         return [*self.base.state, *self.adapter.state]
 
     def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
-        if name in self.replaced or base.fingerprint != self.base.fingerprint:
+        if name in self.replaced:
             return None
-        if (update := self._factors(name, rows)) is not None:
+        update = self._factors(name, rows)
+        if base.fingerprint != self.base.fingerprint:  # an adapter on an adapter, or on another model
+            under = self.base.delta(name, base, rows)
+            return under if under is None or update is None else _sum(under, update)
+        if update is not None:
             return update
         W = self.headers[name] if rows is None else self.headers[name][slice(*rows)]
         size = W.shape[0] if W.dim() else 1
         return LowRank(torch.zeros(size, 0), torch.zeros(0, W.numel() // size if size else 0))
 
     def delta_rank(self, name: str, base: Checkpoint) -> int | None:
-        if name in self.replaced or base.fingerprint != self.base.fingerprint:
+        if name in self.replaced:
             return None
         update = self.updates.get(self.ties.get(name, name))
-        return 0 if update is None else self.adapter.headers[update.A].shape[0]
+        own = 0 if update is None else self.adapter.headers[update.A].shape[0]
+        under = 0 if base.fingerprint == self.base.fingerprint else self.base.delta_rank(name, base)
+        return None if under is None else under + own
 
     def _factors(self, name: str, rows: Rows) -> LowRank | None:
         """Return what the adapter adds to a tensor or its rows; None if it adds nothing."""
@@ -236,6 +242,11 @@ class Adapted(Checkpoint):
                 f"{listed(self.base.headers)}; is it an adapter of this base?"
             )
         return fits[0]
+
+
+def _sum(first: LowRank, second: LowRank) -> LowRank:
+    """Return the sum of two matrices as factors, whose ranks add up."""
+    return LowRank(torch.cat([first.B, second.B], dim=1), torch.cat([first.A, second.A]))
 
 
 def _layer_name(name: str) -> str:

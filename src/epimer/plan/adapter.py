@@ -130,7 +130,8 @@ def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
     ranks, W = _ranks(plan, job), job.template
     update, dtypes = _update(plan, job)
     dense = None in ranks
-    if dense and (_brought(plan, job) or not is_matrix(job.name, W.shape) or not job.name.endswith(".weight")):
+    linear = update is not None or (is_matrix(job.name, W.shape) and job.name.endswith(".weight"))
+    if dense and (_brought(plan, job) or not linear):
         return None
     m, n = len(W), W.numel() // len(W)
     most = min(m, n) if dense else sum(one or 0 for one in ranks)
