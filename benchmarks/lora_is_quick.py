@@ -105,19 +105,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as place:
         folder = Path(place)
         base = write_base(folder / "base", args.layers)
-        sizes = [write_adapter(folder / f"adapter{t}", args.layers, args.rank, t) for t in range(args.tasks)]
-        print(f"base {base / 1e9:.1f} GB (a hole), {args.tasks} adapters of {sizes[0] / 1e6:.0f} MB")
+        size, *_ = [write_adapter(folder / f"adapter{t}", args.layers, args.rank, t) for t in range(args.tasks)]
+        print(f"base {base / 1e9:.1f} GB (a hole), {args.tasks} adapters of {size / 1e6:.0f} MB")
         for method in args.methods.split(","):
             for rank in (None, args.rank):
                 row = measure(folder, method, args.tasks, rank)
                 row |= {"time_share": row["seconds"] / MINUTE, "memory_share": row["peak"] / MEMORY}
                 rows.append(row)
                 shown = "exact" if rank is None else f"rank {rank}"
-                print(
-                    f"{method:16} {shown:8} {row['seconds']:6.1f} s ({row['computed']:.0f} s of one core)  peak {row['peak'] / 1e9:.2f} GB  "
-                    f"wrote {row['written'] / 1e6:.0f} MB  ({row['time_share']:.2f} of 60 s, "
-                    f"{row['memory_share']:.2f} of 2 GB)"
-                )
+                times = f"{row['seconds']:6.1f} s ({row['computed']:.0f} s of one core)"
+                sizes = f"peak {row['peak'] / 1e9:.2f} GB  wrote {row['written'] / 1e6:.0f} MB"
+                shares = f"{row['time_share']:.2f} of 60 s, {row['memory_share']:.2f} of 2 GB"
+                print(f"{method:16} {shown:8} {times}  {sizes}  ({shares})")
     if args.json:
         about = {"date": str(date.today()), "layers": args.layers, "tasks": args.tasks, "rank": args.rank}
         args.json.write_text(json.dumps({**about, "cores": os.cpu_count(), "rows": rows}, indent=1) + "\n")

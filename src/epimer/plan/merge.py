@@ -99,6 +99,7 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
         basis=basis,
     )
 
+
 def plan_state_dicts(
     participants: Participants, method: Method, options: Any, weights: Sequence[float] | None, curvature: Any
 ) -> Plan:
