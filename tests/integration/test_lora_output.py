@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import epimer
 from commands import run
 from epimer.checkpoints import open_checkpoint
+from epimer.checkpoints.writer import Draft
 from epimer.curvature.format import Provenance
 from epimer.geometry.linalg import LowRank
 from epimer.geometry.metric import Metric
@@ -356,6 +357,30 @@ def test_an_output_is_not_written_twice_nor_over_something_else(adapters, tmp_pa
     epimer.merge({**given, "merge_method": "iso_c"}, tmp_path / "out", progress=False, overwrite=True)
     assert json.loads((tmp_path / "out" / "epimer.json").read_text())["method"] == "iso_c"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_an_interrupted_run_goes_on_and_ends_in_the_same_bytes(adapters, tmp_path, monkeypatch):
+    given, put, calls = recipe(adapters, "tsv"), Draft.put, []
+
+    def interrupted(self, *args):
+        if len(calls) == 7:  # between the two factors of a layer
+            raise KeyboardInterrupt
+        calls.append(args[0])
+        put(self, *args)
+        self.flush()
+
+    epimer.merge(given, tmp_path / "whole", progress=False)
+    monkeypatch.setattr(Draft, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        epimer.merge(given, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+    again = []
+    monkeypatch.setattr(Draft, "put", lambda self, *args: again.append(args[0]) or put(self, *args))
+    epimer.merge(given, tmp_path / "out", progress=False)
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert {*calls} & {*again} == {calls[6]}  # the layer of which only one factor was there
+    assert len(again) + 6 == len(load_file(tmp_path / "out" / "adapter_model.safetensors"))
 
 
 def test_the_command_line(adapters, tmp_path):

@@ -576,7 +576,8 @@ TAIL = "models: [{model: a}]\nbase_model: b\n"
     ("# nothing\n", "1: the recipe is empty; it needs at least merge_method and models."),
     ("{}", "1: the recipe is empty; it needs at least merge_method and models."),
     ("- a\n", "1: a recipe must be a mapping with keys among merge_method, base_model, models, parameters, dtype, "
-              "out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, output, lora_rank. Got ['a'] instead."),
+              "out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, "
+              "output, lora_rank. Got ['a'] instead."),
     ("merge_method: ties\nmodels: [a\ndtype: x\n", "3: not valid YAML: expected ',' or ']', but got ':'."),
     ("a: b: c\n", "1: not valid YAML: mapping values are not allowed here."),
     ("a: 1\n\tb: 2\n", "2: not valid YAML: found character '\\t' that cannot start any token."),
