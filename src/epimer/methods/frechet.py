@@ -284,6 +284,11 @@ def in_basis(options: FrechetOptions) -> bool:
     return options.basis != "full"
 
 
+def in_any_basis(options: FrechetOptions) -> bool:
+    """Return True: what is made of the task vectors themselves, or weighs inputs alone, has no other columns."""
+    return True
+
+
 def epimer_free(layer: Layer, options: FrechetOptions) -> Solution:
     """Return the equation's solution with each task vector standing in for both factors of its curvature."""
     if not layer.metrics or not all(isinstance(metric, TaskGram) for metric in layer.metrics):
@@ -320,7 +325,7 @@ METHODS: tuple[Method, ...] = (
         needs_base=False,
         curvature="kronecker",
         workspace=workspace.one_sided,
-        bounded_rank=lambda options: True,
+        bounded_rank=in_any_basis,
         sweep=True,
         forecast=True,
         laws=MEAN_LAWS,
@@ -347,7 +352,7 @@ METHODS: tuple[Method, ...] = (
         options=FrechetOptions(basis="full"),
         curvature="task-gram",
         workspace=workspace.one_sided,
-        bounded_rank=lambda options: True,
+        bounded_rank=in_any_basis,
         laws=MEAN_LAWS,
     ),
     Method(
@@ -422,7 +427,7 @@ METHODS: tuple[Method, ...] = (
         workspace=workspace.frechet,
         factored=True,
         equivariant=True,
-        bounded_rank=lambda options: True,
+        bounded_rank=in_any_basis,
         sweep=True,
         forecast=True,
         advised_without_data=True,

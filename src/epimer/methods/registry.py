@@ -98,6 +98,10 @@ class Prepared:
     """one entry per model"""
 
 
+def _never(options: MethodOptions) -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Method(Generic[OptionsT]):
     """One row of the registry."""
@@ -148,7 +152,7 @@ class Method(Generic[OptionsT]):
     equivariant: bool = False
     """merges P C_t Qᵀ to P (merge of C_t) Qᵀ for P and Q with orthonormal columns, given `Layer.shape`; task vectors of
     low rank are then merged in the small space that their factors span"""
-    bounded_rank: Callable[[OptionsT], bool] = lambda options: False
+    bounded_rank: Callable[[OptionsT], bool] = _never
     """whether, with some options, a merge has no other columns than its task vectors have (no other rows where inputs
     are stored first), so that its rank is at most the sum of theirs"""
     laws: frozenset[str] = frozenset()
