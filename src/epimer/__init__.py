@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from epimer.api import build_basis as build_basis
     from epimer.api import diagnose as diagnose
     from epimer.api import diagnose_state_dicts as diagnose_state_dicts
+    from epimer.api import extract_lora as extract_lora
     from epimer.api import make_basis as make_basis
     from epimer.api import merge as merge
     from epimer.api import merge_models as merge_models
@@ -63,6 +64,7 @@ _HOMES = {
         "build_basis",
         "diagnose",
         "diagnose_state_dicts",
+        "extract_lora",
         "make_basis",
         "merge",
         "merge_models",

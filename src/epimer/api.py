@@ -17,14 +17,15 @@ from epimer.curvature.basis import HEADER, StoredBasis, save_basis
 from epimer.engine.basis import KINDS, build_bases
 from epimer.engine.merge import MergedState, merge_in_memory
 from epimer.engine.options import RunOptions, in_memory
-from epimer.engine.output import check_output, merge_record, warn_of, write_merge
-from epimer.engine.store_output import write_output
+from epimer.engine.output import check_output, merge_record, warn_of
+from epimer.engine.store_output import write_folder, write_output
 from epimer.engine.threads import check_device
 from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorError, short, warn
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, Tagged
 from epimer.methods.options import RULES_PARAMETER
 from epimer.methods.registry import Method, describe_method
+from epimer.plan.adapter import plan_adapter
 from epimer.plan.curvature_inputs import python_curvatures
 from epimer.plan.inputs import check_weights
 from epimer.plan.jobs import Plan
@@ -32,7 +33,7 @@ from epimer.plan.merge import open_models, plan_recipe, plan_state_dicts
 from epimer.plan.participants import state_dict_participants
 from epimer.progress import Progress
 from epimer.recipe.load import open_recipe
-from epimer.recipe.model import AUTO, Recipe, known_parameters
+from epimer.recipe.model import AUTO, Recipe, extraction, known_parameters
 from epimer.records import Diagnosis, MergeRecord
 
 if TYPE_CHECKING:  # what a plain merge does not need is imported where it is used, so that a merge starts sooner
@@ -98,10 +99,21 @@ def plan_merge(
     loaded, folder = open_recipe(recipe, folder)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if not (loaded.auto or loaded.rounds or loaded.refine):
-        return plan_recipe(loaded, opened)
+        return plan_adapter(plan_recipe(loaded, opened))
     from epimer.diagnosis.choice import choose_and_plan
 
     return choose_and_plan(loaded, opened, folder, RunOptions(progress=progress))
+
+
+def extract_lora(
+    finetuned: str, base: str, out: str | os.PathLike[str], rank: int, *, dtype: str | None = None, **options: Any
+) -> MergeRecord:
+    """Write what a model learnt since its base as a LoRA adapter: of every linear layer the best that a rank can hold.
+
+    What is no linear layer and moved is written whole; the record tells every layer's relative error. `options` are
+    those of `merge`: device, progress, overwrite, max_memory, workers, threads.
+    """
+    return merge(extraction(finetuned, base, rank, dtype), out, **options)
 
 
 @torch.no_grad()
@@ -322,7 +334,8 @@ def sweep(
     if keep_best is not None:
         best = loaded.settled(result.best.method, result.best.scale, result.best.rank)
         run = replace(run, device="auto")
-        warn_of(write_merge(plan_recipe(best, opened), Path(keep_best), run, overwrite=overwrite))
+        plan = plan_adapter(plan_recipe(best, opened))
+        warn_of(write_folder(plan, Path(keep_best), run, overwrite=overwrite))
     return result
 
 

@@ -59,6 +59,10 @@ class Checkpoint(ABC):
         """Return a tensor's difference from `base` as factors where it is stored so; None where it must be computed."""
         return None
 
+    def delta_rank(self, name: str, base: Checkpoint) -> int | None:
+        """Return the rank of what `delta` returns, 0 where a tensor is the base's; None where that returns None."""
+        return None
+
     def problem(self, name: str) -> str | None:
         """Say why a tensor cannot be used as plain numbers, or None; files are checked when they are opened."""
         return None

@@ -21,6 +21,8 @@ UNSUPPORTED = ("use_dora", "use_qalora", "use_bdlora", "kasa_config", "layer_rep
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base's weights
 CONV1D = ("gpt2", "imagegpt", "openai-gpt", "decision_transformer")  # models whose linear layers are stored transposed
 
+MOVED = ("model", "language_model", "text_model")  # words of names that a network and its file have in different places
+
 
 class Update(NamedTuple):
     """What an adapter adds to one tensor: scaling·B·A, or its transpose; A and B are names in the adapter's file."""
@@ -44,6 +46,8 @@ class Adapted(Checkpoint):
         self._check_config()
         self.updates: dict[str, Update] = {}
         self.replaced: dict[str, str] = {}
+        self.brought: dict[str, str] = {}
+        """name -> the tensor of the adapter that stands for it, even where it equals the base's"""
         self._match()
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
@@ -64,13 +68,25 @@ class Adapted(Checkpoint):
         return [*self.base.state, *self.adapter.state]
 
     def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
-        if name in self.replaced or base.fingerprint != self.base.fingerprint:
+        if name in self.replaced:
             return None
-        if (update := self._factors(name, rows)) is not None:
+        update = self._factors(name, rows)
+        if base.fingerprint != self.base.fingerprint:  # an adapter on an adapter, or on another model
+            under = self.base.delta(name, base, rows)
+            return under if under is None or update is None else _sum(under, update)
+        if update is not None:
             return update
         W = self.headers[name] if rows is None else self.headers[name][slice(*rows)]
         size = W.shape[0] if W.dim() else 1
         return LowRank(torch.zeros(size, 0), torch.zeros(0, W.numel() // size if size else 0))
+
+    def delta_rank(self, name: str, base: Checkpoint) -> int | None:
+        if name in self.replaced:
+            return None
+        update = self.updates.get(self.ties.get(name, name))
+        own = 0 if update is None else self.adapter.headers[update.A].shape[0]
+        under = 0 if base.fingerprint == self.base.fingerprint else self.base.delta_rank(name, base)
+        return None if under is None else under + own
 
     def _factors(self, name: str, rows: Rows) -> LowRank | None:
         """Return what the adapter adds to a tensor or its rows; None if it adds nothing."""
@@ -96,6 +112,10 @@ class Adapted(Checkpoint):
     def _check_config(self) -> None:
         if (kind := self.config.get("peft_type")) != "LORA":
             raise self._refuse(f"is a {kind} adapter, and only LORA is read")
+        if self.config.get("target_parameters"):
+            raise self._refuse("has factors of stacked experts (target_parameters), which are not read")
+        if self.config.get("trainable_token_indices"):
+            raise self._refuse("has rows of an embedding of its own (trainable_token_indices), which are not read")
         if used := [key for key in UNSUPPORTED if self.config.get(key)]:
             raise self._refuse(f"uses {', '.join(used)}, which is not plain LoRA")
         start = self.config.get("init_lora_weights")
@@ -135,6 +155,7 @@ class Adapted(Checkpoint):
 
     def _replace(self, name: str, key: str) -> None:
         """Read a tensor from the adapter instead of the base, unless they are the same."""
+        self.brought[name] = key
         own, W = self.adapter.headers[key], self.base.headers[name]
         if own.shape != W.shape or own.is_floating_point() != W.is_floating_point():
             raise CheckpointError(
@@ -147,20 +168,14 @@ class Adapted(Checkpoint):
     def _untie(self) -> None:
         """Drop ties of which only one side is replaced; refuse where the other side is not stored."""
         self.ties = {n: t for n, t in self.ties.items() if self.replaced.get(n) == self.replaced.get(t)}
-        heads = [name for name in self.base.headers if name.endswith(("lm_head.weight", "embed_out.weight"))]
         tables = [name for name in self.replaced if is_embedding(name)]
-        names = self.model_config.get("architectures")
-        kinds = " ".join(map(str, names)) if isinstance(names, list) else ""
-        tied = any(word in kinds for word in ("LMHead", "CausalLM", "ConditionalGeneration", "MaskedLM"))
-        if tables and not heads and tied and self.model_config.get("tie_word_embeddings") is not False:
+        if tables and head_is_table(self.base):
             raise self._refuse(f"brings its own {tables[0]!r}, which the base also uses as its head")
 
     @cached_property
     def model_config(self) -> dict[str, object]:
         """The base's config.json, if it has one."""
-        if self.folder is None or not (self.folder / "config.json").is_file():
-            return {}
-        return read_json(inside(self.folder, "config.json"), str(self.folder / "config.json"))
+        return model_config(self)
 
     def _update(self, module: str, name: str, A: str, B: str, *, embedding: bool) -> Update:
         first, second = self.adapter.headers[A], self.adapter.headers[B]
@@ -203,14 +218,56 @@ class Adapted(Checkpoint):
                 raise CheckpointError(f"{where}: alpha_pattern {pattern!r} is no pattern: {error}.") from error
         return default
 
+    @cached_property
+    def _by_layer(self) -> dict[str, list[str]]:
+        """The base's names by what is left of them without the words in which a network and its file differ."""
+        found: dict[str, list[str]] = {}
+        for name in self.base.headers:
+            found.setdefault(_layer_name(name), []).append(name)
+        return found
+
     def _resolve(self, wanted: str, key: str) -> str:
-        """Return the base's name for an adapter's: the same, or the only one that ends with it (or it with that)."""
+        """Return the base's name for an adapter's: the same, or the only one that ends with it (or it with that).
+
+        Networks of transformers with a language model inside are saved under older names than their modules have:
+        `language_model.model.layers` or `model.layers` for `model.language_model.layers`.
+        """
         if wanted in self.base.headers:
             return wanted
         fits = [name for name in self.base.headers if name.endswith(f".{wanted}") or wanted.endswith(f".{name}")]
+        fits = fits if len(fits) == 1 else self._by_layer.get(_layer_name(wanted), fits)
         if len(fits) != 1:
             raise CheckpointError(
                 f"{self.where}: {key!r} belongs to no tensor of {self.base.where}, which has "
                 f"{listed(self.base.headers)}; is it an adapter of this base?"
             )
         return fits[0]
+
+
+def _sum(first: LowRank, second: LowRank) -> LowRank:
+    """Return the sum of two matrices as factors, whose ranks add up."""
+    return LowRank(torch.cat([first.B, second.B], dim=1), torch.cat([first.A, second.A]))
+
+
+def _layer_name(name: str) -> str:
+    """Return a tensor's name without the words that transformers puts elsewhere when it saves a network."""
+    return ".".join(part for part in name.split(".") if part not in MOVED)
+
+
+def model_config(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return a checkpoint's config.json, if it has one."""
+    folder = checkpoint.folder
+    if folder is None or not (folder / "config.json").is_file():
+        return {}
+    return read_json(inside(folder, "config.json"), str(folder / "config.json"))
+
+
+def head_is_table(base: Checkpoint) -> bool:
+    """Whether a language model uses its table of embeddings as its head too, and so stores no head."""
+    if any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in base.headers):
+        return False
+    config = model_config(base)
+    names = config.get("architectures")
+    kinds = " ".join(map(str, names)) if isinstance(names, list) else ""
+    speaks = any(word in kinds for word in ("LMHead", "CausalLM", "ConditionalGeneration", "MaskedLM"))
+    return speaks and config.get("tie_word_embeddings") is not False

@@ -33,6 +33,8 @@ def merge(
     address: options.Address = None,
     max_memory: options.MaxMemory = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+    lora: Annotated[bool, option("Write a LoRA adapter of the base, as the recipe's output: lora.", "--lora")] = False,
+    lora_rank: Annotated[int | None, option("Its rank at most; implies --lora.", default="all of the merge")] = None,
     any_curvature: options.AnyCurvature = False,
     workers: options.Workers = None,
     threads: Annotated[int, typer.Option(help="Threads for each of them.")] = 1,
@@ -50,6 +52,7 @@ def merge(
     from epimer.engine.options import RunOptions
     from epimer.engine.output import warn_of
     from epimer.engine.store_output import write_output
+    from epimer.recipe.load import open_recipe
 
     progress = not (quiet or as_json)
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
@@ -57,7 +60,10 @@ def merge(
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
     with stoppable("nothing was written"):
-        plan = plan_merge(recipe, progress=progress, any_curvature=any_curvature)
+        loaded, folder = open_recipe(recipe)
+        if lora or lora_rank is not None:
+            loaded = loaded.as_lora(lora_rank)
+        plan = plan_merge(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if out is None or dry_run:
         if not plan.problems:
             try:
@@ -84,6 +90,9 @@ def _print_result(record: MergeRecord, out: str, notes: Sequence[str]) -> None:
     title = f"[bold]{escape(out)}[/]"
     render.print_text(f"{title}  {record.method}, {len(record.tensors)} tensors ({counts})", markup=True)
     render.print_text("parameters: " + ", ".join(f"{100 * s:.3g}% {rule}" for rule, s in record.shares.items()))
+    errors = [tensor.error for tensor in record.tensors.values() if tensor.error is not None]
+    if errors:
+        render.print_text(f"LoRA: {len(errors)} layers, which leave out at most {max(errors):.3g} of a layer's change")
     written, peak = render.size(sum(record.files.values())), render.size(record.peak_memory or 0)
     render.print_text(f"{written} in {record.timings['total']:.1f} s, peak memory {peak}")
     render.print_notes(notes)

@@ -20,6 +20,7 @@ from epimer.evaluation.unlabelled import suite_of_inputs
 from epimer.evaluation.user_code import is_entry_point
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.methods.registry import describe_method
+from epimer.plan.adapter import plan_adapter
 from epimer.plan.inputs import check_weights
 from epimer.plan.jobs import Plan
 from epimer.plan.merge import OpenedModels, plan_recipe
@@ -85,6 +86,7 @@ def choose_and_plan(recipe: Recipe, opened: OpenedModels, folder: Path | None, r
         plan = improved_plan(recipe, chosen, opened, inputs, run)
     else:
         plan = plan_recipe(chosen, opened)
+    plan = plan_adapter(plan)
     if why and inputs is not None:
         plan = replace(plan, unlabelled=samples_of(inputs), choices=(why, *plan.choices))
     if why:

@@ -18,7 +18,9 @@ HUB_NAME = re.compile(rf"({REPO})@[0-9a-f]{{40}}")
 
 def model_card(plan: Plan, record: MergeRecord) -> str:
     """Return README.md with the tags that the hub understands, and no local path."""
-    head: dict[str, object] = {"library_name": "transformers", "tags": ["merge", "epimer", plan.method.name]}
+    adapter = plan.recipe is not None and plan.recipe.output == "lora"
+    library, kind = ("peft", ["lora"]) if adapter else ("transformers", [])
+    head: dict[str, object] = {"library_name": library, "tags": ["merge", "epimer", plan.method.name, *kind]}
     hub = [match[1] for name in _names(plan) if (match := HUB_NAME.fullmatch(name))]
     if hub:
         head |= {"base_model": list(dict.fromkeys(hub)), "base_model_relation": "merge"}
@@ -74,6 +76,8 @@ def _findings(record: MergeRecord) -> str:
     for status in ("damped", "stalled", "clamped", "tied"):
         if count := sum(tensor.status == status for tensor in record.tensors.values()):
             lines.append(f"| {status} | {count} |")
+    if errors := [tensor.error for tensor in record.tensors.values() if tensor.error is not None]:
+        lines.append(f"| largest share of a layer's change that the adapter's rank leaves out | {max(errors):.2g} |")
     gains = [tensor.eta for tensor in record.tensors.values() if tensor.eta is not None]
     if gains:
         lines.append(f"| η, what curvature gained over the flat mean, summed over layers | {sum(gains):.4g} |")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,33 @@ RECORD = "epimer.json"
 MOST = 0.5  # share of the changed parameters that a merge may leave as they were without a warning
 
 
+MergeAll = Callable[[Plan, Engine, Draft, Prepared | None, Progress], dict[str, TensorRecord]]
+"""writes every tensor of a plan to a draft and returns their records"""
+
+
 def write_merge(
     plan: Plan, out: Path, run: RunOptions, *, max_shard_size: str | int = "5GB", overwrite: bool = False
 ) -> MergeRecord:
-    """Carry out a plan, or find that it has been carried out."""
-    started = time.perf_counter()
+    """Carry out a plan into a model folder, or find that it has been carried out."""
     plan.check()
     engine = run.start(plan.parts)
     shards = plan_shards(plan.outputs, plan.ties, parse_size(max_shard_size, "max_shard_size"), _stem(plan))
-    sidecars = _sidecars(plan, shards)
+    return write_files(plan, out, run, engine, shards, _sidecars(plan, shards), _merge_all, overwrite=overwrite)
+
+
+def write_files(
+    plan: Plan,
+    out: Path,
+    run: RunOptions,
+    engine: Engine,
+    shards: list[Shard],
+    sidecars: dict[str, bytes],
+    merge_all: MergeAll,
+    *,
+    overwrite: bool,
+) -> MergeRecord:
+    """Carry out a plan into the files of a folder, or find that it has been carried out."""
+    started = time.perf_counter()
     out = Path(os.path.abspath(out.expanduser()))
     recover(out)
     if (record := finished(out, plan, shards, sidecars)) is not None:
@@ -56,7 +74,7 @@ def write_merge(
         try:
             prepared = _prepare(plan, engine, draft, progress)
             before = time.perf_counter()
-            records = _merge_all(plan, engine, draft, prepared, progress)
+            records = merge_all(plan, engine, draft, prepared, progress)
             now = time.perf_counter()
             timings = {"prepass": before - started, "merge": now - before, "total": now - started}
             files = {shard.file: shard.size for shard in shards} | {file: len(data) for file, data in sidecars.items()}
@@ -226,7 +244,7 @@ def _prepare(plan: Plan, engine: Engine, draft: Draft, progress: Progress) -> Pr
 def _merge_all(
     plan: Plan, engine: Engine, draft: Draft, prepared: Prepared | None, progress: Progress
 ) -> dict[str, TensorRecord]:
-    done = {key: _tensor_record(entry) for key, entry in draft.done.items()}
+    done = {key: tensor_record(entry) for key, entry in draft.done.items()}
     stage = progress.begin("merging", plan.reads)
     stage.advance(sum(job.reads for job in plan.parts if job.key in done), "")
     left = [job for job in plan.parts if job.key not in done]
@@ -244,7 +262,8 @@ def _merge_all(
     return all_records(plan, records)
 
 
-def _tensor_record(entry: dict[str, Any]) -> TensorRecord:
+def tensor_record(entry: dict[str, Any]) -> TensorRecord:
+    """Return the record of a tensor that a journal holds."""
     return TensorRecord(**{**entry, "shape": tuple(entry["shape"])})
 
 

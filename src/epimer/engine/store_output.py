@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from epimer.checkpoints.object_store import all_files, explain_store_errors, filesystem, is_store
+from epimer.engine.adapter_output import write_adapter
 from epimer.engine.options import RunOptions
 from epimer.engine.output import RECORD, write_merge
 from epimer.errors import OutputError, listed
@@ -29,7 +30,16 @@ def write_output(
     """Carry out a plan into a folder here or, where `out` is an address, in an object store."""
     if is_store(str(out)):
         return merge_into_store(plan, str(out), run, max_shard_size=max_shard_size, overwrite=overwrite)
-    return write_merge(plan, Path(out), run, max_shard_size=max_shard_size, overwrite=overwrite)
+    return write_folder(plan, Path(out), run, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+def write_folder(
+    plan: Plan, out: Path, run: RunOptions, *, max_shard_size: str | int = "5GB", overwrite: bool
+) -> MergeRecord:
+    """Carry out a plan into a folder: of a model, or of an adapter where the recipe says so."""
+    if plan.recipe is not None and plan.recipe.output == "lora":
+        return write_adapter(plan, out, run, overwrite=overwrite)
+    return write_merge(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
 def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool = False, **options: Any) -> MergeRecord:
@@ -53,7 +63,7 @@ def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool =
             fs.rm(beside(path), recursive=True)
     digest = hashlib.blake2b(url.encode(), digest_size=6).hexdigest()
     staged = Path.cwd() / f".{path.rpartition('/')[2]}-{digest}.epimer-upload"
-    record = write_merge(plan, staged, run, overwrite=True, **options)  # what is staged is ours
+    record = write_folder(plan, staged, run, overwrite=True, **options)  # what is staged is ours
     with explain_store_errors(url, "written", OutputError):
         check_store(fs, path, url, old or stopped, overwrite=overwrite or ours)
         upload(fs, staged, path)

@@ -145,8 +145,11 @@ def tsv_delta(atoms: Tagged, weights: Sequence[float]) -> Tensor:
     return atoms.lift_atoms(tsv_coefficients(atoms, weights))
 
 
-def iso_c_delta(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the merge of Iso-C: the sum of task vectors with every singular value replaced by their mean."""
-    side = min(deltas[0].shape)
+def iso_c_delta(deltas: Sequence[Tensor], weights: Sequence[float], side: int | None = None) -> Tensor:
+    """Return the merge of Iso-C: the sum of task vectors with every singular value replaced by the mean of `side`.
+
+    `side` is the number of singular values, zeros included: by default the shorter side of the task vectors.
+    """
+    side = min(deltas[0].shape) if side is None else side
     U, sigma, V = top_svd(len(deltas) * weighted_sum(deltas, weights), side)
     return sigma.sum() / side * (U @ V.T)

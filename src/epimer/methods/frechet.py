@@ -121,7 +121,7 @@ class FisherOptions(MethodOptions):
 
 def frechet(layer: Layer, options: FrechetOptions) -> Solution:
     """Return the mean, the sum or the anchored step, in the subspace that the options name."""
-    shape, tasks = layer.deltas[0].shape, len(layer.deltas)
+    shape, tasks = layer.shape, len(layer.deltas)
     rank = clamp_rank(shape, tasks, options.rank) if len(shape) == 2 else 0
     atoms = None if layer.basis is None else atoms_of(layer.basis)
     anchored_at_tsv = options.aggregator == "anchored" and options.anchor == "tsv"
@@ -219,7 +219,7 @@ def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Tens
         case "sum":
             return len(layer.deltas) * weighted_sum(layer.deltas, layer.weights)
         case "iso_c":
-            return iso_c_delta(layer.deltas, layer.weights)
+            return iso_c_delta(layer.deltas, layer.weights, min(layer.shape))
         case "tsv":
             assert atoms is not None
             return tsv_delta(atoms, layer.weights)
@@ -306,6 +306,16 @@ def _gram(D: Tensor, inputs: int, energy: float) -> Tensor:
     return (D.T @ D if inputs else D @ D.T).div_(energy)
 
 
+def in_basis(options: FrechetOptions) -> bool:
+    """Return whether a merge is made in a basis of the task vectors' singular vectors, and not in the full space."""
+    return options.basis != "full"
+
+
+def in_any_basis(options: FrechetOptions) -> bool:
+    """Return True: what is made of the task vectors themselves, or weighs inputs alone, has no other columns."""
+    return True
+
+
 def epimer_free(layer: Layer, options: FrechetOptions) -> Solution:
     """Return the equation's solution with each task vector standing in for both factors of its curvature."""
     if not layer.metrics or not all(isinstance(metric, TaskGram) for metric in layer.metrics):
@@ -342,6 +352,7 @@ METHODS: tuple[Method, ...] = (
         needs_base=False,
         curvature="kronecker",
         workspace=workspace.one_sided,
+        bounded_rank=in_any_basis,
         sweep=True,
         forecast=True,
         laws=MEAN_LAWS,
@@ -368,6 +379,7 @@ METHODS: tuple[Method, ...] = (
         options=FrechetOptions(basis="full"),
         curvature="task-gram",
         workspace=workspace.one_sided,
+        bounded_rank=in_any_basis,
         laws=MEAN_LAWS,
     ),
     Method(
@@ -382,6 +394,7 @@ METHODS: tuple[Method, ...] = (
         accepts=("diagonal", "projected"),
         workspace=workspace.frechet,
         factored=True,
+        bounded_rank=in_basis,
         sweep=True,
         forecast=True,
         laws=SUM_LAWS,
@@ -397,6 +410,7 @@ METHODS: tuple[Method, ...] = (
         accepts=KRONECKER,
         workspace=workspace.frechet,
         factored=True,
+        bounded_rank=in_basis,
         sweep=True,
         forecast=True,
         laws=MEAN_LAWS | {"curvature_scale"},
@@ -424,6 +438,7 @@ METHODS: tuple[Method, ...] = (
         accepts=("samples", "projected"),
         workspace=workspace.frechet,
         factored=True,
+        bounded_rank=in_basis,
         sweep=True,
         forecast=True,
         laws=SUM_LAWS,
@@ -438,6 +453,8 @@ METHODS: tuple[Method, ...] = (
         curvature="task-gram",
         workspace=workspace.frechet,
         factored=True,
+        equivariant=True,
+        bounded_rank=in_any_basis,
         sweep=True,
         forecast=True,
         advised_without_data=True,

@@ -59,6 +59,13 @@ class Layer:
     """what the method's pre-pass found out about each model"""
     inputs: int = 1
     """the dimension of the stored tensor that the layer's inputs belong to: 1, or 0 for GPT-2's Conv1D"""
+    whole_shape: tuple[int, int] | None = None
+    """the tensor's own shape where `deltas` are small cores C_t of D_t = P C_t Qᵀ, P and Q with orthonormal columns"""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape of the whole tensor's task vectors, which ranks and means of singular values are counted from."""
+        return self.whole_shape or self.deltas[0].shape
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,10 @@ class Prepared:
     """None where every tensor keeps its own"""
     context: list[Any] | None = None
     """one entry per model"""
+
+
+def _never(options: MethodOptions) -> bool:
+    return False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,6 +149,12 @@ class Method(Generic[OptionsT]):
     """tensors of the workspace have the longer side twice"""
     factored: bool = False
     """takes task vectors of low rank as they are, where its basis is not the full space"""
+    equivariant: bool = False
+    """merges P C_t Qᵀ to P (merge of C_t) Qᵀ for P and Q with orthonormal columns, given `Layer.shape`; task vectors of
+    low rank are then merged in the small space that their factors span"""
+    bounded_rank: Callable[[OptionsT], bool] = _never
+    """whether, with some options, a merge has no other columns than its task vectors have (no other rows where inputs
+    are stored first), so that its rank is at most the sum of theirs"""
     laws: frozenset[str] = frozenset()
     """which of the laws in epimer.testing it obeys at its defaults"""
 

@@ -38,7 +38,7 @@ class IsoCtsOptions(MethodOptions):
 
 def clamped(layer: Layer) -> Solution:
     """Return the average of a layer too small to give every task a direction, with a note of that."""
-    note = f"{min(layer.deltas[0].shape)} directions cannot be shared by {len(layer.deltas)} tasks: averaged"
+    note = f"{min(layer.shape)} directions cannot be shared by {len(layer.deltas)} tasks: averaged"
     return Solution(weighted_sum(layer.deltas, layer.weights), Status.CLAMPED, rank=0, note=note)
 
 
@@ -52,7 +52,7 @@ def tsv(layer: Layer, options: TsvOptions) -> Solution:
     if layer.basis is not None and options.coefficients == "sigma":  # a projection is on atoms of the method's own rank
         atoms, rank, note = atoms_of(layer.basis), layer.basis.rank, ""
     else:
-        rank = clamp_rank(layer.deltas[0].shape, len(layer.deltas), options.rank)
+        rank = clamp_rank(layer.shape, len(layer.deltas), options.rank)
         if rank == 0:
             return clamped(layer)
         atoms, note = tagged(layer.deltas, rank), rank_note(options.rank, rank)
@@ -65,7 +65,7 @@ def tsv(layer: Layer, options: TsvOptions) -> Solution:
 
 def iso_c(layer: Layer, options: MethodOptions) -> Solution:
     """Give the sum of task vectors one singular value, the mean of its own."""
-    return Solution(iso_c_delta(layer.deltas, layer.weights))
+    return Solution(iso_c_delta(layer.deltas, layer.weights, min(layer.shape)))
 
 
 def _beyond(common: Svd, D: Tensor, rank: int, inputs: int) -> Svd:
@@ -78,7 +78,7 @@ def _beyond(common: Svd, D: Tensor, rank: int, inputs: int) -> Svd:
 
 def iso_cts(layer: Layer, options: IsoCtsOptions) -> Solution:
     """Keep the top directions of the sum, fill up with each task's own, whiten both sides, equalise."""
-    tasks, side = len(layer.deltas), min(layer.deltas[0].shape)
+    tasks, side = len(layer.deltas), min(layer.shape)
     own = min(round((side - int(side * options.common)) / tasks), side // tasks)  # directions of each task
     summed = [tasks * w * D for w, D in zip(layer.weights, layer.deltas, strict=True)]
     common = top_svd(weighted_sum(summed, [1.0] * tasks), side - own * tasks)
@@ -98,6 +98,7 @@ METHODS: tuple[Method, ...] = (
         options=TsvOptions(),
         workspace=workspace.tsv,
         factored=True,
+        equivariant=True,
         sweep=True,
         forecast=True,
         laws=frozenset({"permutation", "copies", "scale_zero"}),
@@ -111,6 +112,7 @@ METHODS: tuple[Method, ...] = (
         options=MethodOptions(),
         workspace=workspace.iso_c,
         factored=True,
+        equivariant=True,
         sweep=True,
         laws=frozenset({"permutation", "scale_zero"}),
     ),
@@ -122,6 +124,7 @@ METHODS: tuple[Method, ...] = (
         merge=iso_cts,
         options=IsoCtsOptions(),
         workspace=workspace.iso_cts,
+        equivariant=True,
         laws=frozenset({"permutation", "scale_zero"}),
     ),
 )

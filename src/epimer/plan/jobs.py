@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import epimer
+from epimer.checkpoints.adapter_files import LoraModule
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
@@ -75,6 +76,8 @@ class Job:
     """what is to be computed, in units of kernels"""
     stacked: bool = False
     """whether each entry of the first dimension is a matrix of its own: the experts of a layer"""
+    lora: LoraModule | None = None
+    """the layer of an adapter that it is written to, as factors; None where the tensor itself is written"""
 
     @property
     def key(self) -> str:
@@ -104,7 +107,7 @@ class Job:
 
     @property
     def writes(self) -> int:
-        return nbytes(self.template)
+        return nbytes(self.template) if self.lora is None else sum(map(nbytes, self.lora.headers.values()))
 
     @property
     def entrywise(self) -> bool:
@@ -122,6 +125,8 @@ class Job:
 
     def parts(self) -> list[Job]:
         """Divide a stack into its matrices, and a wide tensor whose entries do not depend on each other into blocks."""
+        if self.lora is not None:
+            return [self]
         if self.stacked and self.rows is None:
             return self.members()
         return self._divided(-(-self.memory // PART)) if self.entrywise else [self]
@@ -176,6 +181,8 @@ class Plan:
     """what was chosen and by what, in words"""
     corrections: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> what is added to the merged tensor: the steps of its refinement"""
+    whole_model: Sequence[Job] | None = None
+    """the jobs of the whole model where `jobs` are those of an adapter, for methods that look at all of it first"""
 
     @property
     def modules(self) -> Path | None:
@@ -201,12 +208,16 @@ class Plan:
     @cached_property
     def parts(self) -> list[Job]:
         """The jobs to run: every tensor but the tied ones, wide ones in parts."""
-        return [part for job in self.jobs if job.name not in self.ties for part in job.parts()]
+        return self._parts_of(self.jobs)
 
     @property
     def merged(self) -> list[Job]:
-        """The parts that take part in arithmetic."""
-        return [job for job in self.parts if job.method is not None]
+        """The parts of the whole model that take part in arithmetic."""
+        parts = self.parts if self.whole_model is None else self._parts_of(self.whole_model)
+        return [job for job in parts if job.method is not None]
+
+    def _parts_of(self, jobs: Sequence[Job]) -> list[Job]:
+        return [part for job in jobs if job.name not in self.ties for part in job.parts()]
 
     @property
     def memory(self) -> int:

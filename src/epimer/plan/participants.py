@@ -46,6 +46,9 @@ class Participant:
     def delta(self, name: str, base: Participant, rows: Rows = None) -> LowRank | None:
         return self.checkpoint.delta(self.stored.get(name, name), base.checkpoint, rows)
 
+    def delta_rank(self, name: str, base: Participant) -> int | None:
+        return self.checkpoint.delta_rank(self.stored.get(name, name), base.checkpoint)
+
     def size(self, name: str) -> int:
         return self.checkpoint.size(self.stored.get(name, name))
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 ALIASES = {"linear": "average", "dare_linear": "dare"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
-        "basis", "rules", "scale", "eval", "rounds", "refine")  # fmt: skip
+        "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank")  # fmt: skip
+OUTPUTS = ("model", "lora")
 TWICE = "scale is given twice: scale, parameters.scale and lambda are one; keep one."
 NOT_OURS = {
     "slices": "mergekit's 'slices' stacks layers of several models, which is not done here; list whole 'models'.",
@@ -134,7 +135,23 @@ class _Reader:
             eval=self.text(("eval",), data.get("eval")),
             rounds=self.count(data, "rounds"),
             refine=self.count(data, "refine"),
+            **self.output(data, base),
         )
+
+    def output(self, data: Mapping[str, Any], base: str | None) -> dict[str, Any]:
+        """Return what is written, a model or a LoRA adapter, and the rank of an adapter where one is given."""
+        output, rank = data.get("output", OUTPUTS[0]), data.get("lora_rank")
+        if output not in OUTPUTS:
+            raise self.wrong(("output",), output, f"one of {', '.join(OUTPUTS)}")
+        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+            raise self.wrong(("lora_rank",), rank, "an integer at least 1")
+        if rank is not None and output != "lora":
+            raise self.error(("lora_rank",), "lora_rank is the rank of an adapter; add 'output: lora', or remove it.")
+        if output == "lora" and base is None:
+            raise self.error(("output",), "a LoRA adapter is one of a base model; add 'base_model'.")
+        if output == "lora" and data.get("refine"):
+            raise self.error(("refine",), "'refine' changes dense weights, not adapters; remove it, or 'output: lora'.")
+        return {"output": output, "lora_rank": rank}
 
     def count(self, data: Mapping[str, Any], key: str) -> int:
         """Return how often something is done on the inputs that were kept with curvature; 0 where it is not."""

@@ -82,6 +82,10 @@ class Recipe(_Frozen):
     """how often curvature is measured again at the merge, on the inputs that were kept with it"""
     refine: int = 0
     """natural-gradient steps at most towards each task's own model, on the same inputs"""
+    output: str = "model"
+    """model, or lora: a PEFT adapter of the base instead of a whole model"""
+    lora_rank: int | None = None
+    """the rank of the adapter's layers at most; None keeps all of a merge whose rank is bounded"""
 
     def settings(self, name: str, t: float) -> Settings:
         """Return the parameters and weights of the tensor `name` at depth `t` (from `depths`)."""
@@ -130,6 +134,13 @@ class Recipe(_Frozen):
                 "normalize_weights": self.normalize_weights if own else None,
             }
         )
+
+    def as_lora(self, rank: int | None) -> Recipe:
+        """Return the recipe with a LoRA adapter as its output, of a rank at most or of all that the merge has."""
+        from epimer.recipe.load import load_recipe
+
+        more = {"output": "lora"} | ({} if rank is None else {"lora_rank": rank})
+        return load_recipe(self.to_dict() | more)
 
     def varying(self) -> frozenset[str]:
         """Return the names of the parameters, `weight` included, that differ between tensors."""
@@ -190,6 +201,12 @@ class Recipe(_Frozen):
         high, part = min(low + 1, len(leaf) - 1), position - low
         value = (1 - part) * leaf[low] + part * leaf[high]
         return round(value) if kind == "integer" else value
+
+
+def extraction(finetuned: str, base: str, rank: int, dtype: str | None = None) -> dict[str, Any]:
+    """Return the recipe, as a mapping, of an adapter that is one model's difference from its base."""
+    recipe = {"merge_method": "task_arithmetic", "base_model": base, "models": [{"model": finetuned}]}
+    return {**recipe, "output": "lora", "lora_rank": rank, **({} if dtype is None else {"dtype": dtype})}
 
 
 def _entries(value: Value) -> tuple[Filtered, ...]:

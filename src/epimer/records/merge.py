@@ -51,6 +51,8 @@ class TensorRecord:
     """how long it took, where it was timed"""
     unchanged: bool = False
     """whether it was merged, and the result is the base's tensor all the same"""
+    error: float | None = None
+    """share of the merged task vector that the rank of an adapter leaves out, ‖D - BA‖ / ‖D‖; None in a whole model"""
 
     @property
     def parameters(self) -> int:
@@ -63,6 +65,7 @@ class MergeRecord(Record):
     """How a merge was done: the method, its parameters and every tensor's rule."""
 
     kind: ClassVar[str] = "merge"
+    omitted: ClassVar[frozenset[str]] = frozenset({"error"})
 
     method: str
     parameters: dict[str, Any]
