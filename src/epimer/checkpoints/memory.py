@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +86,13 @@ class Cached(Checkpoint):
 
     def sample(self, name: str) -> bytes:
         return self.source.sample(name)
+
+    @property
+    def folders(self) -> list[Path]:
+        return self.source.folders
+
+    def adapted_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return self.source.adapted_config(config)
 
 
 def _itself(source: Checkpoint) -> Checkpoint:

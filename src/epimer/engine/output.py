@@ -257,7 +257,8 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
     dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
     folder = plan.participants.donor.folder
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation) | sentence_files(plan.modules)
+    adapt = plan.participants.donor.adapted_config
+    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation, adapt) | sentence_files(plan.modules)
     if (index := shard_index(shards, plan.outputs)) is not None:
         files[INDEX] = index
     left = code_files(folder)

@@ -63,7 +63,7 @@ def compare_folders(
     merged = [name for name in participants.template.headers if matching(name, rules) not in KEPT]
     folders: dict[Path, Folder] = {}
     for participant in participants.all:
-        if (path := participant.checkpoint.folder) is not None:
+        for path in participant.checkpoint.folders:
             folders.setdefault(path, Folder(participant.label, path))
     with collect_errors(problems, "configs"):
         configs = {one: found for one in folders.values() if (found := _config(one)) is not None}

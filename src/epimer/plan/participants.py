@@ -20,6 +20,7 @@ from epimer.checkpoints.memory import Cached, StateDict, total_bytes
 from epimer.checkpoints.quantized import dequantized
 from epimer.errors import EpimerError, TensorError
 from epimer.geometry.linalg import LowRank
+from epimer.plan.slices import stack_sources
 from epimer.recipe.model import Recipe
 
 SAMPLED = 1 << 18  # entries of a model that tell about all of them
@@ -71,6 +72,8 @@ class Participants:
     """name -> the earlier name that is the same tensor in the template and in every model"""
     donor: Checkpoint
     """whose config and other files an output gets"""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """what a recipe calls a model -> what to call it where paths must not be shown"""
 
     @property
     def all(self) -> list[Participant]:
@@ -109,7 +112,8 @@ class Participants:
     def without_base(self) -> Participants:
         """Return the same models without the base, whose files the output still gets."""
         labels = [model.label for model in self.models]
-        return align(None, [model.checkpoint for model in self.models], labels, donor=self.donor)
+        alone = align(None, [model.checkpoint for model in self.models], labels, donor=self.donor)
+        return replace(alone, names=self.names)
 
     def kept_in_memory(self, most: int) -> Participants:
         """Return the same models with tensors that are read once and kept, where they fit in `most` bytes."""
@@ -148,15 +152,21 @@ def open_participants(
         return opened.get(text)
 
     base = None if recipe.base_model is None else opening(recipe.base_model, "base_model")
-    models = [opening(entry.model, f"models[{t}]") for t, entry in enumerate(recipe.models)]
+    donor = None
+    if recipe.slices:
+        base, models, donor = stack_sources(recipe, base, opening, problems)
+    else:
+        models = [opening(entry.model, f"models[{t}]") for t, entry in enumerate(recipe.models)]
     source = recipe.tokenizer_source or "base"
     place = Path(locate(source, folder)).expanduser()
     tokenizer = None if source == "base" else place if place.is_dir() else opening(source, "tokenizer_source")
     if problems:
         return None, None
     present = [model for model in models if model is not None]
-    labels = [f"models[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
-    participants = align(base, present, labels)
+    each = "sources" if recipe.slices else "models"
+    labels = [f"{each}[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
+    names = {text: checkpoint.name for text, checkpoint in opened.items()}
+    participants = replace(align(base, present, labels, donor=donor), names=names)
     return participants, tokenizer if isinstance(tokenizer, Path) else (
         tokenizer or participants.donor
     ).tokenizer_folder
@@ -203,11 +213,7 @@ def sample_rows(
 
 def public_recipe(recipe: Recipe, participants: Participants, tokenizer: Path | None) -> str:
     """Return a recipe as YAML without local paths."""
-    names = {}
-    if recipe.base_model is not None:
-        names[recipe.base_model] = participants.donor.name
-    for entry, model in zip(recipe.models, participants.models, strict=True):
-        names[entry.model] = model.checkpoint.name
+    names = dict(participants.names)
     source = recipe.tokenizer_source
     if source not in (None, "base") and source not in names:
         cached = tokenizer is not None and "snapshots" in tokenizer.parts
