@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import zip_longest
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
     from epimer.methods.options import Parameter
     from epimer.methods.registry import Method
 
+NAME = re.compile(r"\w[\w.-]*")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 ALIASES = {"linear": "average", "dare_linear": "dare"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
-        "basis", "rules", "scale", "eval", "rounds", "refine", "slices", "modules")  # fmt: skip
+        "basis", "rules", "scale", "eval", "rounds", "refine", "slices", "modules", "name")  # fmt: skip
 TWICE = "scale is given twice: scale, parameters.scale and lambda are one; keep one."
 NOT_OURS = {
     "tokenizer": "mergekit's 'tokenizer' builds a new one, which is not done here; name one in 'tokenizer_source'.",
@@ -54,10 +56,20 @@ def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
     """Read a recipe from a YAML file, or from the mapping such a file holds, and check all of it."""
     if isinstance(source, Mapping):
         return Reader(YamlFile(None)).recipe(_plain(source))
+    recipes = read_recipes(source)
+    if len(recipes) > 1:
+        file, recipe = recipes[1]
+        raise file.error((), f"the file holds {len(recipes)} recipes, which only `epimer merge` takes; expected one.")
+    return recipes[0][1]
+
+
+def read_recipes(source: str | os.PathLike[str]) -> list[tuple[YamlFile, Recipe]]:
+    """Return the recipes of a YAML file in its order, each with its lines."""
     if not isinstance(source, str | os.PathLike):
         raise RecipeError(f"A recipe is a path to a YAML file or a mapping, got {type(source).__name__}.")
     file = YamlFile(os.fspath(source))
-    return Reader(file).recipe(file.read())
+    documents = file.read_all() or [(file, None)]
+    return [(part, Reader(part).recipe(data)) for part, data in documents]
 
 
 def _plain(data: Any) -> Any:
@@ -139,7 +151,15 @@ class Reader:
             eval=self.text(("eval",), data.get("eval")),
             rounds=self.count(data, "rounds"),
             refine=self.count(data, "refine"),
+            name=self.name(data),
         )
+
+    def name(self, data: Mapping[str, Any]) -> str | None:
+        """Return what other recipes of the file call the merged model, which its folder is called too."""
+        name = self.text(("name",), data.get("name"))
+        if name is not None and not NAME.fullmatch(name):
+            raise self.wrong(("name",), name, "the name of a folder: letters, digits, and . _ - after the first")
+        return name
 
     def count(self, data: Mapping[str, Any], key: str) -> int:
         """Return how often something is done on the inputs that were kept with curvature; 0 where it is not."""

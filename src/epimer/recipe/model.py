@@ -106,6 +106,8 @@ class Recipe(_Frozen):
     """how often curvature is measured again at the merge, on the inputs that were kept with it"""
     refine: int = 0
     """natural-gradient steps at most towards each task's own model, on the same inputs"""
+    name: str | None = None
+    """what the other recipes of the same file call the merged model"""
 
     def settings(self, name: str, t: float) -> Settings:
         """Return the parameters and weights of the tensor `name` at depth `t` (from `depths`)."""
@@ -166,9 +168,31 @@ class Recipe(_Frozen):
             }
         )
 
+    def renamed(self, names: Mapping[str, str]) -> Recipe:
+        """Return the recipe with models, also under an adapter, that are called otherwise."""
+
+        def rename(text: str | None) -> str | None:
+            return text and "+".join(names.get(part.strip(), part) for part in text.split("+"))
+
+        models = tuple(one.model_copy(update={"model": rename(one.model)}) for one in self.models)
+        slices = []
+        for place in self.slices:
+            sources = tuple(one.model_copy(update={"model": rename(one.model)}) for one in place.sources)
+            slices.append(place.model_copy(update={"sources": sources}))
+        places = {key: rename(getattr(self, key)) for key in ("base_model", "tokenizer_source")}
+        return self.model_copy(update={"models": models, "slices": tuple(slices), **places})
+
+    @property
+    def model_names(self) -> set[str]:
+        """The models that the recipe names, adapters apart from what is under them."""
+        entries = [one.model for one in self.models] if not self.slices else []
+        entries += [source.model for place in self.slices for source in place.sources]
+        entries += [text for text in (self.base_model, self.tokenizer_source) if text is not None]
+        return {part.strip() for text in entries for part in text.split("+")}
+
     def merged_sources(self, place: Slice) -> list[Source]:
         """Return the sources of a slice without the base, where the method takes differences from that."""
-        based = self.merge_method == AUTO or needs_base(self.merge_method)
+        based = needs_base(self.merge_method)
         return [source for source in place.sources if not (based and source.model == self.base_model)]
 
     def slice_of(self, name: str, t: float) -> tuple[Slice | None, float]:
@@ -309,7 +333,7 @@ def needs_base(method: str) -> bool:
     """Whether a method takes differences from a base model."""
     from epimer.methods.registry import describe_method
 
-    return describe_method(method).needs_base
+    return method == AUTO or describe_method(method).needs_base
 
 
 def known_parameters(method: str) -> dict[str, Parameter]:
