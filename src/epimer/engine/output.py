@@ -258,7 +258,8 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
     folder = plan.participants.donor.folder
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     adapt = plan.participants.donor.adapted_config
-    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation, adapt) | sentence_files(plan.modules)
+    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation, adapt)
+    files |= {**plan.tokenizer_files, **sentence_files(plan.modules)}
     if (index := shard_index(shards, plan.outputs)) is not None:
         files[INDEX] = index
     left = code_files(folder)

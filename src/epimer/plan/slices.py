@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.layers import LayerRange, Stacked, layer_count
-from epimer.errors import EpimerError, RecipeError
+from epimer.errors import RecipeError
 from epimer.layer_names import module_of
 from epimer.recipe.model import Recipe, Slice, Source, needs_base
 
-Opening = Callable[[str, str], Checkpoint | None]
-"""the name of a model and what to call it in an error -> the checkpoint; None where it cannot be opened"""
-
 
 def stack_sources(
-    recipe: Recipe, base: Checkpoint | None, opening: Opening, problems: list[EpimerError]
-) -> tuple[Checkpoint | None, list[Checkpoint | None], Checkpoint | None]:
+    recipe: Recipe, base: Checkpoint | None, opened: Mapping[str, Checkpoint]
+) -> tuple[Checkpoint | None, list[Checkpoint], Checkpoint | None]:
     """Return the base and the models of a recipe with slices, and the checkpoint whose config the output gets.
 
     Model `i` has the layers of the i-th source of every slice; where a slice has fewer, those of its first, which have
     no weight there, or the base's. A method that takes no differences has no base: that is then only asked for config.
     """
-    opened: dict[str, Checkpoint] = {}
     for k, place in enumerate(recipe.slices):
         for i, source in enumerate(place.sources):
-            label = f"slices[{k}].sources[{i}]"
-            if source.model not in opened and (checkpoint := opening(source.model, label)) is not None:
-                opened[source.model] = checkpoint
-            if source.model in opened:
-                problems += _range_problems(recipe, source, opened[source.model], place.module, label)
-    if problems:
-        return None, [], None
+            _check_range(recipe, source, opened[source.model], place.module, f"slices[{k}].sources[{i}]")
     based = base if base is not None and needs_base(recipe.merge_method) else None
     like = base or opened[recipe.slices[0].sources[0].model]
 
@@ -59,18 +50,12 @@ def stack_sources(
     return None if based is None else stacked(of_base), models, None if based else models[0]
 
 
-def _range_problems(
-    recipe: Recipe, source: Source, checkpoint: Checkpoint, module: str, label: str
-) -> list[EpimerError]:
-    """Return why a source cannot give its layers."""
+def _check_range(recipe: Recipe, source: Source, checkpoint: Checkpoint, module: str, label: str) -> None:
+    """Refuse layers that a source does not have."""
     if source.layer_range is None:
-        return []
+        return
     modules = tuple(dict.fromkeys(place.module for place in recipe.slices))
-    try:
-        count = layer_count(checkpoint, [name for name in checkpoint.headers if module_of(name, modules) == module])
-    except EpimerError as error:
-        return [RecipeError(f"{label}: {error}")]
-    if source.layer_range[1] <= count:
-        return []
-    asked = list(source.layer_range)
-    return [RecipeError(f"{label}: layer_range {asked} ends beyond the {count} layers of {source.model}.")]
+    names = [name for name in checkpoint.headers if module_of(name, modules) == module]
+    count, asked = layer_count(checkpoint, names), list(source.layer_range)
+    if asked[1] > count:
+        raise RecipeError(f"{label} has layer_range {asked}, and {source.model} has only {count} layers.")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from epimer.errors import ParameterError, RecipeError, nearest
 from epimer.recipe.model import AUTO, Filtered, ModelEntry, Recipe, Scalar, Slice, Source, Value, known_parameters
 from epimer.recipe.slices import read_slices
+from epimer.recipe.tokenizer import read_chat_template, read_tokenizer
 from epimer.recipe.yaml_lines import Location, YamlFile, spell
 
 if TYPE_CHECKING:
@@ -23,12 +24,9 @@ NAME = re.compile(r"\w[\w.-]*")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 ALIASES = {"linear": "average", "dare_linear": "dare"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
-        "basis", "rules", "scale", "eval", "rounds", "refine", "slices", "modules", "name")  # fmt: skip
+        "basis", "rules", "scale", "eval", "rounds", "refine", "slices", "modules", "tokenizer",
+        "chat_template", "name")  # fmt: skip
 TWICE = "scale is given twice: scale, parameters.scale and lambda are one; keep one."
-NOT_OURS = {
-    "tokenizer": "mergekit's 'tokenizer' builds a new one, which is not done here; name one in 'tokenizer_source'.",
-    "chat_template": "mergekit's 'chat_template' is not supported; set it in the merged model's tokenizer files.",
-}
 NOT_OUR_PARAMETERS = {
     "int8_mask": "mergekit's 'int8_mask' has no effect here; remove it.",
     "rescale": "mergekit's 'rescale' has no effect here: dare always rescales by 1/density, ties never; remove it.",
@@ -105,7 +103,7 @@ class Reader:
     def recipe(self, raw: Any) -> Recipe:
         if raw is None or raw == {}:
             raise self.error((), "the recipe is empty; it needs at least merge_method and models.")
-        data = {key: value for key, value in self.mapping((), raw, KEYS, NOT_OURS).items() if value is not None}
+        data = {key: value for key, value in self.mapping((), raw, KEYS, {}).items() if value is not None}
         auto = self.take_auto(data)
         self.method = None if "merge_method" in auto else self.find_method(data)
         self.method_name = AUTO if self.method is None else self.method.name
@@ -129,9 +127,7 @@ class Reader:
             raise self.error(("base_model",), f"mergekit's linear counts base_model as one more model: {remedy}")
         parameters, normalize = self.parameters(data, len(models))
         self.check_weights(parameters, models, slices, base)
-        if data.get("tokenizer_source") == "union":
-            remedy = "name a model whose tokenizer is to be used, or 'base'."
-            raise self.error(("tokenizer_source",), f"mergekit's tokenizer_source 'union' is not supported; {remedy}")
+        tokenizer_source, tokenizer = read_tokenizer(self, data)
         for key in ("dtype", "out_dtype"):
             if data.get(key, DTYPES[0]) not in DTYPES:
                 raise self.wrong((key,), data[key], f"one of {', '.join(DTYPES)}")
@@ -144,7 +140,9 @@ class Reader:
             normalize_weights=normalize,
             dtype=data.get("dtype"),
             out_dtype=data.get("out_dtype"),
-            tokenizer_source=self.text(("tokenizer_source",), data.get("tokenizer_source")),
+            tokenizer_source=tokenizer_source,
+            tokenizer=tokenizer,
+            chat_template=read_chat_template(self, data),
             basis=self.basis(data),
             rules=self.rules(data.get("rules", [])),
             auto=auto,

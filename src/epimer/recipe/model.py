@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the registry imports torch; functions import it when they m
     from epimer.methods.registry import Method
 
 AUTO = "auto"
+UNION = "union"
 
 Scalar = bool | int | float | str | None
 
@@ -69,6 +70,23 @@ class Slice(_Frozen):
         return None if found is None else found[1] - found[0]
 
 
+class TokenSource(_Frozen):
+    """Where the row of a token comes from in models that lack it, or in all with `force`: zeros without a model."""
+
+    model: str | None = None
+    token: str | None = None
+    """the token of that model; None for the same"""
+    token_id: int | None = None
+    force: bool = False
+
+
+class TokenizerOptions(_Frozen):
+    """How the embeddings of models with different tokenizers are brought to one vocabulary."""
+
+    tokens: dict[str, TokenSource] = {}
+    pad_to_multiple_of: int | None = None
+
+
 @dataclass(frozen=True)
 class Settings:
     """The parameters and weights of one tensor."""
@@ -95,6 +113,10 @@ class Recipe(_Frozen):
     tokenizer_source: str | None = None
     """whose tokenizer, chat template and generation settings the output gets: base, a model, a folder; None: see
     `plan.settings_source`"""
+    tokenizer: TokenizerOptions | None = None
+    """what mergekit's `tokenizer` says besides the source"""
+    chat_template: str | None = None
+    """the template itself, or auto for that of most models"""
     basis: str | None = None
     """a folder made by `epimer basis`, to merge in instead of a basis of its own"""
     rules: tuple[tuple[str, str], ...] = ()
@@ -179,15 +201,29 @@ class Recipe(_Frozen):
         for place in self.slices:
             sources = tuple(one.model_copy(update={"model": rename(one.model)}) for one in place.sources)
             slices.append(place.model_copy(update={"sources": sources}))
-        places = {key: rename(getattr(self, key)) for key in ("base_model", "tokenizer_source")}
+        places: dict[str, Any] = {key: rename(getattr(self, key)) for key in ("base_model", "tokenizer_source")}
+        if self.tokenizer is not None:
+            tokens = self.tokenizer.tokens.items()
+            renamed = {token: one.model_copy(update={"model": rename(one.model)}) for token, one in tokens}
+            places["tokenizer"] = self.tokenizer.model_copy(update={"tokens": renamed})
         return self.model_copy(update={"models": models, "slices": tuple(slices), **places})
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The models that are merged, by where the recipe lists them."""
+        if not self.slices:
+            return {f"models[{t}]": entry.model for t, entry in enumerate(self.models)}
+        return {
+            f"slices[{k}].sources[{i}]": source.model
+            for k, place in enumerate(self.slices)
+            for i, source in enumerate(place.sources)
+        }
 
     @property
     def model_names(self) -> set[str]:
         """The models that the recipe names, adapters apart from what is under them."""
-        entries = [one.model for one in self.models] if not self.slices else []
-        entries += [source.model for place in self.slices for source in place.sources]
-        entries += [text for text in (self.base_model, self.tokenizer_source) if text is not None]
+        others = [text for text in (self.base_model, self.tokenizer_source) if text is not None]
+        entries = [*self.sources.values(), *others]
         return {part.strip() for text in entries for part in text.split("+")}
 
     def merged_sources(self, place: Slice) -> list[Source]:
@@ -236,6 +272,8 @@ class Recipe(_Frozen):
         if self.slices:
             del data["models"]
             _regroup(data)
+        if self.tokenizer is not None:
+            data["tokenizer"] = tokenizer_data(self.tokenizer, data.pop("tokenizer_source", None))
         if (normalize := data.pop("normalize_weights", None)) is not None:
             data["parameters"] = data.get("parameters", {}) | {"normalize": normalize}
         for key in data.pop("auto", ()):
@@ -247,6 +285,12 @@ class Recipe(_Frozen):
         data = self.to_dict()
         modules = data.get("modules", {"": data})
         slices = [place for module in modules.values() for place in module.get("slices", ())]
+        tokens = data.get("tokenizer", {}).get("tokens", {}).values()
+        sources = [one["source"] for one in tokens if isinstance(one.get("source"), dict)]
+        places = (*tokens, *sources, *([data["tokenizer"]] if "tokenizer" in data else ()))
+        for place in places:
+            for key in {"source", "model"} & place.keys():
+                place[key] = place[key] if isinstance(place[key], dict) else (rename or {}).get(place[key], place[key])
         for place in (data, *data.get("models", ()), *(source for one in slices for source in one["sources"])):
             for key in {"base_model", "tokenizer_source", "model", "curvature", "basis", "eval"} & place.keys():
                 place[key] = (rename or {}).get(place[key], place[key])
@@ -295,6 +339,19 @@ class Recipe(_Frozen):
         high, part = min(low + 1, len(leaf) - 1), position - low
         value = (1 - part) * leaf[low] + part * leaf[high]
         return round(value) if kind == "integer" else value
+
+
+def tokenizer_data(options: TokenizerOptions, source: str | None) -> dict[str, Any]:
+    """Return the mapping `tokenizer` as recipes have it."""
+    tokens: dict[str, Any] = {}
+    for token, one in options.tokens.items():
+        where: Any = {"kind": "zero"} if one.model is None else one.model
+        if one.token is not None or one.token_id is not None:
+            which = {"token": one.token} if one.token_id is None else {"token_id": one.token_id}
+            where = {"kind": "model_token", "model": one.model, **which}
+        tokens[token] = {"source": where} | ({"force": True} if one.force else {})
+    data = {"source": source, "tokens": tokens, "pad_to_multiple_of": options.pad_to_multiple_of}
+    return {key: value for key, value in data.items() if value}
 
 
 def _regroup(data: dict[str, Any]) -> None:

@@ -203,7 +203,7 @@ def test_what_can_be_wrong(recipe, expected):
 def test_a_range_beyond_the_layers_is_refused(merge):
     with pytest.raises(EpimerError) as error:
         merge(merge_method="linear", slices=[{"sources": [source("a", 0, 1)]}, {"sources": [source("b", 1, 9)]}])
-    assert str(error.value) == "slices[1].sources[0]: layer_range [1, 9] ends beyond the 4 layers of b."
+    assert str(error.value) == "slices: slices[1].sources[0] has layer_range [1, 9], and b has only 4 layers."
 
 
 def test_several_stacks_of_layers_need_modules(merge, tmp_path):
