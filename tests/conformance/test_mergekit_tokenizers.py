@@ -132,6 +132,9 @@ def test_every_token_has_the_same_rows(merged, name):
         if key in ("model.embed_tokens.weight", "lm_head.weight"):
             pick = sorted(our_ids)
             W, V = W[[our_ids[token] for token in pick]], V[[their_ids[token] for token in pick]]
+            if name == "slices":  # mergekit leaves zeros for tokens that a slice's models lack; we take another's row
+                W, V = W[V.any(1)], V[V.any(1)]
+                assert len(V) >= len(WORDS)
         apart[key] = float((W - V).abs().max())
     assert {key: gap for key, gap in apart.items() if gap > 1e-6} == {}
     config = json.loads((folders[0] / "config.json").read_text())

@@ -83,9 +83,9 @@ def align_vocabularies(
         return unchanged
     rows = _rows(words[0], target, recipe.tokenizer.pad_to_multiple_of if recipe.tokenizer else None)
     sources = recipe.tokenizer.tokens if recipe.tokenizer else {}
-    special = {token: (_special(token, source, words), source.force) for token, source in sources.items()}
     if unknown := sorted(sources.keys() - target.values()):
         raise RecipeError(f"tokenizer.tokens names {listed(unknown)}, which the output's tokenizer does not have.")
+    special = {token: (_special(token, source, words), source.force) for token, source in sources.items()}
     base = words[0] if recipe.base_model is not None else None
     aligned: dict[str, Checkpoint] = {}
     for one in words:
