@@ -279,9 +279,9 @@ class Reader:
         only = f"of {self.method_name} can be given only from Python, not in a recipe."
         return {name: f"{name!r} {only}" for name in self.python_only} | NOT_OUR_PARAMETERS
 
-    def own_parameters(self, path: Location, raw: Any) -> dict[str, Value]:
-        """Return the parameters that one model has for itself."""
-        own = [key for key, parameter in self.known.items() if parameter.per_model]
+    def own_parameters(self, path: Location, raw: Any, *, alone: bool = False) -> dict[str, Value]:
+        """Return the parameters that one model has for itself; if it is `alone`, what holds for all is its own too."""
+        own = [key for key, parameter in self.known.items() if alone or parameter.per_model]
         shared = {*self.python_only, *self.known, "rules", "lambda", "normalize"}.difference(own)
         refused = {key: f"{key!r} holds for all models; move it to the recipe's 'parameters'." for key in shared}
         values = self.mapping(path, {} if raw is None else raw, own, refused | NOT_OUR_PARAMETERS)

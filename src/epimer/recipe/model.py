@@ -301,7 +301,9 @@ class Recipe(_Frozen):
         entries = [source for place in self.slices for source in self.merged_sources(place)] or self.models
         own = {key for entry in entries for key in entry.parameters}
         shared = dict.fromkeys([*self.parameters, *(key for place in self.slices for key in place.parameters)])
-        return {key: key in own or key == "weight" for key in [*shared, *sorted(own - shared.keys())]}
+        known = known_parameters(self.merge_method)  # what the only source of a slice has need not be per model
+        each = {key: (key in own and known[key].per_model) or key == "weight" for key in own}
+        return {key: each.get(key, key == "weight") for key in [*shared, *sorted(own - shared.keys())]}
 
     def _options(self, key: str, i: int, place: Slice | None) -> list[Filtered]:
         """Return the values that `key` can have for model `i`: its own, then its slice's, the recipe's, the default."""

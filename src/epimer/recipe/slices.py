@@ -54,7 +54,8 @@ def _slice(reader: Reader, path: Location, raw: Any, module: str, base: str | No
     sources, where = data.get("sources"), (*path, key)
     if not isinstance(sources, list) or not sources:
         raise reader.wrong(where, sources, "a list of models, each with the key 'model'")
-    found = [_source(reader, (*where, i), item, ranged=key == "sources") for i, item in enumerate(sources)]
+    ranged, alone = key == "sources", len(sources) == 1
+    found = [_source(reader, (*where, i), item, ranged=ranged, alone=alone) for i, item in enumerate(sources)]
     ranges = [source.layer_range for source in found if source.layer_range]
     if len({stop - start for start, stop in ranges}) > 1:
         shown = ", ".join(map(str, map(list, ranges)))
@@ -65,7 +66,7 @@ def _slice(reader: Reader, path: Location, raw: Any, module: str, base: str | No
     return Slice(module=module, sources=tuple(found), parameters=_parameters(reader, path, data.get("parameters")))
 
 
-def _source(reader: Reader, path: Location, raw: Any, *, ranged: bool) -> Source:
+def _source(reader: Reader, path: Location, raw: Any, *, ranged: bool, alone: bool) -> Source:
     data = reader.mapping(path, raw, ("model", "layer_range", "parameters") if ranged else ("model", "parameters"), {})
     model = reader.text((*path, "model"), data.get("model"))
     if model is None:
@@ -74,7 +75,7 @@ def _source(reader: Reader, path: Location, raw: Any, *, ranged: bool) -> Source
     whole = isinstance(limits, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in limits)
     if ranged and not (whole and len(limits) == 2 and 0 <= limits[0] < limits[1]):
         raise reader.wrong(place, limits, "the first layer and one past the last, as [0, 16]")
-    parameters = reader.own_parameters((*path, "parameters"), data.get("parameters"))
+    parameters = reader.own_parameters((*path, "parameters"), data.get("parameters"), alone=alone)
     return Source(model=model, layer_range=(limits[0], limits[1]) if ranged else None, parameters=parameters)
 
 

@@ -143,6 +143,23 @@ def test_task_vectors_are_taken_from_the_layers_of_the_base(merge, models, liste
         torch.testing.assert_close(layer(out, 3)[name], expected, rtol=1e-12, atol=1e-12)
 
 
+def test_the_only_source_of_a_slice_can_have_what_holds_for_all(merge, models):
+    """As mergekit's recipes for upscaling do, which scale single tensors of copied layers."""
+    scale = [{"filter": "attn", "value": 0}, {"value": 0.5}]
+    out, _ = merge(
+        merge_method="task_arithmetic",
+        base_model="base",
+        slices=[{"sources": [source("a", 0, 2, weight=1)]}, {"sources": [source("a", 1, 4, weight=1, scale=scale)]}],
+    )
+    a, base = models["a"], models["base"]
+    for name, W in layer(out, 1).items():
+        torch.testing.assert_close(W, layer(a, 1)[name], rtol=1e-12, atol=1e-12)
+    for name, W in layer(out, 3).items():
+        by = 0 if "attn" in name else 0.5
+        W0 = layer(base, 2)[name]
+        torch.testing.assert_close(W, W0 + by * (layer(a, 2)[name] - W0), rtol=1e-12, atol=1e-12)
+
+
 def test_models_of_different_depth_can_be_stacked(merge, models):
     slices = [{"sources": [source("a", 0, 2)]}, {"sources": [source("deep", 4, 6)]}]
     out, config = merge(merge_method="linear", slices=slices)
