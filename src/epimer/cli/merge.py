@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from epimer.cli import options, render
 from epimer.cli.app import app, stoppable
+from epimer.cli.mergekit_flags import MergeCommand
 from epimer.cli.options import argument, option
 from epimer.errors import EpimerError
 from epimer.records import MergeRecord
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from epimer.plan.jobs import Plan
 
 
-@app.command()
+@app.command(cls=MergeCommand)
 def merge(
     recipe: options.Recipe,
     out: Annotated[str | None, argument("The model folder to make, here or in a store (s3://…, gs://…).")] = None,
