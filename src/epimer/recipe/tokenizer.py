@@ -23,7 +23,9 @@ def read_tokenizer(reader: Reader, data: Mapping[str, Any]) -> tuple[str | None,
     if "tokenizer" not in data:
         return source, None
     if source is not None:
-        raise reader.error(("tokenizer",), "'tokenizer' and 'tokenizer_source' both name a tokenizer; keep one of them.")
+        raise reader.error(
+            ("tokenizer",), "'tokenizer' and 'tokenizer_source' both name a tokenizer; keep one of them."
+        )
     path = ("tokenizer",)
     raw = reader.mapping(path, data["tokenizer"], ("source", "tokens", "pad_to_multiple_of"), {})
     multiple = raw.get("pad_to_multiple_of")
