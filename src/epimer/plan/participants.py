@@ -170,7 +170,8 @@ def open_participants(
     with collect_errors(problems, "tokenizer"):
         models, vocabulary = align_vocabularies(recipe, models, tokenizer, notes)
     base = None if recipe.base_model is None else models[recipe.base_model]
-    present, donor = [], None
+    present: list[Checkpoint] = []
+    donor = None
     with collect_errors(problems, "slices"):
         if recipe.slices:
             base, present, donor = stack_sources(recipe, base, models)

@@ -44,9 +44,7 @@ def stack_sources(
         source = sources[i if i < len(sources) else 0]
         return LayerRange(opened[source.model], *(source.layer_range or ()))
 
-    models: list[Checkpoint | None] = [
-        stacked(lambda place, i=i: of_model(i, place)) for i in range(len(recipe.models))
-    ]
+    models = [stacked(partial(of_model, i)) for i in range(len(recipe.models))]
     return None if based is None else stacked(of_base), models, None if based else models[0]
 
 

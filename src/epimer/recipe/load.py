@@ -56,8 +56,9 @@ def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
         return Reader(YamlFile(None)).recipe(_plain(source))
     recipes = read_recipes(source)
     if len(recipes) > 1:
-        file, recipe = recipes[1]
-        raise file.error((), f"the file holds {len(recipes)} recipes, which only `epimer merge` takes; expected one.")
+        raise recipes[1][0].error(
+            (), f"the file holds {len(recipes)} recipes, which only `epimer merge` takes; expected one."
+        )
     return recipes[0][1]
 
 
@@ -256,7 +257,7 @@ class Reader:
 
     def check_weights(
         self,
-        parameters: Mapping[str, Value],
+        parameters: dict[str, Value],
         models: Mapping[int, ModelEntry],
         slices: tuple[Slice, ...],
         base: str | None,

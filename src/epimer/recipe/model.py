@@ -259,7 +259,8 @@ class Recipe(_Frozen):
         """Return the names of the parameters, `weight` included, that differ between tensors."""
         known, names = known_parameters(self.merge_method), set()
         for key, i in product(self._keys(), range(len(self.models))):
-            places = [p for p in self.slices if i < len(self.merged_sources(p))] or [None]
+            inside = [place for place in self.slices if i < len(self.merged_sources(place))]
+            places: list[Slice | None] = [*inside] or [None]
             leaves = [entry.value for place in places for entry in self._options(key, i, place)]
             values = {x for leaf in leaves for x in (leaf if isinstance(leaf, tuple) else (leaf,))}
             if len(values) > 1 and known[key].kind != "numbers":

@@ -140,8 +140,8 @@ def test_rows_can_be_chosen_and_tables_padded(merge, models):
         "<y>": {"source": {"kind": "model_token", "model": "plain", "token": "b"}, "force": True},
         "<z>": {"source": {"kind": "model_token", "model": "added", "token_id": 1}},
     }
-    found, config = merge("added", "long", tokenizer={"source": "union", "tokens": tokens, "pad_to_multiple_of": 16},
-                          models=[{"model": m, "parameters": {"weight": 0.5}} for m in ("added", "long", "plain")])  # fmt: skip
+    options = {"source": "union", "tokens": tokens, "pad_to_multiple_of": 16}
+    found, config = merge("added", "long", "plain", tokenizer=options)
     for table in TABLES:
         choices = {
             "<im>": models["long"][table]["<im>"],

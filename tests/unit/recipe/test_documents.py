@@ -80,7 +80,8 @@ def test_named_merges_go_where_they_are_told_to(models, tmp_path):
 @pytest.mark.parametrize(("old", "new", "expected"), [
     ("name: first", "name: second", "13: two recipes of the file have the name 'second'; rename one."),
     ("name: first\n", "", "13: two recipes of the file have no 'name'; only the one that goes to OUT can lack it."),
-    ("{model: b}", "{model: second}", "1: recipes build on each other in a circle: second on first on second; break it."),
+    ("{model: b}", "{model: second}",
+     "1: recipes build on each other in a circle: second on first on second; break it."),
     ("name: first", "name: ../first",
      "13: name must be the name of a folder: letters, digits, and . _ - after the first. Got '../first' instead."),
     ("weight: 0.5", "wieght: 0.5",

@@ -576,7 +576,8 @@ TAIL = "models: [{model: a}]\nbase_model: b\n"
     ("# nothing\n", "1: the recipe is empty; it needs at least merge_method and models."),
     ("{}", "1: the recipe is empty; it needs at least merge_method and models."),
     ("- a\n", "1: a recipe must be a mapping with keys among merge_method, base_model, models, parameters, dtype, "
-              "out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, slices, modules, tokenizer, chat_template, name. Got ['a'] instead."),
+              "out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, "
+     "slices, modules, tokenizer, chat_template, name. Got ['a'] instead."),
     ("merge_method: ties\nmodels: [a\ndtype: x\n", "3: not valid YAML: expected ',' or ']', but got ':'."),
     ("a: b: c\n", "1: not valid YAML: mapping values are not allowed here."),
     ("a: 1\n\tb: 2\n", "2: not valid YAML: found character '\\t' that cannot start any token."),
@@ -609,7 +610,8 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     # keys
     ("merge_metod: ties\n" + TAIL, "1: unknown key 'merge_metod'. Did you mean 'merge_method'? Known: merge_method, "
      "base_model, models, parameters, dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, "
-     "rounds, refine, slices, modules, tokenizer, chat_template, name."),
+     "rounds, refine, "
+     "slices, modules, tokenizer, chat_template, name."),
     ("merge_method: ties\n" + TAIL + "parameters:\n  seed: 1\n  densty: 0.5\n",
      f"6: unknown key 'densty' in parameters of ties. Did you mean 'density'? Known: {KNOWN}."),
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  wieght: 1\n",
@@ -619,7 +621,8 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("merge_method: ties\n" + TAIL + "scale:\n- filter: a\n  valu: 1\n",
      "6: unknown key 'valu' in scale[0]. Did you mean 'value'? Known: filter, value."),
     ("on: 1\n", "1: unknown key 'on'. Did you mean 'rounds'? Known: merge_method, base_model, models, parameters, "
-     "dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, slices, modules, tokenizer, chat_template, name."),
+     "dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, "
+     "slices, modules, tokenizer, chat_template, name."),
     # mergekit's
     ("merge_method: ties\n" + TAIL + "parameters:\n  int8_mask: true\n",
      "5: mergekit's 'int8_mask' has no effect here; remove it."),
