@@ -32,6 +32,7 @@ from epimer.plan.jobs import Plan
 from epimer.plan.merge import open_models, plan_recipe, plan_state_dicts
 from epimer.plan.participants import state_dict_participants
 from epimer.progress import Progress
+from epimer.recipe.documents import merge_steps
 from epimer.recipe.load import open_recipe
 from epimer.recipe.model import AUTO, Recipe, extraction, known_parameters
 from epimer.records import Diagnosis, MergeRecord
@@ -64,6 +65,7 @@ def merge(
     workers: int | None = None,
     threads: int = 1,
     folder: Path | None = None,
+    intermediate: str | os.PathLike[str] | None = None,
 ) -> MergeRecord:
     """Merge the checkpoints that a recipe names into a new model folder; what it leaves to `auto` is chosen first.
 
@@ -82,13 +84,18 @@ def merge(
         threads: threads within each of them. Results do not depend on `workers`; they may, in their last digit, on
             `threads` and `device`.
         folder: where relative paths of a recipe that is no file are looked for too.
+        intermediate: where the merges with names go, of a file of several recipes; by default OUT.parts.
+
+    Returns:
+        The record of the merge; of several, the last one's.
     """
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
-    plan = plan_merge(recipe, folder=folder, progress=progress, any_curvature=any_curvature)
-    record = write_output(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
-    for note in plan.notes:
-        warn(EpimerWarning(note))
-    warn_of(record)
+    for step in merge_steps(recipe, out, intermediate, folder):
+        plan = plan_merge(step.recipe, folder=step.folder, progress=progress, any_curvature=any_curvature)
+        record = write_output(plan, step.out, run, max_shard_size=max_shard_size, overwrite=overwrite)
+        for note in plan.notes:
+            warn(EpimerWarning(note))
+        warn_of(record)
     return record
 
 

@@ -5,6 +5,7 @@ mergekit runs in a process of its own and only its output is looked at. Runs in 
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -134,6 +135,69 @@ models:
   - {model: tied/b, parameters: {weight: [{filter: embed, value: 0.2}, {filter: lm_head, value: 5}, {value: 0.9}]}}
 """,
     "task_arithmetic, in double precision": ARITHMETIC + "dtype: float64\nout_dtype: float32",
+    "slices, stacked": """
+merge_method: linear
+parameters: {weight: 1}
+slices:
+  - sources: [{model: a, layer_range: [0, 3]}]
+  - sources: [{model: b, layer_range: [1, 4]}]
+  - sources: [{model: a, layer_range: [2, 4]}]
+""",
+    "slices, merged with gradients": """
+merge_method: linear
+parameters: {weight: [0.5, 1]}
+slices:
+  - sources:
+      - {model: a, layer_range: [0, 3], parameters: {weight: [0, 0.3, 1]}}
+      - {model: b, layer_range: [1, 4], parameters: {weight: [{filter: mlp, value: [1, 0.25]}, {value: 0.2}]}}
+  - sources: [{model: c, layer_range: [3, 4]}, {model: a, layer_range: [0, 1]}]
+""",
+    "slices, numbers of sources differ": """
+merge_method: linear
+slices:
+  - sources: [{model: a, layer_range: [0, 1], parameters: {weight: 0.4}}, {model: c, layer_range: [1, 2]}]
+  - sources:
+      - {model: b, layer_range: [1, 3], parameters: {weight: 0.2}}
+      - {model: c, layer_range: [1, 3]}
+      - {model: a, layer_range: [0, 2]}
+    parameters: {weight: 0.7}
+  - sources: [{model: c, layer_range: [3, 4]}, {model: b, layer_range: [3, 4]}]
+parameters: {weight: 1}
+""",
+    "slices, task_arithmetic": """
+merge_method: task_arithmetic
+base_model: base
+slices:
+  - sources:
+      - {model: base, layer_range: [0, 2]}
+      - {model: a, layer_range: [0, 2], parameters: {weight: 0.3}}
+      - {model: b, layer_range: [1, 3], parameters: {weight: [0.1, 0.6]}}
+    parameters: {lambda: 0.5}
+  - sources:
+      - {model: c, layer_range: [0, 4], parameters: {weight: [1, 0.5, 0]}}
+      - {model: base, layer_range: [0, 4]}
+""",
+    "slices, tied": """
+merge_method: linear
+parameters: {weight: 1}
+slices:
+  - sources: [{model: tied/a, layer_range: [0, 2]}]
+  - sources: [{model: tied/b, layer_range: [1, 3]}]
+""",
+    "modules": """
+merge_method: linear
+modules:
+  default:
+    slices:
+      - sources: [{model: a, layer_range: [0, 2], parameters: {weight: 1}}]
+      - sources: [{model: b, layer_range: [2, 4], parameters: {weight: 1}}]
+""",
+    "modules of whole models": """
+merge_method: linear
+modules:
+  default:
+    models: [{model: a, parameters: {weight: [0, 1]}}, {model: b, parameters: {weight: 0.5}}]
+""",
 }
 # The same merges with results in bfloat16: where the models lie, and the precision that mergekit brings them to.
 WEIGHTS, SCALE = torch.tensor([0.3, 0.5, 0.9], dtype=torch.float64), 0.7
@@ -219,6 +283,16 @@ def test_equal(merged, name):
     same_kind(ours, theirs)
     apart = {key: float((ours[key].double() - theirs[key].double()).abs().max()) for key in theirs}
     assert {key: gap for key, gap in apart.items() if gap > 1e-6} == {}
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith(("slices", "modules"))])
+def test_the_config_has_as_many_layers(merged, folder, name):
+    merged(name)
+    file = folder / f"{list(RECIPES).index(name)}.yaml"
+    ours, theirs = (
+        json.loads((file.with_suffix(f".{who}") / "config.json").read_text()) for who in ("epimer", "mergekit")
+    )
+    assert ours["num_hidden_layers"] == theirs["num_hidden_layers"]
 
 
 def computed(method: str, base: Tensor, models: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +75,15 @@ class Checkpoint(ABC):
     def sample(self, name: str) -> bytes:
         """Return some bytes of a tensor, from its start, middle and end."""
         return sample_bytes(self.read(name))
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of all models that it is made of, its own first."""
+        return [] if self.folder is None else [self.folder]
+
+    def adapted_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of its folder's config.json as its tensors need it."""
+        return dict(config)
 
     @property
     def tokenizer_folder(self) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,6 +128,13 @@ class Cached(Checkpoint):
 
     def sample(self, name: str) -> bytes:
         return self.source.sample(name)
+
+    @property
+    def folders(self) -> list[Path]:
+        return self.source.folders
+
+    def adapted_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return self.source.adapted_config(config)
 
 
 def _itself(source: Checkpoint) -> Checkpoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,16 @@ LARGEST = 1 << 28  # bytes; a tokenizer is a few megabytes
 
 
 def sidecar_files(
-    donor: Path | None, tokenizer: Path | None, dtype: str | None, generation: Path | None = None
+    donor: Path | None,
+    tokenizer: Path | None,
+    dtype: str | None,
+    generation: Path | None = None,
+    adapt: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, bytes]:
     """Return the files to add to the weights; `dtype` is what the config is to say, None to leave it.
 
-    `generation` is the folder that gives generation_config.json and the ids of eos, bos and padding, where it has them.
+    `generation` is the folder that gives generation_config.json and the ids of eos, bos and padding, where it has them;
+    `adapt` returns the donor's config as the tensors need it.
     """
     files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := read_sidecar(donor, name)) is not None}
     more = [] if tokenizer is None else [path for pattern in TOKENIZER_PATTERNS for path in tokenizer.glob(pattern)]
@@ -52,7 +57,7 @@ def sidecar_files(
     if donor is not None and "config.json" in files:
         path = donor / "config.json"
         try:
-            files[path.name] = as_json(_config(read_json(path, str(path)), dtype) | token_ids(generation))
+            files[path.name] = as_json(adapt(_config(read_json(path, str(path)), dtype)) | token_ids(generation))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be written down again: {error}.") from error
     return files

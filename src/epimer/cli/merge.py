@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from epimer.cli import options, render
 from epimer.cli.app import app, stoppable
+from epimer.cli.mergekit_flags import MergeCommand
 from epimer.cli.options import argument, option
 from epimer.errors import EpimerError
 from epimer.records import MergeRecord
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from epimer.plan.jobs import Plan
 
 
-@app.command()
+@app.command(cls=MergeCommand)
 def merge(
     recipe: options.Recipe,
     out: Annotated[str | None, argument("The model folder to make, here or in a store (s3://…, gs://…).")] = None,
@@ -39,6 +40,10 @@ def merge(
     workers: options.Workers = None,
     threads: Annotated[int, typer.Option(help="Threads for each of them.")] = 1,
     overwrite: options.Overwrite = False,
+    intermediate: Annotated[
+        str | None,
+        option("Where the named merges of a file of several recipes go.", "--intermediate-dir", default="OUT.parts"),
+    ] = None,
     record: Annotated[Path | None, option("Also write the record with timings to this file.")] = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -52,34 +57,43 @@ def merge(
     from epimer.engine.options import RunOptions
     from epimer.engine.output import warn_of
     from epimer.engine.store_output import write_output
-    from epimer.recipe.load import open_recipe
+    from epimer.recipe.documents import merge_steps
 
     progress = not (quiet or as_json)
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     if out is None and not dry_run:
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
-    with stoppable("nothing was written"):
-        loaded, folder = open_recipe(recipe)
-        if lora or lora_rank is not None:
+    steps = merge_steps(recipe, out or "OUT", intermediate)
+    failed = False
+    for step in steps:
+        if dry_run and (lacking := [place for place in step.reads if not Path(place).is_dir()]):
+            render.print_text(f"{step.out} is planned once {', '.join(lacking)} is there: merge without --dry-run.")
+            continue
+        loaded = step.recipe
+        if (lora or lora_rank is not None) and step is steps[-1]:
             loaded = loaded.as_lora(lora_rank)
-        plan = plan_merge(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
-    if out is None or dry_run:
-        if not plan.problems:
-            try:
-                run.budget(plan.parts)
-            except EpimerError as error:
-                plan.problems.append(error)
-        _print_plan(plan, run, as_json=as_json, quiet=quiet)
-        raise typer.Exit(2 if plan.problems else 0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with stoppable("the same command goes on from here"):
-            result = write_output(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
-        warn_of(result)
-    notes = [*plan.notes, *(str(warning.message) for warning in caught)]
-    show = partial(_print_result, result, out, notes)
-    render.output(result.to_dict(), show, file=record, as_json=as_json, quiet=quiet)
+        with stoppable("nothing was written"):
+            plan = plan_merge(loaded, folder=step.folder, progress=progress, any_curvature=any_curvature)
+        if dry_run:
+            if not plan.problems:
+                try:
+                    run.budget(plan.parts)
+                except EpimerError as error:
+                    plan.problems.append(error)
+            _print_plan(plan, run, as_json=as_json, quiet=quiet)
+            failed = failed or bool(plan.problems)
+            continue
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with stoppable("the same command goes on from here"):
+                result = write_output(plan, step.out, run, max_shard_size=max_shard_size, overwrite=overwrite)
+            warn_of(result)
+        notes = [*plan.notes, *(str(warning.message) for warning in caught)]
+        show = partial(_print_result, result, step.out, notes)
+        render.output(result.to_dict(), show, file=record, as_json=as_json, quiet=quiet)
+    if dry_run:
+        raise typer.Exit(2 if failed else 0)
 
 
 def _print_result(record: MergeRecord, out: str, notes: Sequence[str]) -> None:

@@ -272,7 +272,9 @@ def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
     dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
     folder = plan.participants.donor.folder
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation) | sentence_files(plan.modules)
+    adapt = plan.participants.donor.adapted_config
+    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation, adapt)
+    files |= {**plan.tokenizer_files, **sentence_files(plan.modules)}
     merged = merged_modules(plan)
     files = {name: data for name, data in files.items() if _weights_beside(name) not in merged} | merged
     if (index := shard_index(shards, plan.outputs)) is not None:

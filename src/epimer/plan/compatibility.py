@@ -53,17 +53,23 @@ class Folder(NamedTuple):
 
 
 def compare_folders(
-    participants: Participants, tokenizer: Path | None, rules: Rules, problems: list[EpimerError], notes: list[str]
+    participants: Participants,
+    tokenizer: Path | None,
+    rules: Rules,
+    problems: list[EpimerError],
+    notes: list[str],
+    *,
+    aligned: bool = False,
 ) -> None:
     """Add what configs and tokenizers say against a merge to `problems`, and what else differs to `notes`.
 
     The first folder, the base's where there is one, is what the others are compared with. `tokenizer` is the folder
-    whose tokenizer the output gets.
+    whose tokenizer the output gets, and `aligned` tells whether rows of embeddings follow it in every model.
     """
     merged = [name for name in participants.template.headers if matching(name, rules) not in KEPT]
     folders: dict[Path, Folder] = {}
     for participant in participants.all:
-        if (path := participant.checkpoint.folder) is not None:
+        for path in participant.checkpoint.folders:
             folders.setdefault(path, Folder(participant.label, path))
     with collect_errors(problems, "configs"):
         configs = {one: found for one in folders.values() if (found := _config(one)) is not None}
@@ -78,7 +84,7 @@ def compare_folders(
         folders.setdefault(tokenizer, Folder("tokenizer_source", tokenizer))
     with collect_errors(problems, "tokenizers"):
         vocabularies = _vocabularies(list(folders.values())) if tables else {}
-        for first, other in _against_first(list(vocabularies)):
+        for first, other in () if aligned else _against_first(list(vocabularies)):
             problems += _order_problems(first, vocabularies[first], other, vocabularies[other])
         for one, ids in vocabularies.items():
             if one.path == tokenizer:
@@ -230,7 +236,7 @@ def _order_problems(
         i = differ[0]
         yield CheckpointError(
             f"tokenizers: id {i} is {ids[i]!r} in {first.label} and {theirs[i]!r} in {other.label} ({len(differ)} ids "
-            "differ), so rows of embeddings would be mixed; merge models of one tokenizer, or give the tables 'copy'."
+            "differ), so rows of embeddings would be mixed; write tokenizer_source: union to align them by token."
         )
 
 

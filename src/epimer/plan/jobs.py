@@ -174,6 +174,8 @@ class Plan:
     """the folder whose tokenizer the output gets"""
     generation: Path | None = None
     """the folder whose settings for generating it gets"""
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+    """files of its tokenizer that no folder has"""
     basis: StoredBasis | None = None
     unlabelled: int | None = None
     """inputs per task, without labels, by which something was chosen or refined"""
@@ -285,12 +287,13 @@ def plan_jobs(
     recipe: Recipe | None = None,
     tokenizer: Path | None = None,
     generation: Path | None = None,
+    tokenizer_files: Mapping[str, bytes] | None = None,
     basis: StoredBasis | None = None,
 ) -> Plan:
     """Plan a job for every tensor that is written; `problems` and `notes` are those known so far."""
     assigned = assign_rules(participants, patterns, elementwise=method.elementwise)
     known = [*problems, *assigned.problems]
-    folders = tokenizer, generation
+    folders = tokenizer, generation, tokenizer_files or {}
     plan = Plan(participants, method, curvatures, [], assigned, known, list(notes), recipe, *folders, basis)
     used = method.needs_curvature or "fisher" in assigned.rules.values() or (recipe is not None and recipe.refine)
     if curvatures is not None and not used:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from epimer.checkpoints.sidecar_files import vocabulary
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, ParameterError, RecipeError, TensorError
@@ -23,7 +24,7 @@ from epimer.plan.curvature_inputs import (
 from epimer.plan.inputs import check_options, check_weights
 from epimer.plan.jobs import Plan, SettingsOf, plan_jobs
 from epimer.plan.participants import Participants, equal_models, open_participants
-from epimer.plan.settings_source import settings_source
+from epimer.plan.settings_source import chat_template_files, settings_source
 from epimer.recipe.model import Recipe
 
 
@@ -40,6 +41,8 @@ class OpenedModels:
     problems: Sequence[EpimerError]
     """why curvature or basis cannot be used"""
     notes: Sequence[str]
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+    """files of the output's tokenizer that no folder has"""
 
     @property
     def kind(self) -> str | None:
@@ -61,18 +64,23 @@ def open_models(
     on another model is used, and noted.
     """
     missing: list[EpimerError] = []
-    participants, tokenizer = open_participants(recipe, folder, missing, progress=progress)
+    notes: list[str] = []
+    participants, tokenizer, words = open_participants(recipe, folder, missing, notes, progress=progress)
     curvatures, basis = open_measured(recipe, folder, missing) if measured else (None, None)
     if missing or participants is None:
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in missing) + ".")
     problems: list[EpimerError] = []
-    notes = equal_models(participants)
+    notes += equal_models(participants)
+    own = tokenizer
     tokenizer, generation = settings_source(participants, recipe.tokenizer_source, tokenizer, notes)
-    compare_folders(participants, tokenizer, recipe.rules, problems, notes)
+    files = words.files if tokenizer is None or vocabulary(tokenizer) != words.tokens else {}
+    tokenizer = own if files else tokenizer
+    files = chat_template_files(recipe.chat_template, participants, tokenizer, files)
+    compare_folders(participants, tokenizer, recipe.rules, problems, notes, aligned=bool(words.tokens))
     check_measured_models(participants.models, curvatures or [], problems, notes, any_curvature=any_curvature)
     problems += kind_problems(curvatures or [], basis)
     problems += [] if basis is None else basis_problems(basis, recipe, participants)
-    return OpenedModels(participants, tokenizer, generation, curvatures, basis, problems, notes)
+    return OpenedModels(participants, tokenizer, generation, curvatures, basis, problems, notes, files)
 
 
 def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
@@ -96,6 +104,7 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
         recipe=recipe,
         tokenizer=opened.tokenizer,
         generation=opened.generation,
+        tokenizer_files=opened.tokenizer_files,
         basis=basis,
     )
 

@@ -20,7 +20,9 @@ from epimer.checkpoints.memory import Cached, Model, StateDict, total_bytes
 from epimer.checkpoints.quantized import dequantized
 from epimer.errors import EpimerError, TensorError
 from epimer.geometry.linalg import LowRank
-from epimer.recipe.model import Recipe
+from epimer.plan.slices import stack_sources
+from epimer.plan.vocabularies import Vocabulary, align_vocabularies
+from epimer.recipe.model import UNION, Recipe
 
 SAMPLED = 1 << 18  # entries of a model that tell about all of them
 PLACES = 64  # of one tensor where such entries are taken from
@@ -74,6 +76,8 @@ class Participants:
     """name -> the earlier name that is the same tensor in the template and in every model"""
     donor: Checkpoint
     """whose config and other files an output gets"""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """what a recipe calls a model -> what to call it where paths must not be shown"""
 
     @property
     def all(self) -> list[Participant]:
@@ -112,7 +116,8 @@ class Participants:
     def without_base(self) -> Participants:
         """Return the same models without the base, whose files the output still gets."""
         labels = [model.label for model in self.models]
-        return align(None, [model.checkpoint for model in self.models], labels, donor=self.donor)
+        alone = align(None, [model.checkpoint for model in self.models], labels, donor=self.donor)
+        return replace(alone, names=self.names)
 
     def kept_in_memory(self, most: int) -> Participants:
         """Return the same models with tensors that are read once and kept, where they fit in `most` bytes."""
@@ -136,33 +141,52 @@ def state_dict_participants(base: Model | None, models: Sequence[Model]) -> Part
 
 
 def open_participants(
-    recipe: Recipe, folder: Path | None, problems: list[EpimerError], *, progress: bool
-) -> tuple[Participants | None, Path | None]:
-    """Open the base and the models that a recipe names, and the folder whose tokenizer the output gets.
+    recipe: Recipe, folder: Path | None, problems: list[EpimerError], notes: list[str], *, progress: bool
+) -> tuple[Participants | None, Path | None, Vocabulary]:
+    """Open the base and the models that a recipe names, the folder of the output's tokenizer, and its vocabulary.
 
     What cannot be opened is added to `problems`, and there are no participants then.
     """
     opened: dict[str, Checkpoint] = {}
 
-    def opening(text: str, label: str) -> Checkpoint | None:
+    def opening(text: str, label: str) -> None:
         if text not in opened:
             with collect_errors(problems, label):
                 opened[text] = open_checkpoint(locate(text, folder), progress=progress)
-        return opened.get(text)
 
-    base = None if recipe.base_model is None else opening(recipe.base_model, "base_model")
-    models = [opening(entry.model, f"models[{t}]") for t, entry in enumerate(recipe.models)]
+    if recipe.base_model is not None:
+        opening(recipe.base_model, "base_model")
+    for label, text in recipe.sources.items():
+        opening(text, label)
+    models = dict(opened)
     source = recipe.tokenizer_source or "base"
     place = Path(locate(source, folder)).expanduser()
-    tokenizer = None if source == "base" else place if place.is_dir() else opening(source, "tokenizer_source")
+    if source not in ("base", UNION) and not place.is_dir():
+        opening(source, "tokenizer_source")
     if problems:
-        return None, None
-    present = [model for model in models if model is not None]
-    labels = [f"models[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
-    participants = align(base, present, labels)
-    return participants, tokenizer if isinstance(tokenizer, Path) else (
-        tokenizer or participants.donor
-    ).tokenizer_folder
+        return None, None, Vocabulary()
+    if source in ("base", UNION):
+        tokenizer = next(iter(models.values())).tokenizer_folder
+    else:
+        tokenizer = opened[source].tokenizer_folder if source in opened else place
+    vocabulary = Vocabulary()
+    with collect_errors(problems, "tokenizer"):
+        models, vocabulary = align_vocabularies(recipe, models, tokenizer, notes)
+    base = None if recipe.base_model is None else models[recipe.base_model]
+    present: list[Checkpoint] = []
+    donor = None
+    with collect_errors(problems, "slices"):
+        if recipe.slices:
+            base, present, donor = stack_sources(recipe, base, models)
+        else:
+            present = [models[entry.model] for entry in recipe.models]
+    if problems:
+        return None, None, vocabulary
+    each = "sources" if recipe.slices else "models"
+    labels = [f"{each}[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
+    names = {text: checkpoint.name for text, checkpoint in opened.items()}
+    participants = replace(align(base, present, labels, donor=donor), names=names)
+    return participants, tokenizer, vocabulary
 
 
 @contextmanager
@@ -206,13 +230,9 @@ def sample_rows(
 
 def public_recipe(recipe: Recipe, participants: Participants, tokenizer: Path | None) -> str:
     """Return a recipe as YAML without local paths."""
-    names = {}
-    if recipe.base_model is not None:
-        names[recipe.base_model] = participants.donor.name
-    for entry, model in zip(recipe.models, participants.models, strict=True):
-        names[entry.model] = model.checkpoint.name
+    names = dict(participants.names)
     source = recipe.tokenizer_source
-    if source not in (None, "base") and source not in names:
+    if source not in (None, "base", UNION) and source not in names:
         cached = tokenizer is not None and "snapshots" in tokenizer.parts
         names[source] = source if is_hub_id(source) and cached else Path(source).name
     for path in (recipe.basis, recipe.eval, *(entry.curvature for entry in recipe.models)):

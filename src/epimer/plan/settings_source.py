@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from epimer.checkpoints.sidecar_files import chat_settings, generation_settings
+from epimer.checkpoints.tokenizer_files import with_chat_template
 from epimer.errors import listed
 from epimer.plan.participants import Participants
+from epimer.recipe.model import AUTO
 
 
 def settings_source(
@@ -28,6 +31,17 @@ def settings_source(
         _agreed(tokenizer, chat, chat_settings, "the tokenizer", notes),
         _agreed(donor, generation, generation_settings, "the generation settings", notes),
     )
+
+
+def chat_template_files(
+    template: str | None, participants: Participants, tokenizer: Path | None, files: Mapping[str, bytes]
+) -> Mapping[str, bytes]:
+    """Return the tokenizer's new files with the recipe's chat template; `auto` is that of most models."""
+    if template == AUTO:
+        folders = [one.checkpoint.tokenizer_folder for one in participants.models]
+        found = Counter(str(value) for one in folders if (value := chat_settings(one).get("chat template")))
+        template = found.most_common(1)[0][0] if found else None
+    return files if template is None else with_chat_template(tokenizer, files, template)
 
 
 def _agreed(

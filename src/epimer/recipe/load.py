@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from epimer.errors import ParameterError, RecipeError, nearest
-from epimer.recipe.model import AUTO, Filtered, ModelEntry, Recipe, Scalar, Value, known_parameters
+from epimer.recipe.model import AUTO, Filtered, ModelEntry, Recipe, Scalar, Slice, Source, Value, known_parameters
+from epimer.recipe.slices import read_slices
+from epimer.recipe.tokenizer import read_chat_template, read_tokenizer
 from epimer.recipe.yaml_lines import Location, YamlFile, spell
 
 if TYPE_CHECKING:
     from epimer.methods.options import Parameter
     from epimer.methods.registry import Method
 
+NAME = re.compile(r"\w[\w.-]*")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 ALIASES = {"linear": "average", "dare_linear": "dare"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
-        "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank")  # fmt: skip
+        "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank", "slices", "modules", "tokenizer",
+        "chat_template", "name")  # fmt: skip
 OUTPUTS = ("model", "lora")
 TWICE = "scale is given twice: scale, parameters.scale and lambda are one; keep one."
-NOT_OURS = {
-    "slices": "mergekit's 'slices' stacks layers of several models, which is not done here; list whole 'models'.",
-    "modules": "mergekit's 'modules' merges the parts of a model apart, which is not done here; list whole 'models'.",
-    "tokenizer": "mergekit's 'tokenizer' builds a new one, which is not done here; name one in 'tokenizer_source'.",
-    "chat_template": "mergekit's 'chat_template' is not supported; set it in the merged model's tokenizer files.",
-}
 NOT_OUR_PARAMETERS = {
     "int8_mask": "mergekit's 'int8_mask' has no effect here; remove it.",
     "rescale": "mergekit's 'rescale' has no effect here: dare always rescales by 1/density, ties never; remove it.",
@@ -54,11 +54,22 @@ def open_recipe(
 def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
     """Read a recipe from a YAML file, or from the mapping such a file holds, and check all of it."""
     if isinstance(source, Mapping):
-        return _Reader(YamlFile(None)).recipe(_plain(source))
+        return Reader(YamlFile(None)).recipe(_plain(source))
+    recipes = read_recipes(source)
+    if len(recipes) > 1:
+        raise recipes[1][0].error(
+            (), f"the file holds {len(recipes)} recipes, which only `epimer merge` takes; expected one."
+        )
+    return recipes[0][1]
+
+
+def read_recipes(source: str | os.PathLike[str]) -> list[tuple[YamlFile, Recipe]]:
+    """Return the recipes of a YAML file in its order, each with its lines."""
     if not isinstance(source, str | os.PathLike):
         raise RecipeError(f"A recipe is a path to a YAML file or a mapping, got {type(source).__name__}.")
     file = YamlFile(os.fspath(source))
-    return _Reader(file).recipe(file.read())
+    documents = file.read_all() or [(file, None)]
+    return [(part, Reader(part).recipe(data)) for part, data in documents]
 
 
 def _plain(data: Any) -> Any:
@@ -77,7 +88,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-class _Reader:
+class Reader:
     """Turns plain data into a recipe; errors tell the line and the remedy."""
 
     method: Method | None
@@ -94,7 +105,7 @@ class _Reader:
     def recipe(self, raw: Any) -> Recipe:
         if raw is None or raw == {}:
             raise self.error((), "the recipe is empty; it needs at least merge_method and models.")
-        data = {key: value for key, value in self.mapping((), raw, KEYS, NOT_OURS).items() if value is not None}
+        data = {key: value for key, value in self.mapping((), raw, KEYS, {}).items() if value is not None}
         auto = self.take_auto(data)
         self.method = None if "merge_method" in auto else self.find_method(data)
         self.method_name = AUTO if self.method is None else self.method.name
@@ -105,18 +116,20 @@ class _Reader:
             who = "a recipe with 'auto'" if self.method is None else self.method_name
             need = f"{who} needs the base model that the others were fine-tuned from; add 'base_model'."
             raise self.error(("merge_method",), need)
-        models = self.models(data, base)
-        if data["merge_method"] == "linear" and base is not None and base not in [m.model for m in models.values()]:
+        sliced = any(key in data for key in ("slices", "modules"))
+        slices = read_slices(self, data, base) if sliced else ()
+        models = self.slice_models(slices, base) if sliced else self.models(data, base)
+        if (
+            not sliced
+            and data["merge_method"] == "linear"
+            and base is not None
+            and base not in [m.model for m in models.values()]
+        ):
             remedy = "list it under models, remove it, or write 'average', which takes only config and names from it."
             raise self.error(("base_model",), f"mergekit's linear counts base_model as one more model: {remedy}")
         parameters, normalize = self.parameters(data, len(models))
-        lacking = [t for t, entry in models.items() if "weight" not in entry.parameters | parameters]
-        if 0 < len(lacking) < len(models):
-            remedy = "give every model a weight, or one for all in the recipe's 'parameters'."
-            raise self.error(("models", lacking[0]), f"models[{lacking[0]}] has no weight, others have one; {remedy}")
-        if data.get("tokenizer_source") == "union":
-            remedy = "name a model whose tokenizer is to be used, or 'base'."
-            raise self.error(("tokenizer_source",), f"mergekit's tokenizer_source 'union' is not supported; {remedy}")
+        self.check_weights(parameters, models, slices, base)
+        tokenizer_source, tokenizer = read_tokenizer(self, data)
         for key in ("dtype", "out_dtype"):
             if data.get(key, DTYPES[0]) not in DTYPES:
                 raise self.wrong((key,), data[key], f"one of {', '.join(DTYPES)}")
@@ -124,11 +137,14 @@ class _Reader:
             merge_method=self.method_name,
             base_model=base,
             models=tuple(models.values()),
+            slices=slices,
             parameters=parameters,
             normalize_weights=normalize,
             dtype=data.get("dtype"),
             out_dtype=data.get("out_dtype"),
-            tokenizer_source=self.text(("tokenizer_source",), data.get("tokenizer_source")),
+            tokenizer_source=tokenizer_source,
+            tokenizer=tokenizer,
+            chat_template=read_chat_template(self, data),
             basis=self.basis(data),
             rules=self.rules(data.get("rules", [])),
             auto=auto,
@@ -136,6 +152,7 @@ class _Reader:
             rounds=self.count(data, "rounds"),
             refine=self.count(data, "refine"),
             **self.output(data, base),
+            name=self.name(data),
         )
 
     def output(self, data: Mapping[str, Any], base: str | None) -> dict[str, Any]:
@@ -151,7 +168,16 @@ class _Reader:
             raise self.error(("output",), "a LoRA adapter is one of a base model; add 'base_model'.")
         if output == "lora" and data.get("refine"):
             raise self.error(("refine",), "'refine' changes dense weights, not adapters; remove it, or 'output: lora'.")
+        if output == "lora" and (data.get("slices") or data.get("modules")):
+            raise self.error(("output",), "an adapter has the base's layers; list whole 'models', or remove 'output'.")
         return {"output": output, "lora_rank": rank}
+
+    def name(self, data: Mapping[str, Any]) -> str | None:
+        """Return what other recipes of the file call the merged model, which its folder is called too."""
+        name = self.text(("name",), data.get("name"))
+        if name is not None and not NAME.fullmatch(name):
+            raise self.wrong(("name",), name, "the name of a folder: letters, digits, and . _ - after the first")
+        return name
 
     def count(self, data: Mapping[str, Any], key: str) -> int:
         """Return how often something is done on the inputs that were kept with curvature; 0 where it is not."""
@@ -236,30 +262,67 @@ class _Reader:
             models[t] = entry.model_copy(update={"curvature": self.text(("curvature", i), path)})
         return models
 
+    def slice_models(self, slices: tuple[Slice, ...], base: str | None) -> dict[int, ModelEntry]:
+        """Return one entry for every source that a slice can have, with the models that stand there in turn."""
+        each = [[source.model for source in self.merged(place, base)] for place in slices]
+        if not any(each):
+            raise self.error(("slices",), "slices list only the base model; add the models to merge.")
+        turns = zip_longest(*each)
+        return {i: ModelEntry(model=", ".join(dict.fromkeys(filter(None, turn)))) for i, turn in enumerate(turns)}
+
+    def merged(self, place: Slice, base: str | None) -> list[Source]:
+        """Return the sources of a slice without the base, where the method takes differences from it."""
+        return [source for source in place.sources if not (self.needs_base and source.model == base)]
+
+    def check_weights(
+        self,
+        parameters: dict[str, Value],
+        models: Mapping[int, ModelEntry],
+        slices: tuple[Slice, ...],
+        base: str | None,
+    ) -> None:
+        """Refuse weights for some of the models that are merged and not for others."""
+        remedy = "give every model a weight, or one for all in the recipe's 'parameters'."
+        entries: dict[Location, bool] = {
+            ("models", t): "weight" in entry.parameters | parameters for t, entry in models.items() if not slices
+        }
+        for k, place in enumerate(slices):
+            for i, source in enumerate(self.merged(place, base)):
+                entries["slices", k, "sources", i] = "weight" in source.parameters | place.parameters | parameters
+        lacking = [path for path, weighted in entries.items() if not weighted]
+        if 0 < len(lacking) < len(entries):
+            raise self.error(lacking[0], f"{spell(lacking[0])} has no weight, others have one; {remedy}")
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The parameters that a recipe cannot have, with the reason."""
+        only = f"of {self.method_name} can be given only from Python, not in a recipe."
+        return {name: f"{name!r} {only}" for name in self.python_only} | NOT_OUR_PARAMETERS
+
+    def own_parameters(self, path: Location, raw: Any, *, alone: bool = False) -> dict[str, Value]:
+        """Return the parameters that one model has for itself; if it is `alone`, what holds for all is its own too."""
+        own = [key for key, parameter in self.known.items() if alone or parameter.per_model]
+        shared = {*self.python_only, *self.known, "rules", "lambda", "normalize"}.difference(own)
+        refused = {key: f"{key!r} holds for all models; move it to the recipe's 'parameters'." for key in shared}
+        values = self.mapping(path, {} if raw is None else raw, own, refused | NOT_OUR_PARAMETERS)
+        return {key: self.value((*path, key), key, value) for key, value in values.items()}
+
     def entry(self, path: Location, raw: Any) -> ModelEntry:
         data = self.mapping(path, raw, ("model", "parameters", "curvature"), {})
         model = self.text((*path, "model"), data.get("model"))
         if model is None:
             raise self.error(path, f"{spell(path)} has no 'model'.")
-        own = [key for key, parameter in self.known.items() if parameter.per_model]
-        shared = {*self.python_only, *self.known, "rules", "lambda", "normalize"}.difference(own)
-        refused = {key: f"{key!r} holds for all models; move it to the recipe's 'parameters'." for key in shared}
-        inner = (*path, "parameters")
-        raw = {} if data.get("parameters") is None else data["parameters"]
-        values = self.mapping(inner, raw, own, refused | NOT_OUR_PARAMETERS)
         return ModelEntry(
             model=model,
-            parameters={key: self.value((*inner, key), key, value) for key, value in values.items()},
+            parameters=self.own_parameters((*path, "parameters"), data.get("parameters")),
             curvature=self.text((*path, "curvature"), data.get("curvature")),
         )
 
     def parameters(self, data: Mapping[str, Any], models: int) -> tuple[dict[str, Value], bool | None]:
         """Return the parameters for all models, and whether to normalise weights (mergekit's `normalize`)."""
-        only = f"of {self.method_name} can be given only from Python, not in a recipe."
-        refused = {name: f"{name!r} {only}" for name in self.python_only}
         names = dict.fromkeys([*self.known, "lambda", "normalize"])
         where, of = ("parameters",), f" of {self.method_name}"
-        raw = self.mapping(where, data.get("parameters", {}), names, refused | NOT_OUR_PARAMETERS, of)
+        raw = self.mapping(where, data.get("parameters", {}), names, self.refused, of)
         values: dict[Location, Any] = {("parameters", key): value for key, value in raw.items()}
         if "scale" in data:
             values["scale",] = data["scale"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,14 +12,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from epimer.errors import RecipeError
+from epimer.layer_names import before_layers, module_of, split_layer
 
 if TYPE_CHECKING:  # the registry imports torch; functions import it when they must know the methods
     from epimer.methods.options import Parameter
     from epimer.methods.registry import Method
 
 AUTO = "auto"
-LAYER = re.compile(r"((?:[^.]*\.)*?)([0-9]+)(?:\.|\Z)")
-"""the start of a tensor's name up to its first integer, and the integer"""
+UNION = "union"
 
 Scalar = bool | int | float | str | None
 
@@ -48,6 +47,46 @@ class ModelEntry(_Frozen):
     curvature: str | None = None
 
 
+class Source(_Frozen):
+    """Layers of a model that go into a slice: from the first to one before the last; all where there is no range."""
+
+    model: str
+    layer_range: tuple[int, int] | None = None
+    parameters: dict[str, Value] = {}
+
+
+class Slice(_Frozen):
+    """Layers of the output, each merged of one layer of every source; slices are stacked in their order."""
+
+    module: str = ""
+    """the part of the model whose layers they are, a word of its tensors' names; "" for the whole model"""
+    sources: tuple[Source, ...]
+    parameters: dict[str, Value] = {}
+
+    @property
+    def length(self) -> int | None:
+        """How many layers it has; None for all of a model's."""
+        found = self.sources[0].layer_range
+        return None if found is None else found[1] - found[0]
+
+
+class TokenSource(_Frozen):
+    """Where the row of a token comes from in models that lack it, or in all with `force`: zeros without a model."""
+
+    model: str | None = None
+    token: str | None = None
+    """the token of that model; None for the same"""
+    token_id: int | None = None
+    force: bool = False
+
+
+class TokenizerOptions(_Frozen):
+    """How the embeddings of models with different tokenizers are brought to one vocabulary."""
+
+    tokens: dict[str, TokenSource] = {}
+    pad_to_multiple_of: int | None = None
+
+
 @dataclass(frozen=True)
 class Settings:
     """The parameters and weights of one tensor."""
@@ -63,6 +102,9 @@ class Recipe(_Frozen):
     merge_method: str
     base_model: str | None = None
     models: tuple[ModelEntry, ...]
+    """the models to merge; with slices, what each of their sources stands for in turn"""
+    slices: tuple[Slice, ...] = ()
+    """the layers of the output, where they are not simply those of the models"""
     parameters: dict[str, Value] = {}
     """for all models; with `weight` where it is given for all"""
     normalize_weights: bool | None = None
@@ -71,6 +113,10 @@ class Recipe(_Frozen):
     tokenizer_source: str | None = None
     """whose tokenizer, chat template and generation settings the output gets: base, a model, a folder; None: see
     `plan.settings_source`"""
+    tokenizer: TokenizerOptions | None = None
+    """what mergekit's `tokenizer` says besides the source"""
+    chat_template: str | None = None
+    """the template itself, or auto for that of most models"""
     basis: str | None = None
     """a folder made by `epimer basis`, to merge in instead of a basis of its own"""
     rules: tuple[tuple[str, str], ...] = ()
@@ -86,14 +132,18 @@ class Recipe(_Frozen):
     """model, or lora: a PEFT adapter of the base instead of a whole model"""
     lora_rank: int | None = None
     """the rank of the adapter's layers at most; None keeps all of a merge whose rank is bounded"""
+    name: str | None = None
+    """what the other recipes of the same file call the merged model"""
 
     def settings(self, name: str, t: float) -> Settings:
         """Return the parameters and weights of the tensor `name` at depth `t` (from `depths`)."""
+        place, t = self.slice_of(name, t)
         parameters: dict[str, Any] = {}
         for key, own in self._keys().items():
-            each = [self._at(key, model, name, t) for model in (self.models if own else self.models[:1])]
+            each = [self._at(key, i, place, name, t) for i in range(len(self.models) if own else 1)]
             parameters[key] = each if own else each[0]
-        return Settings(parameters, weights=parameters.pop("weight", None))
+        weights = parameters.pop("weight", None)
+        return Settings(parameters, weights if place is None else self._weights_in(place, weights))
 
     def weights(self, name: str, t: float) -> list[float]:
         """Return the models' weights for the tensor `name` at depth `t`; 1 each where the recipe gives none."""
@@ -123,11 +173,20 @@ class Recipe(_Frozen):
         for entry in self.models:
             kept: dict[str, Any] = {"parameters": {k: v for k, v in entry.parameters.items() if k in known}}
             models.append(entry.model_copy(update=kept if measured else {**kept, "curvature": None}))
+
+        def only_known(one: Any) -> dict[str, Any]:
+            return {"parameters": {k: v for k, v in one.parameters.items() if k in known}}
+
+        slices = []
+        for place in self.slices:
+            sources = tuple(source.model_copy(update=only_known(source)) for source in place.sources)
+            slices.append(place.model_copy(update={**only_known(place), "sources": sources}))
         return self.model_copy(
             update={
                 "merge_method": method,
                 "parameters": parameters,
                 "models": tuple(models),
+                "slices": tuple(slices),
                 "auto": (),
                 "eval": None,
                 "basis": self.basis if row.needs_curvature else None,
@@ -142,11 +201,78 @@ class Recipe(_Frozen):
         more = {"output": "lora"} | ({} if rank is None else {"lora_rank": rank})
         return load_recipe(self.to_dict() | more)
 
+    def renamed(self, names: Mapping[str, str]) -> Recipe:
+        """Return the recipe with models, also under an adapter, that are called otherwise."""
+
+        def rename(text: str | None) -> str | None:
+            return text and "+".join(names.get(part.strip(), part) for part in text.split("+"))
+
+        models = tuple(one.model_copy(update={"model": rename(one.model)}) for one in self.models)
+        slices = []
+        for place in self.slices:
+            sources = tuple(one.model_copy(update={"model": rename(one.model)}) for one in place.sources)
+            slices.append(place.model_copy(update={"sources": sources}))
+        places: dict[str, Any] = {key: rename(getattr(self, key)) for key in ("base_model", "tokenizer_source")}
+        if self.tokenizer is not None:
+            tokens = self.tokenizer.tokens.items()
+            renamed = {token: one.model_copy(update={"model": rename(one.model)}) for token, one in tokens}
+            places["tokenizer"] = self.tokenizer.model_copy(update={"tokens": renamed})
+        return self.model_copy(update={"models": models, "slices": tuple(slices), **places})
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The models that are merged, by where the recipe lists them."""
+        if not self.slices:
+            return {f"models[{t}]": entry.model for t, entry in enumerate(self.models)}
+        return {
+            f"slices[{k}].sources[{i}]": source.model
+            for k, place in enumerate(self.slices)
+            for i, source in enumerate(place.sources)
+        }
+
+    @property
+    def model_names(self) -> set[str]:
+        """The models that the recipe names, adapters apart from what is under them."""
+        others = [text for text in (self.base_model, self.tokenizer_source) if text is not None]
+        entries = [*self.sources.values(), *others]
+        return {part.strip() for text in entries for part in text.split("+")}
+
+    def merged_sources(self, place: Slice) -> list[Source]:
+        """Return the sources of a slice without the base, where the method takes differences from that."""
+        based = needs_base(self.merge_method)
+        return [source for source in place.sources if not (based and source.model == self.base_model)]
+
+    def slice_of(self, name: str, t: float) -> tuple[Slice | None, float]:
+        """Return the slice that a tensor of the output belongs to, and how deep it lies in it."""
+        if not self.slices:
+            return None, t
+        module = module_of(name, tuple(dict.fromkeys(place.module for place in self.slices)))
+        places, part = [place for place in self.slices if place.module == module], split_layer(name)
+        if part is None:
+            return places[0 if before_layers(name) else -1], 0.0
+        below = 0
+        for place in places:
+            if place.length is None:
+                return place, t
+            if part.number < below + place.length:
+                return place, (part.number - below) / (place.length - 1) if place.length > 1 else 1.0
+            below += place.length
+        return places[-1], 0.0
+
+    def _weights_in(self, place: Slice, weights: list[float] | None) -> list[float] | None:
+        """Return the weights in a slice: 0 for sources that others have and it lacks."""
+        count, most = len(self.merged_sources(place)), len(self.models)
+        if count in (0, most):
+            return weights
+        return [*(weights[:count] if weights else [1 / count] * count), *[0.0] * (most - count)]
+
     def varying(self) -> frozenset[str]:
         """Return the names of the parameters, `weight` included, that differ between tensors."""
         known, names = known_parameters(self.merge_method), set()
-        for key, model in product(self._keys(), self.models):
-            leaves = [entry.value for entry in self._options(key, model)]
+        for key, i in product(self._keys(), range(len(self.models))):
+            inside = [place for place in self.slices if i < len(self.merged_sources(place))]
+            places: list[Slice | None] = [*inside] or [None]
+            leaves = [entry.value for place in places for entry in self._options(key, i, place)]
             values = {x for leaf in leaves for x in (leaf if isinstance(leaf, tuple) else (leaf,))}
             if len(values) > 1 and known[key].kind != "numbers":
                 names.add(key)
@@ -155,6 +281,11 @@ class Recipe(_Frozen):
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that `load_recipe` reads back to an equal recipe."""
         data = self.model_dump(mode="json", exclude_defaults=True)
+        if self.slices:
+            del data["models"]
+            _regroup(data)
+        if self.tokenizer is not None:
+            data["tokenizer"] = tokenizer_data(self.tokenizer, data.pop("tokenizer_source", None))
         if (normalize := data.pop("normalize_weights", None)) is not None:
             data["parameters"] = data.get("parameters", {}) | {"normalize": normalize}
         for key in data.pop("auto", ()):
@@ -164,19 +295,37 @@ class Recipe(_Frozen):
     def to_yaml(self, rename: Mapping[str, str] | None = None) -> str:
         """Return `to_dict` as YAML, with models, base, curvature and tokenizer shown as `rename` has them."""
         data = self.to_dict()
-        for place in (data, *data["models"]):
+        modules = data.get("modules", {"": data})
+        slices = [place for module in modules.values() for place in module.get("slices", ())]
+        tokens = data.get("tokenizer", {}).get("tokens", {}).values()
+        sources = [one["source"] for one in tokens if isinstance(one.get("source"), dict)]
+        places = (*tokens, *sources, *([data["tokenizer"]] if "tokenizer" in data else ()))
+        for place in places:
+            for key in {"source", "model"} & place.keys():
+                place[key] = place[key] if isinstance(place[key], dict) else (rename or {}).get(place[key], place[key])
+        for place in (data, *data.get("models", ()), *(source for one in slices for source in one["sources"])):
             for key in {"base_model", "tokenizer_source", "model", "curvature", "basis", "eval"} & place.keys():
                 place[key] = (rename or {}).get(place[key], place[key])
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000)
 
     def _keys(self) -> dict[str, bool]:
         """Return the parameters that the recipe sets, each with whether it has a value per model."""
-        own = {key for model in self.models for key in model.parameters}
-        return {key: key in own or key == "weight" for key in [*self.parameters, *sorted(own - self.parameters.keys())]}
+        entries = [source for place in self.slices for source in self.merged_sources(place)] or self.models
+        own = {key for entry in entries for key in entry.parameters}
+        shared = dict.fromkeys([*self.parameters, *(key for place in self.slices for key in place.parameters)])
+        known = known_parameters(self.merge_method)  # what the only source of a slice has need not be per model
+        each = {key: (key in own and known[key].per_model) or key == "weight" for key in own}
+        return {key: each.get(key, key == "weight") for key in [*shared, *sorted(own - shared.keys())]}
 
-    def _options(self, key: str, model: ModelEntry) -> list[Filtered]:
-        """Return the values that `key` can have for a model: its own, then the recipe's, then the default."""
-        values = [level[key] for level in (model.parameters, self.parameters) if key in level]
+    def _options(self, key: str, i: int, place: Slice | None) -> list[Filtered]:
+        """Return the values that `key` can have for model `i`: its own, then its slice's, the recipe's, the default."""
+        levels = [self.parameters]
+        if place is None:
+            levels.insert(0, self.models[i].parameters)
+        else:
+            sources = self.merged_sources(place)
+            levels = [sources[i].parameters if i < len(sources) else {}, place.parameters, *levels]
+        values = [level[key] for level in levels if key in level]
         if key != "weight":
             values.append(known_parameters(self.merge_method)[key].default)
         options: list[Filtered] = []
@@ -186,11 +335,14 @@ class Recipe(_Frozen):
                 break
         return options
 
-    def _at(self, key: str, model: ModelEntry, name: str, t: float) -> Any:
-        fits = [entry.value for entry in self._options(key, model) if entry.filter is None or entry.filter in name]
+    def _at(self, key: str, i: int, place: Slice | None, name: str, t: float) -> Any:
+        options = self._options(key, i, place)
+        fits = [entry.value for entry in options if entry.filter is None or entry.filter in name]
+        if key == "weight" and place is not None and i >= len(self.merged_sources(place)):
+            return fits[0] if fits and not isinstance(fits[0], tuple) else 1.0  # it has no say there
         if not fits:
             raise RecipeError(
-                f"recipe: no filter of the {key!r} of {model.model!r} matches the tensor {name!r}; "
+                f"recipe: no filter of the {key!r} of {self.models[i].model!r} matches the tensor {name!r}; "
                 "add an entry without a filter."
             )
         leaf, kind = fits[0], known_parameters(self.merge_method)[key].kind
@@ -209,6 +361,29 @@ def extraction(finetuned: str, base: str, rank: int, dtype: str | None = None) -
     return {**recipe, "output": "lora", "lora_rank": rank, **({} if dtype is None else {"dtype": dtype})}
 
 
+def tokenizer_data(options: TokenizerOptions, source: str | None) -> dict[str, Any]:
+    """Return the mapping `tokenizer` as recipes have it."""
+    tokens: dict[str, Any] = {}
+    for token, one in options.tokens.items():
+        where: Any = {"kind": "zero"} if one.model is None else one.model
+        if one.token is not None or one.token_id is not None:
+            which = {"token": one.token} if one.token_id is None else {"token_id": one.token_id}
+            where = {"kind": "model_token", "model": one.model, **which}
+        tokens[token] = {"source": where} | ({"force": True} if one.force else {})
+    data = {"source": source, "tokens": tokens, "pad_to_multiple_of": options.pad_to_multiple_of}
+    return {key: value for key, value in data.items() if value}
+
+
+def _regroup(data: dict[str, Any]) -> None:
+    """Put slices of modules under `modules`, as recipes have them."""
+    modules: dict[str, list[Any]] = {}
+    for place in data["slices"]:
+        modules.setdefault(place.pop("module", ""), []).append(place)
+    if modules.keys() != {""}:
+        del data["slices"]
+        data["modules"] = {module or "default": {"slices": slices} for module, slices in modules.items()}
+
+
 def _entries(value: Value) -> tuple[Filtered, ...]:
     if isinstance(value, tuple) and any(isinstance(entry, Filtered) for entry in value):
         return value  # type: ignore[return-value]
@@ -223,12 +398,19 @@ def depths(names: Sequence[str]) -> dict[str, float]:
     ``model.layers``. As in mergekit, a tensor of no layer (embeddings, the final norm, the head) has t = 0, and an
     only layer has t = 1.
     """
-    layers = {name: (match[1], int(match[2])) for name in names if (match := LAYER.match(name))}
+    layers = {name: part[:2] for name in names if (part := split_layer(name))}
     last: dict[str, int] = {}
     for prefix, layer in layers.values():
         last[prefix] = max(last.get(prefix, 0), layer)
     depth = {name: layer / last[prefix] if last[prefix] else 1.0 for name, (prefix, layer) in layers.items()}
     return {name: depth.get(name, 0.0) for name in names}
+
+
+def needs_base(method: str) -> bool:
+    """Whether a method takes differences from a base model."""
+    from epimer.methods.registry import describe_method
+
+    return method == AUTO or describe_method(method).needs_base
 
 
 def known_parameters(method: str) -> dict[str, Parameter]:

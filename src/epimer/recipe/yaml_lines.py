@@ -69,7 +69,17 @@ class YamlFile:
         return raw
 
     def read(self) -> Any:
-        """Return the file's data in the safe types of YAML."""
+        """Return the data of a file of one document in the safe types of YAML; None where it is empty."""
+        documents = self.read_all()
+        if len(documents) > 1:
+            raise documents[1][0].error((), f"the file holds {len(documents)} documents, expected one {self.what}.")
+        for file, data in documents:
+            self.lines = file.lines
+            return data
+        return None
+
+    def read_all(self) -> list[tuple[YamlFile, Any]]:
+        """Return the data of every document of the file that is not empty, each with its own lines."""
         assert self.file is not None
         try:
             with open(self.file, "rb") as file:
@@ -82,8 +92,14 @@ class YamlFile:
             if len(raw) > MOST_BYTES:
                 raise OverflowError
             text = raw.decode("utf-8-sig")
-            node = yaml.compose(text, Loader=_Loader)
-            return None if node is None else self.plain(node, ())
+            found = []
+            for node in yaml.compose_all(text, Loader=_Loader):
+                part = YamlFile(self.file, self.what)
+                part.lines[()], part.values = node.start_mark.line + 1, self.values
+                data = part.plain(node, ())
+                self.values = part.values
+                found += [] if data is None else [(part, data)]
+            return found
         except UnicodeDecodeError as error:
             line, message = raw.count(b"\n", 0, error.start), "not UTF-8 text; save the file as UTF-8."
         except yaml.YAMLError as error:

@@ -1,0 +1,227 @@
+"""Rows of embeddings and heads follow tokens, not places, where tokenizers differ."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import epimer
+from epimer.api import plan_merge
+from epimer.errors import EpimerError
+from epimer.recipe.load import load_recipe
+
+WORDS = ["<s>", "a", "b", "c"]
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def save(folder, name, words, added=(), rows=None, seed=0):
+    """Save a model with a tokenizer; return the row of every token in float64."""
+    place, draw = folder / name, torch.Generator().manual_seed(seed)
+    place.mkdir()
+    vocab = {word: i for i, word in enumerate(words)}
+    extra = [
+        {"id": len(words) + i, "content": word, "special": True, "normalized": False, "single_word": False,
+         "lstrip": False, "rstrip": False}
+        for i, word in enumerate(added)
+    ]  # fmt: skip
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": None,
+        "post_processor": None, "decoder": None, "added_tokens": extra,
+        "model": {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": None, "dropout": None, "fuse_unk": False,
+                  "continuing_subword_prefix": None, "end_of_word_suffix": None, "byte_fallback": False},
+    }  # fmt: skip
+    rows = rows or len(words) + len(added)
+    state = {table: torch.randn(rows, 3, generator=draw) for table in TABLES}
+    state["model.layers.0.mlp.weight"] = torch.randn(5, 3, generator=draw)
+    save_file(state, place / "model.safetensors")
+    (place / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (place / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {}, "name_or_path": "/home/me"}))
+    (place / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": rows}))
+    ids = {**vocab, **{one["content"]: one["id"] for one in extra}}
+    return {table: {token: state[table][i].double() for token, i in ids.items()} for table in TABLES}
+
+
+@pytest.fixture
+def models(tmp_path):
+    return {
+        "base": save(tmp_path, "base", WORDS, rows=6, seed=1),
+        "plain": save(tmp_path, "plain", WORDS, rows=6, seed=2),
+        "added": save(tmp_path, "added", WORDS, ["<im>", "<x>"], seed=3),
+        "long": save(tmp_path, "long", WORDS, ["<y>", "<im>", "<z>"], seed=4),
+        "swapped": save(tmp_path, "swapped", ["<s>", "c", "a", "b"], rows=6, seed=5),
+        "padded": save(tmp_path, "padded", WORDS, rows=9, seed=6),
+    }
+
+
+@pytest.fixture
+def merge(tmp_path, models):
+    """Merge models with weight 0.5 each; return the rows of every token, by table, and the config."""
+
+    def merged(*names, **more):
+        listed = [{"model": name, "parameters": {"weight": 0.5}} for name in names]
+        recipe = {"merge_method": "task_arithmetic", "base_model": "base", "models": listed, "dtype": "float64"}
+        epimer.merge(recipe | more, tmp_path / "out", folder=tmp_path, progress=False, overwrite=True)
+        state = load_file(tmp_path / "out" / "model.safetensors")
+        ids = vocabulary(tmp_path / "out")
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config["vocab_size"] == len(state[TABLES[0]]) == len(state[TABLES[1]])
+        return {table: {token: state[table][i] for token, i in ids.items()} for table in TABLES}, config
+
+    return merged
+
+
+def vocabulary(folder):
+    """Return the ids as the library that reads tokenizer.json has them, which renumbers what does not fit."""
+    tokenizers = pytest.importorskip("tokenizers")
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+
+
+def arithmetic(models, names, table, token, missing):
+    """Base + 0.5 (model - base) for each; where a model has no such token its row is `missing`."""
+    base = models["base"][table].get(token, missing)
+    return base + sum(0.5 * (models[name][table].get(token, missing) - base) for name in names)
+
+
+def check(found, models, names, default):
+    for table in TABLES:
+        for token, row in found[table].items():
+            missing = models["base"][table].get(token)
+            missing = default(table, token) if missing is None else missing
+            expected = arithmetic(models, names, table, token, missing)
+            torch.testing.assert_close(row, expected, rtol=1e-6, atol=1e-6, msg=f"{table} {token}")  # rows are float32
+
+
+@pytest.mark.filterwarnings("ignore::epimer.errors.EpimerWarning")
+@pytest.mark.parametrize("more", [{}, {"tokenizer_source": "union"}])
+def test_added_tokens_are_kept_from_the_models_that_have_them(merge, models, more):
+    """Ids of different models clash, and base's table has rows to spare: neither mixes rows."""
+    found, config = merge("added", "long", "plain", **more)
+    assert found[TABLES[0]].keys() == {*WORDS, "<im>", "<x>", "<y>", "<z>"}
+
+    def default(table, token):
+        return torch.stack([models[m][table][token] for m in ("added", "long") if token in models[m][table]]).mean(0)
+
+    check(found, models, ("added", "long", "plain"), default)
+    assert config["vocab_size"] == 8
+
+
+@pytest.mark.filterwarnings("ignore::epimer.errors.EpimerWarning")
+def test_tokens_in_another_order_are_aligned_where_a_tokenizer_is_named(merge, models):
+    found, config = merge("swapped", "plain", tokenizer_source="base")
+    check(found, models, ("swapped", "plain"), None)
+    assert config["vocab_size"] == 6
+    found, config = merge("swapped", "plain", tokenizer_source="swapped")
+    check(found, models, ("swapped", "plain"), None)
+    assert config["vocab_size"] == 4
+
+
+@pytest.mark.filterwarnings("ignore::epimer.errors.EpimerWarning")
+def test_padded_tables_are_cut_to_the_bases(merge, models):
+    found, config = merge("padded", "plain")
+    check(found, models, ("padded", "plain"), None)
+    assert config["vocab_size"] == 6
+
+
+def test_models_with_the_bases_tokenizer_are_untouched(models, tmp_path):
+    for source in ("base", "union", None):
+        recipe = {"merge_method": "linear", "models": [{"model": str(tmp_path / n)} for n in ("base", "plain")]}
+        plan = plan_merge(recipe | ({"tokenizer_source": source} if source else {}))
+        assert not plan.problems
+        assert not plan.tokenizer_files
+        assert {type(one.checkpoint).__name__ for one in plan.participants.models} == {"ShardedCheckpoint"}
+
+
+@pytest.mark.filterwarnings("ignore::epimer.errors.EpimerWarning")
+def test_rows_can_be_chosen_and_tables_padded(merge, models):
+    tokens = {
+        "<im>": {"source": "long"},
+        "<x>": {"source": {"kind": "zero"}},
+        "<y>": {"source": {"kind": "model_token", "model": "plain", "token": "b"}, "force": True},
+        "<z>": {"source": {"kind": "model_token", "model": "added", "token_id": 1}},
+    }
+    options = {"source": "union", "tokens": tokens, "pad_to_multiple_of": 16}
+    found, config = merge("added", "long", "plain", tokenizer=options)
+    for table in TABLES:
+        choices = {
+            "<im>": models["long"][table]["<im>"],
+            "<x>": torch.zeros(3, dtype=torch.float64),
+            "<z>": models["added"][table]["a"],
+        }
+        for token, missing in choices.items():
+            expected = arithmetic(models, ("added", "long", "plain"), table, token, missing)
+            torch.testing.assert_close(found[table][token], expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[table]["<y>"], models["plain"][table]["b"], rtol=1e-6, atol=1e-6)
+    assert config["vocab_size"] == 16
+
+
+@pytest.mark.filterwarnings("ignore::epimer.errors.EpimerWarning")
+def test_the_union_is_a_tokenizer_that_knows_the_added_tokens(merge, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    merge("added", "long", tokenizer_source="union")
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert made.encode("a<im>b<z>", add_special_tokens=False).tokens == ["a", "<im>", "b", "<z>"]
+    assert made.encode("abc").ids == [1, 2, 3], "the base's ids stay"
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    ids = made.get_vocab()
+    assert {one["content"]: int(i) for i, one in config["added_tokens_decoder"].items()} == {
+        token: ids[token] for token in ("<im>", "<x>", "<y>", "<z>")
+    }
+    assert "name_or_path" not in config
+
+
+@pytest.mark.filterwarnings("ignore::epimer.errors.EpimerWarning")
+def test_a_chat_template_is_written_where_both_readers_look(merge, models, tmp_path):
+    def written():
+        folder = tmp_path / "out"
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        return config["chat_template"], (folder / "chat_template.jinja").read_text()
+
+    merge("plain", chat_template="{{ messages }}")
+    assert written() == ("{{ messages }}", "{{ messages }}")
+    merge("plain", chat_template="chatml")
+    assert "<|im_start|>" in written()[0]
+    for name in ("plain", "added"):
+        (tmp_path / name / "chat_template.jinja").write_text("{{ theirs }}")
+    merge("plain", "added", "long", chat_template="auto", tokenizer_source="union")
+    assert written() == ("{{ theirs }}", "{{ theirs }}")
+
+
+def test_what_can_be_wrong(merge, models, tmp_path):
+    with pytest.raises(EpimerError, match=r"write tokenizer_source: union to align them by token"):
+        merge("swapped", "plain")
+    with pytest.raises(EpimerError, match=r"tokenizer.tokens names '<q>', which the output's tokenizer does not have"):
+        merge("added", tokenizer={"tokens": {"<q>": {"source": "added"}}})
+    with pytest.raises(EpimerError, match=r"the source of '<x>' is long, which is not merged here"):
+        merge("added", tokenizer={"tokens": {"<x>": {"source": "long"}}})
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    (tmp_path / "added" / "tokenizer.json").unlink()
+    with pytest.raises(EpimerError, match=r"union needs every model's tokenizer and table of embeddings"):
+        merge("added", tokenizer_source="union")
+
+
+@pytest.mark.parametrize(("more", "expected"), [
+    ({"tokenizer": 3},
+     "tokenizer must be a mapping with keys among source, tokens, pad_to_multiple_of. Got 3 instead."),
+    ({"tokenizer": {"source": "union"}, "tokenizer_source": "base"},
+     "'tokenizer' and 'tokenizer_source' both name a tokenizer; keep one of them."),
+    ({"tokenizer": {"pad_to_multiple_of": 0}},
+     "tokenizer.pad_to_multiple_of must be an integer at least 1. Got 0 instead."),
+    ({"tokenizer": {"tokens": {"<x>": {"source": {"kind": "mean"}}}}},
+     "tokenizer.tokens.<x>.source.kind must be zero or model_token. Got 'mean' instead."),
+    ({"chat_template": "alpacas"},
+     "chat_template must be auto, chatml, or the text of a Jinja template. Got 'alpacas' instead."),
+])  # fmt: skip
+def test_mistakes_are_one_line(more, expected):
+    with pytest.raises(EpimerError) as error:
+        load_recipe({"merge_method": "linear", "models": [{"model": "a"}], **more})
+    assert str(error.value) == f"recipe: {expected}"
+
+
+def test_a_recipe_with_a_tokenizer_reads_back():
+    tokens = {"<x>": {"source": {"kind": "model_token", "model": "a", "token_id": 3}, "force": True},
+              "<y>": {"source": "a"}, "<z>": {"source": {"kind": "zero"}}}  # fmt: skip
+    given = {"source": "union", "tokens": tokens, "pad_to_multiple_of": 8}
+    recipe = load_recipe({"merge_method": "linear", "models": [{"model": "a"}], "tokenizer": given})
+    assert recipe.to_dict()["tokenizer"] == given
+    assert load_recipe(recipe.to_dict()) == recipe
