@@ -28,7 +28,7 @@ from epimer.evaluation.judges import Evaluate, by_agreement, evaluator
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, Tagged
 from epimer.methods.options import RULES_PARAMETER
-from epimer.methods.registry import Method, describe_method
+from epimer.methods.registry import Method, compatible_method
 from epimer.plan.curvature_inputs import python_curvatures
 from epimer.plan.inputs import check_weights
 from epimer.plan.jobs import Plan
@@ -63,6 +63,7 @@ def merge(
     workers: int | None = None,
     threads: int = 1,
     folder: Path | None = None,
+    compat: str | None = None,
 ) -> MergeRecord:
     """Merge the checkpoints that a recipe names into a new model folder; what it leaves to `auto` is chosen first.
 
@@ -81,9 +82,10 @@ def merge(
         threads: threads within each of them. Results do not depend on `workers`; they may, in their last digit, on
             `threads` and `device`.
         folder: where relative paths of a recipe that is no file are looked for too.
+        compat: "mergekit" gives the numbers of mergekit 0.1.5 where it departs from the papers (docs/recipes.md).
     """
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
-    plan = plan_merge(recipe, folder=folder, progress=progress, any_curvature=any_curvature)
+    plan = plan_merge(recipe, folder=folder, progress=progress, any_curvature=any_curvature, compat=compat)
     record = write_output(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
     for note in plan.notes:
         warnings.warn(note, EpimerWarning, stacklevel=2)
@@ -92,10 +94,15 @@ def merge(
 
 
 def plan_merge(
-    recipe: RecipeLike, *, folder: Path | None = None, progress: bool = False, any_curvature: bool = False
+    recipe: RecipeLike,
+    *,
+    folder: Path | None = None,
+    progress: bool = False,
+    any_curvature: bool = False,
+    compat: str | None = None,
 ) -> Plan:
     """Open what a recipe names, choose what it leaves to `auto`, and plan its merge; problems are collected."""
-    loaded, folder = open_recipe(recipe, folder)
+    loaded, folder = open_recipe(recipe, folder, compat)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     return choice.choose_and_plan(loaded, opened, folder, RunOptions(progress=progress))
 
@@ -109,6 +116,7 @@ def merge_state_dicts(
     weights: Sequence[float] | None = None,
     curvature: Sequence[Mapping[str, Metric]] | None = None,
     device: str | torch.device | None = None,
+    compat: str | None = None,
     **parameters: Any,
 ) -> MergedState:
     """Merge models fine-tuned from one base; the result has base's names, shapes and dtypes.
@@ -116,16 +124,17 @@ def merge_state_dicts(
     Args:
         base: the ancestor, name to tensor; None where the method needs none.
         models: the fine-tuned models, with base's names and shapes.
-        method: one of `list_methods()`.
-        weights: one per model; scaled to sum 1, except in task_arithmetic and dare.
+        method: one of `list_methods()`, or mergekit's name of it.
+        weights: one per model; scaled to sum 1, except in task_arithmetic and the like, and with normalize=False.
         curvature: one mapping per model from tensor name to Diagonal, Kronecker, Samples or Projected.
         device: where to compute; by default where base is.
+        compat: "mergekit" gives the numbers of mergekit 0.1.5 where it departs from the papers (docs/recipes.md).
         **parameters: the method's own, see `describe_method(method)`.
 
     Returns:
         The merged state dict; its `record` tells each tensor's rule, rank, status and residual.
     """
-    row = describe_method(method)
+    row = compatible_method(method, compat)
     options = row.resolve(parameters)
     where = None if device is None else check_device(device)
     plan = plan_state_dicts(state_dict_participants(base, models), row, options, weights, curvature)

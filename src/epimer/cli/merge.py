@@ -34,6 +34,7 @@ def merge(
     max_memory: options.MaxMemory = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
     any_curvature: options.AnyCurvature = False,
+    compat: Annotated[str | None, option("mergekit: its numbers where it departs from the papers.")] = None,
     workers: options.Workers = None,
     threads: Annotated[int, typer.Option(help="Threads for each of them.")] = 1,
     overwrite: options.Overwrite = False,
@@ -57,7 +58,7 @@ def merge(
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
     with stoppable("nothing was written"):
-        plan = plan_merge(recipe, progress=progress, any_curvature=any_curvature)
+        plan = plan_merge(recipe, progress=progress, any_curvature=any_curvature, compat=compat)
     if out is None or dry_run:
         if not plan.problems:
             try:

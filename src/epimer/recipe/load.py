@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from epimer.methods.registry import Method
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-ALIASES = {"linear": "average", "dare_linear": "dare"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
-        "basis", "rules", "scale", "eval", "rounds", "refine")  # fmt: skip
+        "basis", "rules", "scale", "eval", "rounds", "refine", "compat")  # fmt: skip
+OWN_KEYS = {"curvature", "basis", "rules", "scale", "eval", "rounds", "refine"}
+"""which no file of mergekit has"""
 TWICE = "scale is given twice: scale, parameters.scale and lambda are one; keep one."
 NOT_OURS = {
     "slices": "mergekit's 'slices' stacks layers of several models, which is not done here; list whole 'models'.",
@@ -28,36 +29,38 @@ NOT_OURS = {
     "chat_template": "mergekit's 'chat_template' is not supported; set it in the merged model's tokenizer files.",
 }
 NOT_OUR_PARAMETERS = {
-    "int8_mask": "mergekit's 'int8_mask' has no effect here; remove it.",
-    "rescale": "mergekit's 'rescale' has no effect here: dare always rescales by 1/density, ties never; remove it.",
-    "rescale_norm": "mergekit's 'rescale_norm' has no effect here: dare always rescales by 1/density; remove it.",
+    "rescale": "this method does not rescale what it keeps; remove 'rescale', or add 'compat: mergekit' where that does.",
+    "rescale_norm": "'rescale_norm' is not in mergekit 0.1.5 any more; remove it, or say 'rescale: true' or false.",
     "rules": "'rules' is a key of the recipe itself; move it out of 'parameters'.",
 }
-NOT_OUR_METHODS = {  # mergekit's method -> the nearest ones here
-    "slerp": "average", "nuslerp": "average", "multislerp": "average", "karcher": "average", "model_stock": "average",
-    "nearswap": "average", "passthrough": "", "dare_ties": "dare, ties", "della": "dare, ties",
-    "della_linear": "dare", "breadcrumbs": "task_arithmetic", "breadcrumbs_ties": "ties", "sce": "ties",
-    "arcee_fusion": "ties",
-}  # fmt: skip
+ACCEPTED = {"int8_mask": "int8_mask has no effect here: masks are no smaller or larger for it."}
+"""mergekit's parameters that change no number"""
+COUNTS_BASE = ("linear", "karcher")
+"""mergekit's methods to which base_model is one more model"""
 
 
 def open_recipe(
-    source: str | os.PathLike[str] | Mapping[str, Any] | Recipe, folder: Path | None = None
+    source: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    folder: Path | None = None,
+    compat: str | None = None,
 ) -> tuple[Recipe, Path | None]:
-    """Return a recipe, and where its relative paths are looked for too: the folder of its file, or `folder`."""
+    """Return a recipe, and where its relative paths are looked for too: the folder of its file, or `folder`.
+
+    `compat` says whose numbers are wanted whatever the recipe says of that.
+    """
     if isinstance(source, Recipe):
-        return source, folder
-    return load_recipe(source), folder if isinstance(source, Mapping) else Path(source).parent
+        return source if compat is None else load_recipe(source.to_dict(), compat), folder
+    return load_recipe(source, compat), folder if isinstance(source, Mapping) else Path(source).parent
 
 
-def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
+def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any], compat: str | None = None) -> Recipe:
     """Read a recipe from a YAML file, or from the mapping such a file holds, and check all of it."""
     if isinstance(source, Mapping):
-        return _Reader(YamlFile(None)).recipe(_plain(source))
+        return _Reader(YamlFile(None), compat).recipe(_plain(source))
     if not isinstance(source, str | os.PathLike):
         raise RecipeError(f"A recipe is a path to a YAML file or a mapping, got {type(source).__name__}.")
     file = YamlFile(os.fspath(source))
-    return _Reader(file).recipe(file.read())
+    return _Reader(file, compat).recipe(file.read())
 
 
 def _plain(data: Any) -> Any:
@@ -86,7 +89,8 @@ class _Reader:
     needs_base: bool
     known: dict[str, Parameter]
 
-    def __init__(self, source: YamlFile) -> None:
+    def __init__(self, source: YamlFile, compat: str | None = None) -> None:
+        self.compat, self.notes = compat, dict[str, None]()
         self.error, self.wrong = source.error, source.wrong
         self.mapping, self.text = source.mapping, source.text
 
@@ -96,6 +100,8 @@ class _Reader:
         data = {key: value for key, value in self.mapping((), raw, KEYS, NOT_OURS).items() if value is not None}
         auto = self.take_auto(data)
         self.method = None if "merge_method" in auto else self.find_method(data)
+        if self.method is None and (self.compat or "compat" in data):
+            raise self.error(("compat",), "compat is for one of mergekit's methods, not for 'auto'; remove it.")
         self.method_name = AUTO if self.method is None else self.method.name
         self.needs_base = self.method is None or self.method.needs_base
         self.known = known_parameters(self.method_name)
@@ -105,10 +111,13 @@ class _Reader:
             need = f"{who} needs the base model that the others were fine-tuned from; add 'base_model'."
             raise self.error(("merge_method",), need)
         models = self.models(data, base)
-        if data["merge_method"] == "linear" and base is not None and base not in [m.model for m in models.values()]:
-            remedy = "list it under models, remove it, or write 'average', which takes only config and names from it."
-            raise self.error(("base_model",), f"mergekit's linear counts base_model as one more model: {remedy}")
+        word = data["merge_method"]
+        if word in COUNTS_BASE and base is not None and base not in [m.model for m in models.values()]:
+            other = ", or write 'average', which takes only config and names from it" * (word == "linear")
+            remedy = f"list it under models, remove it{other}."
+            raise self.error(("base_model",), f"mergekit's {word} counts base_model as one more model: {remedy}")
         parameters, normalize = self.parameters(data, len(models))
+        self.hoist(models, parameters)
         lacking = [t for t, entry in models.items() if "weight" not in entry.parameters | parameters]
         if 0 < len(lacking) < len(models):
             remedy = "give every model a weight, or one for all in the recipe's 'parameters'."
@@ -134,7 +143,29 @@ class _Reader:
             eval=self.text(("eval",), data.get("eval")),
             rounds=self.count(data, "rounds"),
             refine=self.count(data, "refine"),
+            notes=(*self.notes, *self.departures(data, models, parameters)),
         )
+
+    def hoist(self, models: dict[int, ModelEntry], parameters: dict[str, Value]) -> None:
+        """Move what the only model of a method of one model says to the parameters for all."""
+        if self.method is None or self.method.models[1] != 1:
+            return
+        for t, entry in models.items():
+            parameters |= {key: value for key, value in entry.parameters.items() if not self.known[key].per_model}
+            own = {key: value for key, value in entry.parameters.items() if self.known[key].per_model}
+            models[t] = entry.model_copy(update={"parameters": own})
+
+    def departures(
+        self, data: Mapping[str, Any], models: Mapping[int, ModelEntry], parameters: Mapping[str, Value]
+    ) -> list[str]:
+        """Say once how mergekit's numbers would differ, where the file could be one of mergekit's."""
+        given = {*parameters, *(key for entry in models.values() for key in entry.parameters)}
+        silent = self.compat is not None or not OWN_KEYS.isdisjoint(data)
+        if self.method is None or self.method.mergekit is None or silent:
+            return []
+        if not self.method.departs_from_mergekit(given):
+            return []
+        return [f"{self.method_name} is the published form; `compat: mergekit` gives {self.method.mergekit.summary}."]
 
     def count(self, data: Mapping[str, Any], key: str) -> int:
         """Return how often something is done on the inputs that were kept with curvature; 0 where it is not."""
@@ -181,19 +212,22 @@ class _Reader:
         return folder
 
     def find_method(self, data: Mapping[str, Any]) -> Method:
-        from epimer.methods.registry import describe_method, list_methods
+        from epimer.methods.registry import ALIASES, compatible_method, describe_method, list_methods
 
         ours = ", ".join(list_methods())
         name = self.text(("merge_method",), data.get("merge_method"))
         if name is None:
             raise self.error((), f"the recipe has no 'merge_method'. Methods: {ours}.")
-        if name in NOT_OUR_METHODS and name not in list_methods():
-            near = f"; nearest: {NOT_OUR_METHODS[name]}" if NOT_OUR_METHODS[name] else ""
-            raise self.error(("merge_method",), f"mergekit's method {name!r} is not one of ours{near}. Ours: {ours}.")
-        if name not in list_methods() and name not in ALIASES:
+        try:
+            describe_method(name)
+        except ParameterError:
             hint = nearest(name, [*list_methods(), *ALIASES, AUTO])
-            raise self.error(("merge_method",), f"There is no method {name!r}.{hint} Methods: {ours}.")
-        return describe_method(ALIASES.get(name, name))
+            raise self.error(("merge_method",), f"There is no method {name!r}.{hint} Methods: {ours}.") from None
+        self.compat = self.compat or self.text(("compat",), data.get("compat"))
+        try:
+            return compatible_method(name, self.compat)
+        except ParameterError as error:
+            raise self.error(("compat",) if "compat" in data else (), str(error)) from None
 
     def models(self, data: Mapping[str, Any], base: str | None) -> dict[int, ModelEntry]:
         """Return the models to merge by their position in the recipe; mergekit's recipes often list the base too."""
@@ -202,10 +236,14 @@ class _Reader:
             raise self.wrong(("models",), raw, "a list of models, each with the key 'model'")
         models = {t: self.entry(("models", t), item) for t, item in enumerate(raw)}
         for t, entry in list(models.items()):
-            if self.needs_base and entry.model == base:
-                if entry.parameters or entry.curvature:
+            apart = self.needs_base or (self.method is not None and self.method.optional_base)
+            if apart and entry.model == base:
+                if entry.curvature:
                     remedy = f"which {self.method_name} does not merge; remove it from 'models'."
                     raise self.error(("models", t), f"models[{t}] is the base model, {remedy}")
+                if entry.parameters:
+                    names = ", ".join(sorted(entry.parameters))
+                    self.notes[f"models[{t}] is the base model: its {names} has no effect, as in mergekit."] = None
                 del models[t]
         if not models:
             raise self.error(("models",), "models lists only the base model; add the models to merge.")
@@ -224,17 +262,25 @@ class _Reader:
         model = self.text((*path, "model"), data.get("model"))
         if model is None:
             raise self.error(path, f"{spell(path)} has no 'model'.")
-        own = [key for key, parameter in self.known.items() if parameter.per_model]
+        alone = self.method is not None and self.method.models[1] == 1
+        own = [key for key, parameter in self.known.items() if alone or parameter.per_model]
         shared = {*self.python_only, *self.known, "rules", "lambda", "normalize"}.difference(own)
         refused = {key: f"{key!r} holds for all models; move it to the recipe's 'parameters'." for key in shared}
         inner = (*path, "parameters")
         raw = {} if data.get("parameters") is None else data["parameters"]
-        values = self.mapping(inner, raw, own, refused | NOT_OUR_PARAMETERS)
+        values = self.mapping(inner, self.accepted(raw), own, refused | NOT_OUR_PARAMETERS)
         return ModelEntry(
             model=model,
             parameters={key: self.value((*inner, key), key, value) for key, value in values.items()},
             curvature=self.text((*path, "curvature"), data.get("curvature")),
         )
+
+    def accepted(self, raw: Any) -> Any:
+        """Return parameters without those of mergekit that change no number, which are noted."""
+        if not isinstance(raw, dict):
+            return raw
+        self.notes |= {text: None for key, text in ACCEPTED.items() if key in raw}
+        return {key: value for key, value in raw.items() if key not in ACCEPTED}
 
     def parameters(self, data: Mapping[str, Any], models: int) -> tuple[dict[str, Value], bool | None]:
         """Return the parameters for all models, and whether to normalise weights (mergekit's `normalize`)."""
@@ -242,7 +288,8 @@ class _Reader:
         refused = {name: f"{name!r} {only}" for name in self.python_only}
         names = dict.fromkeys([*self.known, "lambda", "normalize"])
         where, of = ("parameters",), f" of {self.method_name}"
-        raw = self.mapping(where, data.get("parameters", {}), names, refused | NOT_OUR_PARAMETERS, of)
+        strange = {key: text for key, text in NOT_OUR_PARAMETERS.items() if key not in self.known}
+        raw = self.mapping(where, self.accepted(data.get("parameters", {})), names, refused | strange, of)
         values: dict[Location, Any] = {("parameters", key): value for key, value in raw.items()}
         if "scale" in data:
             values["scale",] = data["scale"]
@@ -252,7 +299,8 @@ class _Reader:
             name = "scale" if path[-1] == "lambda" else str(path[-1])
             if name in parameters:
                 raise self.error(path, TWICE)
-            if name == "normalize" and isinstance(value, bool | int | float) and value in (0, 1):
+            chosen = name in self.known and self.known[name].kind == "boolean"
+            if name == "normalize" and not chosen and isinstance(value, bool | int | float) and value in (0, 1):
                 normalize = bool(value)  # mergekit writes 1.0 for true
             elif name not in self.known:
                 raise self.wrong(path, value, "true or false: whether weights are scaled to sum 1")
@@ -291,6 +339,8 @@ class _Reader:
     def leaf(self, path: Location, parameter: Parameter, raw: Any) -> Scalar | tuple[int | float, ...]:
         numeric = parameter.kind in ("number", "integer")
         if not isinstance(raw, list):
+            if parameter.kind == "boolean" and isinstance(raw, int | float) and raw in (0, 1):
+                raw = bool(raw)  # mergekit writes 1.0 for true
             return self.checked(path, parameter, _number(raw) if numeric else raw)
         if not raw or not numeric:
             many = ", or a list of such over the layers" if numeric else ""

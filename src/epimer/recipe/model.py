@@ -10,7 +10,7 @@ from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from epimer.errors import RecipeError
 
@@ -82,6 +82,8 @@ class Recipe(_Frozen):
     """how often curvature is measured again at the merge, on the inputs that were kept with it"""
     refine: int = 0
     """natural-gradient steps at most towards each task's own model, on the same inputs"""
+    notes: tuple[str, ...] = Field(default=(), exclude=True)
+    """what the file says that has another meaning here, or none"""
 
     def settings(self, name: str, t: float) -> Settings:
         """Return the parameters and weights of the tensor `name` at depth `t` (from `depths`)."""
@@ -128,6 +130,7 @@ class Recipe(_Frozen):
                 "eval": None,
                 "basis": self.basis if row.needs_curvature else None,
                 "normalize_weights": self.normalize_weights if own else None,
+                "notes": self.notes if own else (),
             }
         )
 
@@ -226,7 +229,7 @@ def _parameters(method: Method | None) -> dict[str, Parameter]:
     from epimer.methods.frechet import FrechetOptions
     from epimer.methods.options import BASES, Parameter, parameters_of
 
-    low = None if method is not None and method.absolute_weights else 0
+    low = None if method is not None and method.weights_as_given(method.options) else 0
     weight = Parameter("weight", "number", None, "weight of a model", low=low, per_model=True)
     every = parameters_of(FrechetOptions(basis="tensor")) if method is None else method.parameters
     ours = [p for p in every if p.kind not in ("callable", "mapping", "rules")]
