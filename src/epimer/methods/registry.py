@@ -212,6 +212,11 @@ class Method(Generic[OptionsT]):
         """Whether weights are used as given, by the method itself or because its `normalize` is off."""
         return self.absolute_weights or any(getattr(options, name, None) is False for name in NORMALIZE)
 
+    @property
+    def normalizes(self) -> bool:
+        """Whether it has an option by which it takes a mean or a sum, so that mergekit's `normalize` is for it."""
+        return isinstance(self.defaults.get("normalize"), bool)
+
     def check_models(self, weights: Sequence[float]) -> None:
         """Refuse to merge fewer models than the method can, or more of those that have a weight."""
         (fewest, most), count = self.models, sum(1 for weight in weights if weight) or len(weights)

@@ -149,6 +149,8 @@ def _recipe_settings(
         key = json.dumps([values.parameters, values.weights], sort_keys=True)
         if key not in resolved:
             fixed = {"rules": list(recipe.rules)} | ({} if basis is None else {"basis": basis})
+            if method.normalizes and recipe.normalize_weights is not None:
+                fixed["normalize"] = recipe.normalize_weights
             options = method.resolve(values.parameters | fixed)
             check_options(options, method, tasks, based=participants.base is not None)
             weights = recipe_weights(recipe, values.weights, tasks, method, options)
@@ -164,7 +166,9 @@ def recipe_weights(
 ) -> list[float]:
     """Return the weights: scaled to sum 1 or unchanged, as the method or mergekit's `normalize` says."""
     weights = check_weights(values, tasks, method.name, absolute=method.weights_as_given(options))
-    if recipe.normalize_weights is None or recipe.normalize_weights is not method.absolute_weights:
+    if method.normalizes or recipe.normalize_weights is None:
+        return weights
+    if recipe.normalize_weights is not method.absolute_weights:
         return weights
     if method.absolute_weights:
         if not sum(weights):

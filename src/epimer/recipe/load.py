@@ -29,7 +29,7 @@ NOT_OURS = {
     "chat_template": "mergekit's 'chat_template' is not supported; set it in the merged model's tokenizer files.",
 }
 NOT_OUR_PARAMETERS = {
-    "rescale": "this method does not rescale what it keeps; remove 'rescale', or add 'compat: mergekit' where that does.",
+    "rescale": "this method never rescales; remove 'rescale', or for ties add 'compat: mergekit'.",
     "rescale_norm": "'rescale_norm' is not in mergekit 0.1.5 any more; remove it, or say 'rescale: true' or false.",
     "rules": "'rules' is a key of the recipe itself; move it out of 'parameters'.",
 }
@@ -111,11 +111,7 @@ class _Reader:
             need = f"{who} needs the base model that the others were fine-tuned from; add 'base_model'."
             raise self.error(("merge_method",), need)
         models = self.models(data, base)
-        word = data["merge_method"]
-        if word in COUNTS_BASE and base is not None and base not in [m.model for m in models.values()]:
-            other = ", or write 'average', which takes only config and names from it" * (word == "linear")
-            remedy = f"list it under models, remove it{other}."
-            raise self.error(("base_model",), f"mergekit's {word} counts base_model as one more model: {remedy}")
+        self.check_base(data["merge_method"], base, models)
         parameters, normalize = self.parameters(data, len(models))
         self.hoist(models, parameters)
         lacking = [t for t, entry in models.items() if "weight" not in entry.parameters | parameters]
@@ -146,6 +142,16 @@ class _Reader:
             notes=(*self.notes, *self.departures(data, models, parameters)),
         )
 
+    def check_base(self, word: str, base: str | None, models: Mapping[int, ModelEntry]) -> None:
+        """Refuse a base that mergekit would count among the models, or note it where only config and names are meant."""
+        if word not in COUNTS_BASE or base is None or base in [entry.model for entry in models.values()]:
+            return
+        text = f"mergekit's {word} counts base_model as one more model"
+        if word == "linear" or self.compat is not None:
+            other = ", or write 'average', which takes only config and names from it" if word == "linear" else ""
+            raise self.error(("base_model",), f"{text}: list it under models, remove it{other}.")
+        self.notes[f"{text}, here it gives only config and names; list it under models if it is one."] = None
+
     def hoist(self, models: dict[int, ModelEntry], parameters: dict[str, Value]) -> None:
         """Move what the only model of a method of one model says to the parameters for all."""
         if self.method is None or self.method.models[1] != 1:
@@ -159,7 +165,7 @@ class _Reader:
         self, data: Mapping[str, Any], models: Mapping[int, ModelEntry], parameters: Mapping[str, Value]
     ) -> list[str]:
         """Say once how mergekit's numbers would differ, where the file could be one of mergekit's."""
-        given = {*parameters, *(key for entry in models.values() for key in entry.parameters)}
+        given = {*parameters, *data.get("parameters", ()), *(key for one in models.values() for key in one.parameters)}
         silent = self.compat is not None or not OWN_KEYS.isdisjoint(data)
         if self.method is None or self.method.mergekit is None or silent:
             return []
@@ -280,7 +286,8 @@ class _Reader:
         if not isinstance(raw, dict):
             return raw
         self.notes |= {text: None for key, text in ACCEPTED.items() if key in raw}
-        return {key: value for key, value in raw.items() if key not in ACCEPTED}
+        without = {"rescale"} if "rescale" not in self.known and raw.get("rescale") in (False, 0) else set()
+        return {key: value for key, value in raw.items() if key not in ACCEPTED and key not in without}
 
     def parameters(self, data: Mapping[str, Any], models: int) -> tuple[dict[str, Value], bool | None]:
         """Return the parameters for all models, and whether to normalise weights (mergekit's `normalize`)."""
@@ -299,8 +306,7 @@ class _Reader:
             name = "scale" if path[-1] == "lambda" else str(path[-1])
             if name in parameters:
                 raise self.error(path, TWICE)
-            chosen = name in self.known and self.known[name].kind == "boolean"
-            if name == "normalize" and not chosen and isinstance(value, bool | int | float) and value in (0, 1):
+            if name == "normalize" and isinstance(value, bool | int | float) and value in (0, 1):
                 normalize = bool(value)  # mergekit writes 1.0 for true
             elif name not in self.known:
                 raise self.wrong(path, value, "true or false: whether weights are scaled to sum 1")

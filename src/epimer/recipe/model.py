@@ -233,5 +233,6 @@ def _parameters(method: Method | None) -> dict[str, Parameter]:
     weight = Parameter("weight", "number", None, "weight of a model", low=low, per_model=True)
     every = parameters_of(FrechetOptions(basis="tensor")) if method is None else method.parameters
     ours = [p for p in every if p.kind not in ("callable", "mapping", "rules")]
+    ours = [p for p in ours if (p.name, p.kind) != ("normalize", "boolean")]  # it is the recipe's `normalize_weights`
     ours = [replace(p, kind="choice", choices=BASES) if p.kind == "basis" else p for p in ours]
     return {p.name: p for p in (weight, *ours)}

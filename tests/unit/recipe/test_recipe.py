@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 import epimer
 from epimer.errors import EpimerError, RecipeError
-from epimer.recipe.load import NOT_OUR_METHODS, load_recipe
+from epimer.recipe.load import load_recipe
 from epimer.recipe.model import Filtered, ModelEntry, Recipe, Settings, depths
 
 METHODS = ", ".join(epimer.list_methods())
@@ -576,7 +576,8 @@ TAIL = "models: [{model: a}]\nbase_model: b\n"
     ("# nothing\n", "1: the recipe is empty; it needs at least merge_method and models."),
     ("{}", "1: the recipe is empty; it needs at least merge_method and models."),
     ("- a\n", "1: a recipe must be a mapping with keys among merge_method, base_model, models, parameters, dtype, "
-              "out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine. Got ['a'] instead."),
+              "out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, "
+              "compat. Got ['a'] instead."),
     ("merge_method: ties\nmodels: [a\ndtype: x\n", "3: not valid YAML: expected ',' or ']', but got ':'."),
     ("a: b: c\n", "1: not valid YAML: mapping values are not allowed here."),
     ("a: 1\n\tb: 2\n", "2: not valid YAML: found character '\\t' that cannot start any token."),
@@ -610,7 +611,7 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     # keys
     ("merge_metod: ties\n" + TAIL, "1: unknown key 'merge_metod'. Did you mean 'merge_method'? Known: merge_method, "
      "base_model, models, parameters, dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, "
-     "rounds, refine."),
+     "rounds, refine, compat."),
     ("merge_method: ties\n" + TAIL + "parameters:\n  seed: 1\n  densty: 0.5\n",
      f"6: unknown key 'densty' in parameters of ties. Did you mean 'density'? Known: {KNOWN}."),
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  wieght: 1\n",
@@ -620,7 +621,8 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("merge_method: ties\n" + TAIL + "scale:\n- filter: a\n  valu: 1\n",
      "6: unknown key 'valu' in scale[0]. Did you mean 'value'? Known: filter, value."),
     ("on: 1\n", "1: unknown key 'on'. Did you mean 'rounds'? Known: merge_method, base_model, models, parameters, "
-     "dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine."),
+     "dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, "
+     "compat."),
     # mergekit's
     ("slices: []\n", "1: mergekit's 'slices' stacks layers of several models, which is not done here; list whole "
      "'models'."),
@@ -632,13 +634,18 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
      "files."),
     ("merge_method: ties\n" + TAIL + "tokenizer_source: union\n", "4: mergekit's tokenizer_source 'union' is not "
      "supported; name a model whose tokenizer is to be used, or 'base'."),
-    ("merge_method: ties\n" + TAIL + "parameters:\n  int8_mask: true\n",
-     "5: mergekit's 'int8_mask' has no effect here; remove it."),
-    ("merge_method: ties\n" + TAIL + "parameters:\n  rescale: true\n", "5: mergekit's 'rescale' has no effect here: "
-     "dare always rescales by 1/density, ties never; remove it."),
-    ("merge_method: dare_linear\n" + TAIL + "parameters:\n  rescale_norm: l1\n", "5: mergekit's 'rescale_norm' has no "
-     "effect here: dare always rescales by 1/density; remove it."),
-    ("merge_method: passthrough\n" + TAIL, f"1: mergekit's method 'passthrough' is not one of ours. Ours: {METHODS}."),
+    ("merge_method: ties\n" + TAIL + "parameters:\n  rescale: true\n", "5: this method never rescales; remove "
+     "'rescale', or for ties add 'compat: mergekit'."),
+    ("merge_method: dare_linear\n" + TAIL + "parameters:\n  rescale_norm: l1\n", "5: 'rescale_norm' is not in mergekit "
+     "0.1.5 any more; remove it, or say 'rescale: true' or false."),
+    ("merge_method: ties\n" + TAIL + "compat: fusionbench\n",
+     "4: compat must be one of mergekit. Got 'fusionbench' instead."),
+    ("merge_method: tsv\n" + TAIL + "compat: mergekit\n",
+     "4: compat: mergekit has no meaning to tsv, which mergekit does not have; remove it."),
+    ("merge_method: auto\n" + TAIL + "compat: mergekit\n",
+     "4: compat is for one of mergekit's methods, not for 'auto'; remove it."),
+    ("compat: mergekit\nmerge_method: karcher\n" + TAIL,
+     "4: mergekit's karcher counts base_model as one more model: list it under models, remove it."),
     # method
     (TAIL, f"1: the recipe has no 'merge_method'. Methods: {METHODS}."),
     ("merge_method: tis\n" + TAIL, f"1: There is no method 'tis'. Did you mean 'ties'? Methods: {METHODS}."),
@@ -661,7 +668,7 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
      "1: ties needs the base model that the others were fine-tuned from; add 'base_model'."),
     ("merge_method: ties\nbase_model: yes\nmodels: [{model: a}]\n",
      "2: base_model must be text (in quotes if it looks like a number or a yes or no). Got True instead."),
-    ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n- model: b\n  parameters: {density: 1}\n",
+    ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n- model: b\n  curvature: f\n",
      "5: models[1] is the base model, which ties does not merge; remove it from 'models'."),
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: b\n",
      "3: models lists only the base model; add the models to merge."),
@@ -675,8 +682,6 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
      "5: 'lambda' holds for all models; move it to the recipe's 'parameters'."),
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  parameters:\n    normalize: true\n",
      "6: 'normalize' holds for all models; move it to the recipe's 'parameters'."),
-    ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  parameters: {int8_mask: 1}\n",
-     "5: mergekit's 'int8_mask' has no effect here; remove it."),
     # parameters
     ("merge_method: ties\n" + TAIL + "parameters: 3\n",
      f"4: parameters must be a mapping with keys among {KNOWN}. Got 3 instead."),
@@ -764,18 +769,6 @@ def test_one_line_for_every_mistake(load, text, expected):
     assert message(load, text) == f"recipe.yaml:{expected}"
 
 
-@pytest.mark.parametrize("name", NOT_OUR_METHODS)
-def test_methods_that_only_mergekit_has(name):
-    assert refused(name).startswith(f"recipe: mergekit's method {name!r} is not one of ours")
-    assert refused(name).endswith(f". Ours: {METHODS}.")
-    assert name not in epimer.list_methods(), "it is ours now: remove it from NOT_OUR_METHODS"
-    assert set(filter(None, NOT_OUR_METHODS[name].split(", "))) <= set(epimer.list_methods())
-
-
-def test_nearest_methods_are_named():
-    assert refused("dare_ties").startswith("recipe: mergekit's method 'dare_ties' is not one of ours; nearest: dare, t")
-
-
 def test_a_mapping_has_no_lines_but_the_same_words():
     assert refused(parameters={"densty": 1}) == (
         f"recipe: unknown key 'densty' in parameters of ties. Did you mean 'density'? Known: {KNOWN}."
@@ -797,6 +790,8 @@ def test_every_parameter_of_every_method_is_read_or_refused(method):
             assert "only from Python" in refused(method, parameters=given)
         elif parameter.kind == "rules":
             assert "move it out of 'parameters'" in refused(method, parameters=given)
+        elif (parameter.name, parameter.kind) == ("normalize", "boolean"):
+            assert recipe(method, parameters=given).normalize_weights is parameter.default
         else:
             assert recipe(method, parameters=given).settings("x", 0.3).parameters == given
 
