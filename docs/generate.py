@@ -40,6 +40,8 @@ def render() -> str:
         lines += ["| parameter | default | meaning | valid |", "|---|---|---|---|"]
         for p in method.parameters:
             lines.append(f"| `{p.name}` | `{p.default!r}` | {p.meaning} | {p.expected} |")
+        if method.mergekit is not None:
+            lines += ["", f"Under `compat: mergekit` (`{method.mergekit.name}`): {method.mergekit.summary}."]
     lines += ["", "## Your own", "", *OWN]
     return "\n".join(lines) + "\n"
 

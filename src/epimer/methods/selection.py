@@ -56,10 +56,8 @@ class NearswapOptions(MethodOptions):
 
 def sce(layer: Layer, options: SceOptions) -> Solution:
     """Select entries by their variance, weigh models by their energy, erase minority signs."""
-    deltas = layer.deltas
-    if options.select_topk < 1:
-        mask = _most_varied(deltas, options.select_topk)
-        deltas = [D * mask for D in deltas]
+    mask = _most_varied(layer.deltas, options.select_topk) if options.select_topk < 1 else 1
+    deltas = [D * mask for D in layer.deltas]
     energies = [float(D.square().mean(dtype=torch.float64)) for D in deltas]
     if sum(energies) <= options.least_energy:
         energies = [1.0] * len(deltas)
@@ -67,7 +65,7 @@ def sce(layer: Layer, options: SceOptions) -> Solution:
     total = sum(shares)
     # Signs are elected by all models alike; only the mean goes by their energy.
     elected = elected_or_plus(deltas, layer.weights)
-    return Solution(disjoint_sum([D.clone() for D in deltas], [s / total for s in shares], elected, normalize=True))
+    return Solution(disjoint_sum(deltas, [s / total for s in shares], elected, normalize=True))
 
 
 def _most_varied(deltas: list[Tensor], share: float) -> Tensor:
@@ -155,7 +153,7 @@ METHODS: tuple[Method, ...] = (
             merge=sce,
             options=SceOptions(),
             elementwise=True,
-            workspace=(2.0, 8.0),
+            workspace=(1.0, 8.0),
             laws=ENTRYWISE,
         ),
         "models count alike where their mean squares add up to less than 1e-6, as those of most fine-tuned models do",
@@ -206,7 +204,7 @@ METHODS: tuple[Method, ...] = (
         uses_base=True,
         models=(1, 1),
         elementwise=True,
-        workspace=(0.0, 8.0),
+        workspace=(0.0, 6.0),
         laws=frozenset({"permutation", "scale_zero"}),
     ),
 )

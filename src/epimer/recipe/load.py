@@ -249,7 +249,7 @@ class _Reader:
                     raise self.error(("models", t), f"models[{t}] is the base model, {remedy}")
                 if entry.parameters:
                     names = ", ".join(sorted(entry.parameters))
-                    self.notes[f"models[{t}] is the base model: its {names} has no effect, as in mergekit."] = None
+                    self.notes[f"models[{t}] is the base model: its own {names} changes nothing, as in mergekit."] = None
                 del models[t]
         if not models:
             raise self.error(("models",), "models lists only the base model; add the models to merge.")

@@ -834,3 +834,52 @@ def test_whatever_is_given_is_a_recipe_that_reads_back_or_one_line(data):
     else:
         assert load_recipe(found.to_dict()) == found
         assert load_recipe(yaml.safe_load(found.to_yaml())) == found
+
+
+def test_a_file_of_mergekits_is_told_once_how_its_numbers_would_differ():
+    (note,) = recipe("ties", parameters={"density": 0.5}).notes
+    assert note == (
+        "ties is the published form; `compat: mergekit` gives ties as mergekit 0.1.5 has it: every tensor is trimmed by "
+        "itself, all is kept by default (density 1), an even vote counts as +."
+    )
+    assert recipe("ties", rules={"*.bias": "copy"}).notes == ()  # no file of mergekit's
+    assert recipe("ties", compat="mergekit").notes == ()
+    assert recipe("breadcrumbs", parameters={"density": 0.5}).notes == ()  # only the default differs
+    assert len(recipe("breadcrumbs").notes) == 1
+    assert recipe("task_arithmetic").notes == recipe("ram").notes == ()
+    assert "gives only config and names; list it under models if it is one." in recipe("karcher").notes[0]
+
+
+def test_compat_takes_mergekits_form_of_a_method_with_its_own_parameters():
+    found = recipe("ties", compat="mergekit", parameters={"rescale": True, "density": [0.2, 0.9], "normalize": 0.0})
+    assert (found.merge_method, found.normalize_weights) == ("mergekit_ties", False)
+    assert found.settings("x", 0.5).parameters == {"rescale": True, "density": pytest.approx(0.55)}
+    assert load_recipe(found.to_dict()) == found
+    assert recipe("linear", base=None, compat="mergekit").merge_method == "average"
+    given = {"merge_method": "dare_linear", "base_model": "b", "models": [{"model": "a"}]}
+    assert load_recipe(given, "mergekit").merge_method == "mergekit_dare"
+    assert load_recipe(given | {"compat": "mergekit"}) == load_recipe(given, "mergekit")
+
+
+def test_what_changes_no_number_is_accepted_and_noted():
+    int8 = "int8_mask has no effect here: masks are no smaller or larger for it."
+    assert recipe("task_arithmetic", parameters={"int8_mask": True}).notes == (int8,)
+    models = [{"model": "a", "parameters": {"int8_mask": 1}}, {"model": "b"}]
+    assert recipe("task_arithmetic", models=models).notes == (int8,)
+    assert recipe("ties", parameters={"rescale": False}).settings("x", 0).parameters == {}
+    listed = [{"model": "base", "parameters": {"weight": 1, "density": 0.5}}, {"model": "a"}, {"model": "b"}]
+    found = recipe("dare", models=listed, compat="mergekit")
+    assert found.notes == ("models[0] is the base model: its own density, weight changes nothing, as in mergekit.",)
+    assert [entry.model for entry in found.models] == ["a", "b"]
+    assert [entry.model for entry in recipe("nuslerp", models=["base", "a", "b"]).models] == ["a", "b"]
+
+
+def test_a_models_own_gamma_and_epsilon_and_the_only_models_parameters():
+    models = [{"model": "a", "parameters": {"gamma": 0.2, "density": 0.3}}, {"model": "b"}]
+    found = recipe("breadcrumbs", models=models, parameters={"density": 0.5}).settings("x", 0).parameters
+    assert found == {"density": [0.3, 0.5], "gamma": [0.2, 0.01]}
+    scale = [{"filter": "mlp", "value": 0}, {"value": 0.5}]
+    alone = [{"model": "a", "parameters": {"scale": scale}}]
+    found = recipe("passthrough", models=alone, base=None)
+    assert [found.settings(name, 0).parameters for name in ("mlp.w", "w")] == [{"scale": 0.0}, {"scale": 0.5}]
+    assert found.models[0].parameters == {}
