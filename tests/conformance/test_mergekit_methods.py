@@ -68,7 +68,8 @@ RECIPES = {
     "parameters: {max_iter: 2, tol: 1.0e-9}\n",
     "task_arithmetic": "merge_method: task_arithmetic\n" + TASKS + "parameters: {lambda: 0.8, int8_mask: true}\n",
     "ties": "merge_method: ties\n" + TASKS,
-    "ties, density": "merge_method: ties\n" + TRIMMED + "parameters: {normalize: true, int8_mask: true, density: 0.53}\n",
+    "ties, density": "merge_method: ties\n"
+    + TRIMMED + "parameters: {normalize: true, int8_mask: true, density: 0.53}\n",
     "ties, added up": "merge_method: ties\n" + TRIMMED + "parameters: {normalize: 0.0, rescale: true, lambda: 0.7}\n",
     "breadcrumbs": "merge_method: breadcrumbs\n" + TRIMMED + "parameters: {density: 0.7, gamma: 0.05}\n",
     "breadcrumbs, by default": "merge_method: breadcrumbs\n" + TASKS,

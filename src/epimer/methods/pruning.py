@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -28,9 +28,20 @@ NOTHING = 1e-7  # the sum of magnitudes below which a tensor is not rescaled
 
 Kept = tuple[Tensor, Tensor | float | None]
 """which entries are kept, as 0 and 1, and with which chance they were; None where no chance was taken"""
-Keep = Callable[[Tensor, Any, torch.Generator], Kept]
-"""a task vector, one model's options and random numbers -> the entries that are kept"""
 Elect = Callable[[list[Tensor], list[float]], Tensor]
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """How one model's task vector is pruned: its own values of the options."""
+
+    density: float
+    gamma: float = 0.0
+    epsilon: float = 0.0
+
+
+Keep = Callable[[Tensor, Pruning, torch.Generator], Kept]
+"""a task vector, how to prune it and random numbers -> the entries that are kept"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,31 +122,31 @@ class BreadcrumbsTiesOptions(BreadcrumbsOptions, ElectedOptions):
 # --- what is kept ---
 
 
-def at_random(D: Tensor, options: DareOptions, generator: torch.Generator) -> Kept:
+def at_random(D: Tensor, how: Pruning, generator: torch.Generator) -> Kept:
     """Keep every entry with the same chance, as DARE does."""
-    mask = torch.rand(D.shape, generator=generator) < options.density
-    return mask.to(D), options.density
+    mask = torch.rand(D.shape, generator=generator) < how.density
+    return mask.to(D), how.density
 
 
-def at_random_by_magnitude(D: Tensor, options: DellaOptions, generator: torch.Generator) -> Kept:
+def at_random_by_magnitude(D: Tensor, how: Pruning, generator: torch.Generator) -> Kept:
     """Keep every entry with a chance that grows evenly with the rank of its magnitude in its row, as DELLA does."""
     rows = D.reshape(len(D), -1) if D.dim() > 1 else D.reshape(1, -1)
     order, count = rows.abs().argsort(dim=1, stable=True), rows.shape[1]
     steps = torch.linspace(-1, 1, count, dtype=D.dtype, device=D.device) if count > 1 else torch.zeros(1).to(D)
-    chance = torch.empty_like(rows).scatter_(1, order, (options.density + options.epsilon * steps).expand_as(rows))
+    chance = torch.empty_like(rows).scatter_(1, order, (how.density + how.epsilon * steps).expand_as(rows))
     chance = chance.reshape(D.shape)
     return (torch.rand(D.shape, generator=generator).to(D) < chance).to(D), chance
 
 
-def largest(D: Tensor, options: TrimmedOptions, generator: torch.Generator) -> Kept:
+def largest(D: Tensor, how: Pruning, generator: torch.Generator) -> Kept:
     """Keep the share of entries with the largest magnitudes; at least one."""
-    return smallest(-D.abs(), max(1, int(options.density * D.numel()))).to(D), None
+    return smallest(-D.abs(), max(1, int(how.density * D.numel()))).to(D), None
 
 
-def between(D: Tensor, options: BreadcrumbsOptions, generator: torch.Generator) -> Kept:
+def between(D: Tensor, how: Pruning, generator: torch.Generator) -> Kept:
     """Keep the share of entries below the largest ones, as Model Breadcrumbs does."""
-    total, kept = D.numel(), int(options.density * D.numel())
-    below = max(0, total - kept - int(options.gamma * total))
+    total, kept = D.numel(), int(how.density * D.numel())
+    below = max(0, total - kept - int(how.gamma * total))
     magnitudes = D.abs()
     return (smallest(magnitudes, below + kept) & ~smallest(magnitudes, below)).to(D), None
 
@@ -154,14 +165,16 @@ def smallest(x: Tensor, count: int) -> Tensor:
 
 def prune(layer: Layer, options: Any, keep: Keep, *, keep_norm: bool) -> list[Tensor]:
     """Return P_t: what is kept of every task vector, made up for the rest by its norm or by the chance to be kept."""
+    names = [name for name in ("density", "gamma", "epsilon") if hasattr(options, name)]
+    values = [per_model(getattr(options, name), len(layer.deltas)) for name in names]
     pruned = []
-    for t, D in enumerate(layer.deltas):
-        own = _of_model(options, t, len(layer.deltas))
-        if own.density >= 1 or not D.numel():
+    for t, (D, *own) in enumerate(zip(layer.deltas, *values, strict=True)):
+        how = Pruning(**dict(zip(names, own, strict=True)))
+        if how.density >= 1 or not D.numel():
             pruned.append(D.clone())
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(f"{options.seed}/{t}/{layer.name}".encode()))
-        mask, chance = keep(D, own, generator)
+        mask, chance = keep(D, how, generator)
         P = D * mask
         if options.rescale and keep_norm:
             P *= _lost_norm(D, P)
@@ -169,12 +182,6 @@ def prune(layer: Layer, options: Any, keep: Keep, *, keep_norm: bool) -> list[Te
             P /= chance
         pruned.append(P)
     return pruned
-
-
-def _of_model(options: Any, t: int, tasks: int) -> Any:
-    """Return the options of one model."""
-    names = [name for name in ("density", "gamma", "epsilon") if hasattr(options, name)]
-    return replace(options, **{name: per_model(getattr(options, name), tasks)[t] for name in names})
 
 
 def _lost_norm(D: Tensor, P: Tensor) -> float:
@@ -313,7 +320,7 @@ METHODS: tuple[Method, ...] = (
         Method(
             name="della",
             summary="drop small entries more often than large ones, rescale the rest, elect signs, average what agrees",
-            equation="θ = θ0 + α · mean of {P_t,i : sign = elected_i}, P_t = (M_t ∘ D_t) / p_t, p = density ± ε by rank",
+            equation="θ = θ0 + α · mean of {P_t,i : sign = elected_i}, P_t = (M_t ∘ D_t) / p_t, p = density ± ε",
             citation="Deep et al., DELLA-Merging, 2024 (its ε is the whole range of chances, here it is half of it)",
             merge=della_ties,
             options=DellaOptions(),

@@ -85,9 +85,7 @@ def ram(layer: Layer, options: RamOptions) -> Solution:
 
 
 def ramplus_tl(layer: Layer, options: RamPlusOptions) -> Solution:
-    """Return per entry the mean of the models that have moved it; what one alone has moved, the stronger the more it
-    shares of its other entries in this tensor.
-    """
+    """Return what `ram` does, with a model's own entries the stronger, the more of its others it shares here."""
     total, mass, movers = _moved(layer, options.epsilon)
     alone = movers == 1
     merged = total / torch.where(mass > 0, mass, 1)

@@ -108,7 +108,7 @@ def slerp(layer: Layer, options: SlerpOptions) -> Solution:
 
 
 def nuslerp(layer: Layer, options: NuslerpOptions) -> Solution:
-    """Return the point of the arc between two task vectors, or models where there is no base, that their weights say."""
+    """Return the point that weights say on the arc between two task vectors, or models where there is no base."""
     if len(layer.deltas) == 1:
         return Solution(1 * layer.deltas[0])
     shape = layer.deltas[0].shape
@@ -283,7 +283,7 @@ METHODS: tuple[Method, ...] = (
             elementwise=True,
             laws=ALONG,
         ),
-        "a cosine divides by 1e-6 at least, so tensors that moved little count as at right angles and stay near the base",
+        "a cosine divides by 1e-6 at least, so tensors that moved little stay near the base",
         options=ModelStockOptions(least_norms=1e-6),
     ),
 )

@@ -148,7 +148,7 @@ def _recipe_settings(
         values = recipe.settings(name, depth)
         key = json.dumps([values.parameters, values.weights], sort_keys=True)
         if key not in resolved:
-            fixed = {"rules": list(recipe.rules)} | ({} if basis is None else {"basis": basis})
+            fixed: dict[str, Any] = {"rules": list(recipe.rules)} | ({} if basis is None else {"basis": basis})
             if method.normalizes and recipe.normalize_weights is not None:
                 fixed["normalize"] = recipe.normalize_weights
             options = method.resolve(values.parameters | fixed)
@@ -161,9 +161,7 @@ def _recipe_settings(
     return settings
 
 
-def recipe_weights(
-    recipe: Recipe, values: list[float] | None, tasks: int, method: Method, options: Any
-) -> list[float]:
+def recipe_weights(recipe: Recipe, values: list[float] | None, tasks: int, method: Method, options: Any) -> list[float]:
     """Return the weights: scaled to sum 1 or unchanged, as the method or mergekit's `normalize` says."""
     weights = check_weights(values, tasks, method.name, absolute=method.weights_as_given(options))
     if method.normalizes or recipe.normalize_weights is None:

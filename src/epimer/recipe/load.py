@@ -143,7 +143,7 @@ class _Reader:
         )
 
     def check_base(self, word: str, base: str | None, models: Mapping[int, ModelEntry]) -> None:
-        """Refuse a base that mergekit would count among the models, or note it where only config and names are meant."""
+        """Refuse a base that mergekit would count among the models, or note that it is not counted here."""
         if word not in COUNTS_BASE or base is None or base in [entry.model for entry in models.values()]:
             return
         text = f"mergekit's {word} counts base_model as one more model"
@@ -249,7 +249,9 @@ class _Reader:
                     raise self.error(("models", t), f"models[{t}] is the base model, {remedy}")
                 if entry.parameters:
                     names = ", ".join(sorted(entry.parameters))
-                    self.notes[f"models[{t}] is the base model: its own {names} changes nothing, as in mergekit."] = None
+                    self.notes[f"models[{t}] is the base model: its own {names} changes nothing, as in mergekit."] = (
+                        None
+                    )
                 del models[t]
         if not models:
             raise self.error(("models",), "models lists only the base model; add the models to merge.")

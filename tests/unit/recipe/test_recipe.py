@@ -839,8 +839,8 @@ def test_whatever_is_given_is_a_recipe_that_reads_back_or_one_line(data):
 def test_a_file_of_mergekits_is_told_once_how_its_numbers_would_differ():
     (note,) = recipe("ties", parameters={"density": 0.5}).notes
     assert note == (
-        "ties is the published form; `compat: mergekit` gives ties as mergekit 0.1.5 has it: every tensor is trimmed by "
-        "itself, all is kept by default (density 1), an even vote counts as +."
+        "ties is the published form; `compat: mergekit` gives ties as mergekit 0.1.5 has it: every tensor is trimmed "
+        "by itself, all is kept by default (density 1), an even vote counts as +."
     )
     assert recipe("ties", rules={"*.bias": "copy"}).notes == ()  # no file of mergekit's
     assert recipe("ties", compat="mergekit").notes == ()
