@@ -308,6 +308,7 @@ METHODS: tuple[Method, ...] = (
         options=PassthroughOptions(),
         needs_base=False,
         ignores_base=True,
+        linear_in_scale=False,
         models=(1, 1),
         elementwise=True,
         separable=True,
