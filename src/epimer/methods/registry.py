@@ -199,7 +199,10 @@ class Method(Generic[OptionsT]):
             hint = nearest(unknown[0], known)
             raise ParameterError(f"{self.name} has no parameter {unknown[0]!r}.{hint} It takes: {', '.join(known)}.")
         checked = {name: known[name].check(self.name, given[name]) for name in known if name in given}
-        return replace(self.options, **checked)
+        try:
+            return replace(self.options, **checked)
+        except ParameterError as error:  # options that do not go together
+            raise ParameterError(f"{self.name}: {error}") from None
 
     def options_of(self, options: OptionsT, models: Sequence[int]) -> OptionsT:
         """Return the options of a merge of some of the models: lists with one entry per model have theirs alone."""
