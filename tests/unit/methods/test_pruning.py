@@ -129,7 +129,9 @@ def test_mergekit_keeps_the_sum_of_magnitudes(method):
 
 
 def test_chances_beyond_0_and_1_are_refused():
-    with pytest.raises(ParameterError, match=r"^della: .* must be less than density and at most 1 - density.* Got 0.3 with"):
+    with pytest.raises(
+        ParameterError, match=r"^della: .* must be less than density and at most 1 - density.* Got 0.3 with"
+    ):
         change("della", density=[0.5, 0.8, 0.5], epsilon=0.3)
     assert change("della", density=1.0, epsilon=0.3).isfinite().all()
 
