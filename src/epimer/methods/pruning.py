@@ -304,7 +304,7 @@ METHODS: tuple[Method, ...] = (
             name="breadcrumbs_ties",
             summary="drop the smallest entries of each tensor and the very largest, elect signs, add up what agrees",
             equation="θ = θ0 + α Σ {w_t P_t,i : sign = elected_i}, P_t = M_t ∘ D_t",
-            citation="Davari and Belilovsky, Model Breadcrumbs, ECCV 2024, with the signs of TIES as mergekit has it",
+            citation="Davari and Belilovsky, Model Breadcrumbs, ECCV 2024, with the signs of TIES as in mergekit",
             merge=crumbs_ties,
             options=BreadcrumbsTiesOptions(density=0.9, normalize=False),
             elementwise=True,

@@ -11,7 +11,7 @@ CITATIONS = {
     "dare": "Yu et al., Language Models are Super Mario (DARE), ICML 2024",
     "dare_ties": "Yu et al., Language Models are Super Mario (DARE), ICML 2024",
     "breadcrumbs": "Davari and Belilovsky, Model Breadcrumbs, ECCV 2024",
-    "breadcrumbs_ties": "Davari and Belilovsky, Model Breadcrumbs, ECCV 2024, with the signs of TIES as mergekit has it",
+    "breadcrumbs_ties": "Davari and Belilovsky, Model Breadcrumbs, ECCV 2024, with the signs of TIES as in mergekit",
     "della": "Deep et al., DELLA-Merging, 2024 (its ε is the whole range of chances, here it is half of it)",
     "della_linear": "Deep et al., DELLA-Merging, 2024, without its election of signs",
     "slerp": "Shoemake, Animating rotation with quaternion curves, SIGGRAPH 1985",
