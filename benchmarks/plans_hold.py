@@ -36,6 +36,9 @@ NAME = "layer.weight"
 SAMPLES = (64, 4)  # per-sample gradients and tokens of each
 LEAST = 100 << 20  # below this a plan need not be near
 MOST = 6e9  # what a case may be planned at
+PRUNED = {name: {"density": 0.4} for name in ("mergekit_ties", "mergekit_della", "breadcrumbs_ties")}
+PRUNED |= {"sce": {"select_topk": 0.3}, "model_stock": {"filter_wise": True}, "nuslerp": {"nuslerp_flatten": False}}
+"""options under which a method does all that it can"""
 FEW_STEPS = {"iterations": 2}  # the peak of conjugate gradients does not depend on how many there are
 
 
@@ -75,7 +78,8 @@ def metric_of(kind: str, shape: tuple[int, int], seed: int) -> Metric:
 
 def recipe_of(place: Path, row: Method, kind: str | None, tasks: int, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe of one case."""
-    models = [{"model": str(place / f"m{t}.safetensors")} for t in range(1, tasks + 1)]
+    count = tasks if row.models[1] is None else min(tasks, row.models[1])
+    models = [{"model": str(place / f"m{t}.safetensors")} for t in range(1, count + 1)]
     if kind is not None:
         models = [model | {"curvature": str(place / f"{kind}{t % 2}")} for t, model in enumerate(models)]
     base = {"base_model": str(place / "m0.safetensors")}
@@ -87,7 +91,7 @@ def cases(rows: Sequence[Method]) -> Iterator[tuple[Method, str | None, dict[str
     for row in rows:
         kind = row.curvature if row.needs_curvature else None
         if "basis" not in row.defaults:
-            yield row, kind, {}
+            yield row, kind, PRUNED.get(row.name, {})
         for basis in ("tagged", "tensor", "full") if "basis" in row.defaults else ():
             few = FEW_STEPS if basis == "full" or kind in ("diagonal", "samples") else {}
             yield row, kind, {"basis": basis} | few

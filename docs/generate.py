@@ -13,7 +13,7 @@ OWN = (
     "does so in 25 lines. A package adds methods for all who install it with an entry point:",
     "",
     '    [project.entry-points."epimer.methods"]',
-    '    model_stock = "my_package.merging:MODEL_STOCK"',
+    '    stock_with_floor = "my_package.merging:STOCK"',
     "",
     "`epimer.testing.check_laws(method)` tests on random models that a method obeys exactly the laws its row states.",
 )
@@ -40,6 +40,8 @@ def render() -> str:
         lines += ["| parameter | default | meaning | valid |", "|---|---|---|---|"]
         for p in method.parameters:
             lines.append(f"| `{p.name}` | `{p.default!r}` | {p.meaning} | {p.expected} |")
+        if method.mergekit is not None:
+            lines += ["", f"Under `compat: mergekit` (`{method.mergekit.name}`): {method.mergekit.summary}."]
     lines += ["", "## Your own", "", *OWN]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""Add a method from outside and merge with it: Model Stock, which goes further where the models agree.
+"""Add a method from outside and merge with it: Model Stock with a least share, which goes further where models agree.
 
 The fine-tuned models of one task lie on a shell around a centre that merges better than any of them. How far the
 centre is from the base follows from the angle between the task vectors, tensor by tensor.
@@ -16,13 +16,13 @@ from epimer.testing import check_laws
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelStockOptions(epimer.MethodOptions):
-    """Options of model_stock, beside those that every method has."""
+class StockOptions(epimer.MethodOptions):
+    """Options of stock_with_floor, beside those that every method has."""
 
     least: Annotated[float, epimer.Option("least share of the mean task vector that is kept", low=0, high=1)] = 0.0
 
 
-def model_stock(layer: epimer.Layer, options: ModelStockOptions) -> epimer.Solution:
+def stock_with_floor(layer: epimer.Layer, options: StockOptions) -> epimer.Solution:
     """Return t Σ λ_t D_t with t = T cos θ / (1 + (T - 1) cos θ), θ being the mean angle between task vectors."""
     tasks = len(layer.deltas)
     unit = torch.nn.functional.normalize(torch.stack([D.flatten() for D in layer.deltas]), dim=1)
@@ -31,13 +31,13 @@ def model_stock(layer: epimer.Layer, options: ModelStockOptions) -> epimer.Solut
     return epimer.Solution(share * sum(w * D for w, D in zip(layer.weights, layer.deltas, strict=True)))
 
 
-MODEL_STOCK = epimer.Method(
-    name="model_stock",
+STOCK = epimer.Method(
+    name="stock_with_floor",
     summary="the mean of the models, pulled to the base where their task vectors disagree",
     equation="θ = θ0 + α t Σ λ_t D_t, t = T cos θ / (1 + (T - 1) cos θ)",
     citation="Jang et al., Model Stock: All we need is just a few fine-tuned models, ECCV 2024",
-    merge=model_stock,
-    options=ModelStockOptions(),
+    merge=stock_with_floor,
+    options=StockOptions(),
     elementwise=True,
     laws=frozenset({"permutation", "copies", "scale_zero"}),
 )
@@ -45,17 +45,17 @@ MODEL_STOCK = epimer.Method(
 
 def main() -> None:
     """Check the method's laws, register it, and merge noisy copies of one change with it."""
-    check_laws(MODEL_STOCK)
-    epimer.register_method(MODEL_STOCK)
+    check_laws(STOCK)
+    epimer.register_method(STOCK)
     torch.manual_seed(0)
     base = {"layer.weight": torch.randn(64, 48)}
     target = base["layer.weight"] + 0.1 * torch.randn(64, 48)
     models = [{"layer.weight": target + 0.2 * torch.randn(64, 48)} for _ in range(4)]
     print("distance from what the models have in common (the base is 1):")
-    for name in ("average", "model_stock"):
+    for name in ("average", "stock_with_floor"):
         merged = epimer.merge_state_dicts(base, models, name)["layer.weight"]
-        print(f"  {name:<12}{float((merged - target).norm() / (base['layer.weight'] - target).norm()):6.2f}")
-    print(f"\n{epimer.describe_method('model_stock')}")
+        print(f"  {name:<18}{float((merged - target).norm() / (base['layer.weight'] - target).norm()):6.2f}")
+    print(f"\n{epimer.describe_method('stock_with_floor')}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from epimer.errors import EpimerWarning, ParameterError, RecipeError, TensorErro
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Subspace, Tagged
 from epimer.methods.options import RULES_PARAMETER
-from epimer.methods.registry import Method, describe_method
+from epimer.methods.registry import Method, compatible_method
 from epimer.plan.adapter import plan_adapter
 from epimer.plan.curvature_inputs import python_curvatures
 from epimer.plan.inputs import check_weights
@@ -66,6 +66,7 @@ def merge(
     threads: int = 1,
     folder: Path | None = None,
     intermediate: str | os.PathLike[str] | None = None,
+    compat: str | None = None,
 ) -> MergeRecord:
     """Merge the checkpoints that a recipe names into a new model folder; what it leaves to `auto` is chosen first.
 
@@ -85,12 +86,13 @@ def merge(
             `threads` and `device`.
         folder: where relative paths of a recipe that is no file are looked for too.
         intermediate: where the merges with names go, of a file of several recipes; by default OUT.parts.
+        compat: "mergekit" gives the numbers of mergekit 0.1.5 where it departs from the papers (docs/recipes.md).
 
     Returns:
         The record of the merge; of several, the last one's.
     """
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
-    for step in merge_steps(recipe, out, intermediate, folder):
+    for step in merge_steps(recipe, out, intermediate, folder, compat):
         plan = plan_merge(step.recipe, folder=step.folder, progress=progress, any_curvature=any_curvature)
         record = write_output(plan, step.out, run, max_shard_size=max_shard_size, overwrite=overwrite)
         for note in plan.notes:
@@ -100,10 +102,15 @@ def merge(
 
 
 def plan_merge(
-    recipe: RecipeLike, *, folder: Path | None = None, progress: bool = False, any_curvature: bool = False
+    recipe: RecipeLike,
+    *,
+    folder: Path | None = None,
+    progress: bool = False,
+    any_curvature: bool = False,
+    compat: str | None = None,
 ) -> Plan:
     """Open what a recipe names, choose what it leaves to `auto`, and plan its merge; problems are collected."""
-    loaded, folder = open_recipe(recipe, folder)
+    loaded, folder = open_recipe(recipe, folder, compat)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if not (loaded.auto or loaded.rounds or loaded.refine):
         return plan_adapter(plan_recipe(loaded, opened))
@@ -132,6 +139,7 @@ def merge_state_dicts(
     weights: Sequence[float] | None = None,
     curvature: Sequence[Mapping[str, Metric]] | None = None,
     device: str | torch.device | None = None,
+    compat: str | None = None,
     **parameters: Any,
 ) -> MergedState:
     """Merge models fine-tuned from one base; the result has base's names, shapes and dtypes.
@@ -139,16 +147,18 @@ def merge_state_dicts(
     Args:
         base: the ancestor, a state dict or an nn.Module; None where the method needs none.
         models: the fine-tuned models, with base's names and shapes.
-        method: one of `list_methods()`; by default the best one that needs neither data nor curvature.
-        weights: one per model; scaled to sum 1, except in task_arithmetic and dare.
+        method: one of `list_methods()`, or mergekit's name of it; by default the best one that needs neither data nor
+            curvature.
+        weights: one per model; scaled to sum 1, except in task_arithmetic and the like, and with normalize=False.
         curvature: one mapping per model from tensor name to Diagonal, Kronecker, Samples or Projected.
         device: where to compute; by default where base is.
+        compat: "mergekit" gives the numbers of mergekit 0.1.5 where it departs from the papers (docs/recipes.md).
         **parameters: the method's own, see `describe_method(method)`.
 
     Returns:
         The merged state dict; its `record` tells each tensor's rule, rank, status and residual.
     """
-    row = describe_method(method)
+    row = compatible_method(method, compat)
     options = row.resolve(parameters)
     where = None if device is None else check_device(device)
     plan = plan_state_dicts(state_dict_participants(base, models), row, options, weights, curvature)

@@ -63,7 +63,8 @@ def find_violation(method: Method | str, law: str) -> str | None:
 def _registered(method: Method | str) -> Iterator[Method]:
     """Register a method for a while, if it is not."""
     row = describe_method(method) if isinstance(method, str) else method
-    if row.name in list_methods() and describe_method(row.name) is row:
+    forms = {one.mergekit for one in map(describe_method, list_methods())}
+    if row in forms or (row.name in list_methods() and describe_method(row.name) is row):
         yield row
         return
     register_method(row)
@@ -124,6 +125,11 @@ def make_curvature(
     return [{name: metric(base[name]) for name in names} for _ in range(count)]
 
 
+def usual_count(method: Method, most: int = 3) -> int:
+    """Return how many models to test a method with: three, or as many as it merges."""
+    return most if method.models[1] is None else min(most, method.models[1])
+
+
 def required_arguments(method: Method | str, base: Mapping[str, Tensor], count: int = 3) -> dict[str, Any]:
     """Return the arguments that a method cannot do without: curvature of its kind, and functions that score a model."""
     row = describe_method(method) if isinstance(method, str) else method
@@ -153,28 +159,31 @@ def _differs(merged: Mapping[str, Tensor], expected: Mapping[str, Tensor], toler
 
 def _merge(method: Method, base: State, models: list[State], **arguments: Any) -> Mapping[str, Tensor]:
     """Return the models merged, under the arguments and those that the method cannot do without."""
-    return epimer.merge_state_dicts(base, models, method.name, **required_arguments(method, base) | arguments)
+    needs = required_arguments(method, base, len(models))
+    return epimer.merge_state_dicts(base, models, method.name, **needs | arguments)
 
 
 def _permutation(method: Method) -> str | None:
     base = make_base(torch.float64)
-    weighted: dict[str, list[Any]] = {"models": make_models(base), "weights": [0.5, 0.2, 0.3]}
+    count = usual_count(method)
+    weighted: dict[str, list[Any]] = {"models": make_models(base, count), "weights": [0.5, 0.2, 0.3][:count]}
     if method.needs_curvature:
         weighted["curvature"] = required_arguments(method, base)["curvature"]
-    permuted = {name: [values[t] for t in (2, 0, 1)] for name, values in weighted.items()}
+    order = [2, 0, 1] if count == 3 else [*reversed(range(count))]
+    permuted = {name: [values[t] for t in order] for name, values in weighted.items()}
     return _differs(_merge(method, base, **permuted), _merge(method, base, **weighted), 1e-8)
 
 
 def _copies(method: Method) -> str | None:
     base = make_base(torch.float64)
     model = make_models(base, 1, rank=3)[0]  # moved in fewer directions than a basis keeps per model
-    copies = [model, dict(model), dict(model)]
+    copies = [dict(model) for _ in range(usual_count(method))]
     return _differs(_merge(method, base, copies), model, 1e-6)
 
 
 def _scale_zero(method: Method) -> str | None:
     base = make_base()
-    return _differs(_merge(method, base, make_models(base), scale=0), base, 0.0)
+    return _differs(_merge(method, base, make_models(base, usual_count(method)), scale=0), base, 0.0)
 
 
 def _curvature_scale(method: Method) -> str | None:
@@ -202,17 +211,19 @@ def _times(metric: Metric, c: float) -> Metric:
 
 
 def _zero_weight(method: Method) -> str | None:
-    base = make_base(torch.float64)
-    models, needs = make_models(base), required_arguments(method, base)
-    for left_out, weights in ((2, [0.3, 0.7, 0.0]), (0, [0.0, 0.7, 0.3])):
+    base, count = make_base(torch.float64), usual_count(method, 2)
+    models, needs = make_models(base, count + 1), required_arguments(method, base, count + 1)
+    for left_out, given_weights in ((count, [0.3, 0.7]), (0, [0.7, 0.3])):
+        weights = given_weights[:count]
+        weights.insert(left_out, 0.0)
         merged = _merge(method, base, models, weights=weights)
-        others = [t for t in range(3) if t != left_out]
+        others = [t for t in range(count + 1) if t != left_out]
         given = needs | {"weights": [weights[t] for t in others]}
         if "curvature" in needs:
             given["curvature"] = [needs["curvature"][t] for t in others]
         alone = epimer.merge_state_dicts(base, [models[t] for t in others], method.name, **given)
         if broken := _differs(merged, alone, 1e-12):
-            return f"with weights {weights}, {broken} from the merge of the other two"
+            return f"with weights {weights}, {broken} from the merge of the others"
     return None
 
 

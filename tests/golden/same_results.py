@@ -252,6 +252,22 @@ OPTIONS: dict[str, list[Parameters]] = {
     "greedy_soup": [],
     "ties": [{"density": 0.5}, {"density": 1.0}, {"density": [0.1, 0.5, 0.9]}, {"elect": "frequency"}],
     "dare": [{"density": 0.9}, {"density": [0.1, 0.5, 0.9]}, {"seed": 7}, {"weights": [0.7, -0.2, 1.1]}],
+    "dare_ties": [{"density": 0.9, "normalize": False}, {"compat": "mergekit", "density": 0.5}],
+    "breadcrumbs": [{"density": 0.4, "gamma": 0.1}, {"rescale": True}],
+    "breadcrumbs_ties": [{"density": [0.4, 0.9, 0.7], "normalize": True}],
+    "della": [{"density": 0.6, "epsilon": 0.3}, {"compat": "mergekit", "density": 0.5}],
+    "della_linear": [{"density": 0.6, "epsilon": 0.3}],
+    "multislerp": [{"normalize_weights": False, "weights": [0.7, 0.2, 1.1]}],
+    "karcher": [{"max_iter": 2}],
+    "model_stock": [{"filter_wise": True}, {"compat": "mergekit"}],
+    "sce": [{"select_topk": 0.3}, {"compat": "mergekit"}],
+    "ram": [{"epsilon": 0.01}],
+    "ramplus_tl": [{"epsilon": 0.01, "r": 0.5}],
+    "slerp": [{"t": 0.3}, {"t": 0.3, "compat": "mergekit"}],
+    "nuslerp": [{"nuslerp_flatten": False}, {"nuslerp_flatten": False, "nuslerp_row_wise": True}],
+    "nearswap": [{"t": 0.01}],
+    "arcee_fusion": [],
+    "passthrough": [{"scale": 0.5}],
     "gradient_matching": [
         {"prior": 0.1},
         {"samples": [10.0, 200.0, 30.0]},
@@ -359,12 +375,18 @@ def named(parameters: Mapping[str, Any]) -> str:
 def merges() -> Iterator[tuple[str, Case]]:
     """Yield the merges of state dicts."""
     for method in epimer.list_methods():
+        fewest, most = epimer.describe_method(method).models
+        if most is not None:
+            for parameters in ({}, *OPTIONS.get(method, ())):
+                yield f"merge/{method}/{named(parameters)}", partial(merged, method, count=most, **parameters)
+            continue
         slow = method in ("mats", "epimer_full")  # which solves in the full space, by conjugate gradients
         run, at = partial(merged, method, rules=ONLY_SMALL if slow else []), f"merge/{method}"
         yield f"{at}/defaults", partial(merged, method)
         for count, dtype in ((1, "float32"), (4, "float32"), (3, "bfloat16"), (4, "bfloat16"), (3, "float64"),
                              (4, "float64")):  # fmt: skip
-            yield f"{at}/{count} models in {dtype}", partial(run, count=count, dtype=dtype)
+            if count >= fewest:
+                yield f"{at}/{count} models in {dtype}", partial(run, count=count, dtype=dtype)
         yield f"{at}/copies", partial(run, models="copies")
         yield f"{at}/copies, rank 8 or so", partial(run, models="copies", **({"rank": 8} if has_rank(method) else {}))
         yield f"{at}/one that never moved", partial(run, models="still")

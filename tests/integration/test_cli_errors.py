@@ -317,7 +317,7 @@ def test_a_misspelled_key_has_a_line_and_a_suggestion(here, run):
 
 RECIPES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "unknown method": ({"merge_method": "tie"}, ("recipe.yaml:1: There is no method 'tie'", "Did you mean 'ties'?")),
-    "mergekit's method": ({"merge_method": "slerp"}, ("recipe.yaml:1: mergekit's method 'slerp' is not one of ours",)),
+    "too many models": ({"merge_method": "slerp"}, ("slerp merges exactly 1 model with the base, and there are",)),
     "no method": ({"merge_method": None}, ("has no 'merge_method'",)),
     "no models": ({"models": []}, ("recipe.yaml:3: models must be a list of models",)),
     "no base": ({"base_model": None}, ("task_arithmetic needs the base model", "add 'base_model'")),
@@ -335,8 +335,8 @@ RECIPES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("models[1] has no curvature, while others have",),
     ),
     "normalize: false for a mean": (
-        {"merge_method": "ties", "parameters": {"normalize": False}},
-        ("ties takes a mean, so `normalize: false` means nothing to it; remove it, or set scale",),
+        {"merge_method": "tsv", "parameters": {"normalize": False}},
+        ("tsv takes a mean, so `normalize: false` means nothing to it; remove it, or set scale",),
     ),
     "a tokenizer that is not there": ({"tokenizer_source": "./gone"}, ("tokenizer_source: ./gone does not exist",)),
     "a model's name without end": ({"models": [{"model": "x" * 5000}]}, ("models[0]: xxx", "does not exist")),

@@ -11,7 +11,7 @@ SAYS = {
     "every_method": "epimer_free",
     "measure_curvature": "epimer_kron",
     "merge_folders": "epimer merge",
-    "own_method": "model_stock",
+    "own_method": "stock_with_floor",
 }
 
 

@@ -37,6 +37,7 @@ def merge(
     lora: Annotated[bool, option("Write a LoRA adapter of the base, as the recipe's output: lora.", "--lora")] = False,
     lora_rank: Annotated[int | None, option("Its rank at most; implies --lora.", default="all of the merge")] = None,
     any_curvature: options.AnyCurvature = False,
+    compat: Annotated[str | None, option("mergekit: its numbers where it departs from the papers.")] = None,
     workers: options.Workers = None,
     threads: Annotated[int, typer.Option(help="Threads for each of them.")] = 1,
     overwrite: options.Overwrite = False,
@@ -64,7 +65,7 @@ def merge(
     if out is None and not dry_run:
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
-    steps = merge_steps(recipe, out or "OUT", intermediate)
+    steps = merge_steps(recipe, out or "OUT", intermediate, compat=compat)
     failed = False
     for step in steps:
         if dry_run and (lacking := [place for place in step.reads if not Path(place).is_dir()]):

@@ -198,6 +198,8 @@ def forecasts(methods: Methods | None, kind: str) -> dict[str, dict[str, Any]]:
         row = describe_method(name)
         if row.prepare is not None or row.needs_function:
             raise ParameterError(f"{name} looks at the whole model, so its loss cannot be forecast layer by layer.")
+        if row.uses_base or row.ignores_base:
+            raise ParameterError(f"{name} does not go by task vectors alone, so its loss cannot be forecast from them.")
         row.check_kind(kind)
         parameters = dict(methods[name]) if isinstance(methods, Mapping) else {}
         if "iterations" in row.defaults:

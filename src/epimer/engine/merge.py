@@ -197,15 +197,16 @@ class MergeWalk:
     ) -> Solution:
         """Merge task vectors onto the base, and write that to `result`, in its shape and dtype."""
         context = None if self.prepared is None else self.prepared.context
-        layer = Layer(job.matrix, deltas, job.weights, context=context, inputs=job.inputs)
+        start = None if W0 is None else as_compute_dtype(W0)
+        layer = Layer(job.matrix, deltas, job.weights, context=context, inputs=job.inputs, base=start)
         if job.rule == "statistic":
             solution = convex_combination(layer, job.options.scale, based=W0 is not None)
             total = solution.value.reshape(result.shape)
         else:
             solution = merge_layer(job, layer, curvature)
             total = job.options.scale * dense(solution.value).reshape(result.shape)
-        if W0 is not None:
-            total += as_compute_dtype(W0)
+        if start is not None:
+            total += start
         if (correction := self.plan.corrections.get(job.name)) is not None:
             total += (correction if job.rows is None else correction[slice(*job.rows)]).to(total)
         if nonfinite(result.copy_(total)):

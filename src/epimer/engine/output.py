@@ -110,6 +110,7 @@ def merge_record(
         known |= {
             "models": tuple((one.checkpoint.name, one.checkpoint.fingerprint) for one in plan.participants.all),
             "recipe": plan.public_recipe(),
+            "notes": plan.recipe.notes,
             "request": plan.request,
             "files": files or {},
             "version": epimer.__version__,

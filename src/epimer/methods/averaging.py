@@ -1,9 +1,8 @@
-"""Methods that act entry by entry: averages, task arithmetic, trimming, dropping, gradient matching."""
+"""Methods that act entry by entry: averages, task arithmetic, trimming over the whole model, gradient matching."""
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -48,15 +47,14 @@ class TiesOptions(MethodOptions):
             "elect the sign by total mass, or by the weight of the models that have it; an even vote leaves the base"
         ),
     ] = "mass"
+    normalize: Annotated[bool, Option("divide by the weights of the models that agree, else just add them up")] = True
 
 
 @dataclass(frozen=True, kw_only=True)
-class DareOptions(MethodOptions):
-    """Options of dare."""
+class PassthroughOptions(MethodOptions):
+    """Options of passthrough."""
 
-    density: Annotated[
-        float | list[float], Option("chance that an entry is kept", low=0, high=1, open_low=True, per_model=True)
-    ] = 0.5
+    scale: Annotated[float, Option("multiplies the model's tensors")] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +71,11 @@ class GradientMatchingOptions(MethodOptions):
 def average(layer: Layer, options: MethodOptions) -> Solution:
     """Return Σ λ_t D_t: the Fréchet mean of the full space under the identity."""
     return Solution(weighted_sum(layer.deltas, layer.weights))
+
+
+def passthrough(layer: Layer, options: PassthroughOptions) -> Solution:
+    """Return the one model there is."""
+    return Solution(1 * layer.deltas[0])
 
 
 def convex_combination(layer: Layer, scale: float, *, based: bool) -> Solution:
@@ -146,16 +149,29 @@ def ties(layer: Layer, options: TiesOptions) -> Solution:
     # Comparisons that give numbers instead of truth values are several times faster on a CPU.
     mask = torch.empty_like(layer.deltas[0])
     trimmed = [D * torch.ge(D.abs(), least, out=mask) for D, least in zip(layer.deltas, layer.context, strict=True)]
-    elected = (
-        weighted_sum(trimmed, layer.weights).sign() if options.elect == "mass" else majority(trimmed, layer.weights)
-    )
-    total, mass = torch.zeros_like(elected), torch.zeros_like(elected)
-    for D, weight in zip(trimmed, layer.weights, strict=True):
-        agreeing = D.mul_(elected).clamp_min_(0)  # |D| where it has the elected sign, else 0
-        mass += weight * torch.gt(agreeing, 0, out=mask)
-        total += agreeing.mul_(weight)
+    elected = elected_by_mass(trimmed, layer.weights) if options.elect == "mass" else majority(trimmed, layer.weights)
+    return Solution(disjoint_sum(trimmed, layer.weights, elected, normalize=options.normalize))
+
+
+def disjoint_sum(deltas: list[Tensor], weights: list[float], elected: Tensor, *, normalize: bool) -> Tensor:
+    """Return Σ w_t D_t over those entries that have the elected sign, over Σ w_t of them if normalised.
+
+    Both `deltas` and `elected` are used up.
+    """
+    total, mass, mask = torch.zeros_like(elected), torch.zeros_like(elected), torch.empty_like(elected)
+    for D, weight in zip(deltas, weights, strict=True):
+        agreeing = D.mul_(elected if weight >= 0 else -elected).clamp_min_(0)  # |D| where w D has the elected sign
+        mass += abs(weight) * torch.gt(agreeing, 0, out=mask)
+        total += agreeing.mul_(abs(weight))
+    if not normalize:
+        return elected.mul_(total)
     torch.gt(mass, 0, out=mask)
-    return Solution(elected.mul_(total).div_(mass.mul_(mask).add_(1 - mask)))  # by 1 where nothing agrees
+    return elected.mul_(total).div_(mass.mul_(mask).add_(1 - mask))  # by 1 where nothing agrees
+
+
+def elected_by_mass(deltas: list[Tensor], weights: list[float]) -> Tensor:
+    """Return per entry the sign of Σ w_t D_t, 0 where that is 0."""
+    return weighted_sum(deltas, weights).sign()
 
 
 def majority(deltas: list[Tensor], weights: list[float]) -> Tensor:
@@ -163,20 +179,10 @@ def majority(deltas: list[Tensor], weights: list[float]) -> Tensor:
 
     Whole votes add up the same in any order. Each λ_t is off by half a vote at most: a lead of T votes is rounding.
     """
-    tally = torch.zeros_like(deltas[0], dtype=torch.int32)
+    tally, most = torch.zeros_like(deltas[0], dtype=torch.int32), max(1.0, sum(map(abs, weights)))
     for D, weight in zip(deltas, weights, strict=True):
-        tally += round(weight * VOTES) * D.sign().to(torch.int32)
+        tally += round(weight / most * VOTES) * D.sign().to(torch.int32)
     return torch.where(tally.abs() > len(deltas), tally.sign(), 0).to(deltas[0])
-
-
-def dare(layer: Layer, options: DareOptions) -> Solution:
-    """Drop entries at random, rescale the survivors, then add up as task arithmetic does."""
-    kept = []
-    for t, (D, density) in enumerate(zip(layer.deltas, per_model(options.density, len(layer.deltas)), strict=True)):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{options.seed}/{t}/{layer.name}".encode()))
-        mask = torch.rand(D.shape, generator=generator) < density
-        kept.append(D * mask.to(D) / density)
-    return Solution(weighted_sum(kept, layer.weights))
 
 
 def gradient_matching(layer: Layer, options: GradientMatchingOptions) -> Solution:
@@ -305,30 +311,19 @@ METHODS: tuple[Method, ...] = (
         laws=LINEAR_LAWS,
     ),
     Method(
-        name="ties",
-        summary="trim to the largest entries of each model, elect signs, average what agrees",
-        equation="θ = θ0 + α · mean of {trim(D_t)_i : sign = elected_i}",
-        citation="Yadav et al., TIES-Merging, NeurIPS 2023",
-        merge=ties,
-        options=TiesOptions(),
+        name="passthrough",
+        summary="one model as it is, or its tensors times a number",
+        equation="θ = α θ_1",
+        citation="a copy, as mergekit has it",
+        merge=passthrough,
+        options=PassthroughOptions(),
+        needs_base=False,
+        ignores_base=True,
+        linear_in_scale=False,
+        models=(1, 1),
         elementwise=True,
         separable=True,
-        prepare=thresholds,
-        whole_model=frozenset({"density"}),
-        workspace=(1.1, 6.0),
-        laws=frozenset({"permutation", "scale_zero"}),
-    ),
-    Method(
-        name="dare",
-        summary="drop entries at random and rescale the rest, then task arithmetic",
-        equation="θ = θ0 + α Σ w_t (M_t ∘ D_t) / density",
-        citation="Yu et al., Language Models are Super Mario (DARE), ICML 2024",
-        merge=dare,
-        options=DareOptions(),
-        elementwise=True,
-        absolute_weights=True,
-        workspace=(1.0, 3.0),
-        laws=frozenset({"scale_zero"}),
+        laws=frozenset({"permutation", "copies"}),
     ),
     Method(
         name="gradient_matching",

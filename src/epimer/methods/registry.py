@@ -7,7 +7,7 @@ module imports no torch: rows are loaded when the table is first used.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib import import_module
@@ -30,13 +30,28 @@ if TYPE_CHECKING:
     from epimer.geometry.subspace import Basis
     from epimer.methods.workspace import Workload
 
-BUILT_IN = ("epimer.methods.averaging", "epimer.methods.spectral", "epimer.methods.frechet")
+BUILT_IN = tuple(
+    f"epimer.methods.{module}" for module in ("averaging", "pruning", "spherical", "selection", "spectral", "frechet")
+)
 GROUP = "epimer.methods"
 """the entry points of other packages: each names a Method, or a list of them"""
-RESERVED = ("auto", "linear", "dare_linear")
+ALIASES = {"linear": "average", "dare_linear": "dare"}
+"""mergekit's name -> ours, where they are not the same"""
+MERGEKIT = (
+    "average", "slerp", "nuslerp", "multislerp", "karcher", "task_arithmetic", "ties", "dare", "dare_ties",
+    "breadcrumbs", "breadcrumbs_ties", "della", "della_linear", "sce", "ram", "ramplus_tl", "model_stock", "nearswap",
+    "arcee_fusion", "passthrough",
+)  # fmt: skip
+"""the methods that mergekit 0.1.5 has too"""
+COMPAT = ("mergekit",)
+"""the programs whose numbers can be had where they differ from the papers'"""
+RESERVED = ("auto", *ALIASES)
 """words that recipes give another meaning"""
-ARGUMENTS = ("base", "models", "method", "weights", "weight", "lambda", "curvature", "device")
+ARGUMENTS = ("base", "models", "method", "weights", "weight", "lambda", "curvature", "device", "compat")
 """words that merge_state_dicts and recipes take themselves, so that no option can have them"""
+
+NORMALIZE = ("normalize", "normalize_weights")
+"""options that, if they are False, leave weights as given"""
 
 OptionsT = TypeVar("OptionsT", bound=MethodOptions, default=Any)
 
@@ -59,6 +74,8 @@ class Layer:
     """what the method's pre-pass found out about each model"""
     inputs: int = 1
     """the dimension of the stored tensor that the layer's inputs belong to: 1, or 0 for GPT-2's Conv1D"""
+    base: Tensor | None = None
+    """the base's tensor in the task vectors' precision, where the method `uses_base`; None where there is none"""
     whole_shape: tuple[int, int] | None = None
     """the tensor's own shape where `deltas` are small cores C_t of D_t = P C_t Qᵀ, P and Q with orthonormal columns"""
 
@@ -115,6 +132,14 @@ class Method(Generic[OptionsT]):
     options: OptionsT
     """the method's options at their defaults"""
     needs_base: bool = True
+    uses_base: bool = False
+    """looks at the base's own tensor, and not at task vectors alone"""
+    optional_base: bool = False
+    """merges task vectors where there is a base, which is then none of the models, and else the models themselves"""
+    ignores_base: bool = False
+    """merges the models themselves even where there is a base, of which the output gets config and names"""
+    models: tuple[int, int | None] = (1, None)
+    """the fewest and the most models it merges, the base apart"""
     curvature: str | None = None
     """diagonal, kronecker, samples, task-gram (needs no data) or None"""
     accepts: tuple[str, ...] = ()
@@ -157,6 +182,8 @@ class Method(Generic[OptionsT]):
     are stored first), so that its rank is at most the sum of theirs"""
     laws: frozenset[str] = frozenset()
     """which of the laws in epimer.testing it obeys at its defaults"""
+    mergekit: Method | None = None
+    """the row that gives the numbers of mergekit 0.1.5, where they are others; its summary says how they differ"""
 
     @property
     def needs_curvature(self) -> bool:
@@ -189,7 +216,10 @@ class Method(Generic[OptionsT]):
             hint = nearest(unknown[0], known)
             raise ParameterError(f"{self.name} has no parameter {unknown[0]!r}.{hint} It takes: {', '.join(known)}.")
         checked = {name: known[name].check(self.name, given[name]) for name in known if name in given}
-        return replace(self.options, **checked)
+        try:
+            return replace(self.options, **checked)
+        except ParameterError as error:  # options that do not go together
+            raise ParameterError(f"{self.name}: {error}") from None
 
     def options_of(self, options: OptionsT, models: Sequence[int]) -> OptionsT:
         """Return the options of a merge of some of the models: lists with one entry per model have theirs alone."""
@@ -197,6 +227,33 @@ class Method(Generic[OptionsT]):
         names = [p.name for p in self.parameters if p.one_per_model and isinstance(values[p.name], list)]
         kept: dict[str, Any] = {name: [values[name][t] for t in models] for name in names}
         return replace(options, **kept)
+
+    def weights_as_given(self, options: OptionsT) -> bool:
+        """Whether weights are used as given, by the method itself or because its `normalize` is off."""
+        return self.absolute_weights or any(getattr(options, name, None) is False for name in NORMALIZE)
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether it has an option by which it takes a mean or a sum, so that mergekit's `normalize` is for it."""
+        return isinstance(self.defaults.get("normalize"), bool)
+
+    def check_models(self, weights: Sequence[float]) -> None:
+        """Refuse to merge fewer models than the method can, or more of those that have a weight."""
+        (fewest, most), count = self.models, sum(1 for weight in weights if weight) or len(weights)
+        if len(weights) >= fewest and (most is None or count <= most):
+            return
+        amount = f"exactly {fewest}" if fewest == most else f"at least {fewest}" if most is None else f"at most {most}"
+        noun = "model" if (most or fewest) == 1 else "models"
+        where = " with the base" if self.needs_base and most == 1 else ""
+        remedy = "; take one of them as the base." if where and count == 2 else "."
+        raise ParameterError(f"{self.name} merges {amount} {noun}{where}, and there are {count}{remedy}")
+
+    def departs_from_mergekit(self, given: Collection[str]) -> bool:
+        """Whether mergekit has other numbers, if the options in `given` are the same in both."""
+        if self.mergekit is None:
+            return False
+        others = {name for name, value in self.mergekit.defaults.items() if self.defaults.get(name, value) != value}
+        return self.mergekit.merge is not self.merge or not others <= set(given)
 
     @property
     def accepted(self) -> tuple[str, ...]:
@@ -239,7 +296,8 @@ def _methods() -> dict[str, Method]:
     with _LOCK:
         if not _METHODS:  # a package may ask for methods while its own are loaded
             own = [method for module in BUILT_IN for method in import_module(module).METHODS]
-            _METHODS.update((method.name, method) for method in own)
+            rows = [row for method in own for row in (method, method.mergekit) if row is not None]
+            _METHODS.update((row.name, row) for row in rows)
             for point in entry_points(group=GROUP):
                 _load(point)
         return _METHODS
@@ -304,8 +362,9 @@ def unregister_method(name: str) -> None:
 
 
 def list_methods() -> list[str]:
-    """Return the names of all merging methods."""
-    return list(_methods())
+    """Return the names of all merging methods; those of other programs' forms of them (`Method.mergekit`) apart."""
+    forms = {row.mergekit.name for row in _methods().values() if row.mergekit is not None}
+    return [name for name in _methods() if name not in forms]
 
 
 def added_methods() -> list[str]:
@@ -320,12 +379,32 @@ def is_installed(name: str) -> bool:
 
 
 def describe_method(name: str) -> Method:
-    """Return a method's row: its parameters, needs, equation and citation."""
+    """Return a method's row: its parameters, needs, equation and citation. mergekit's names are known too."""
     table = _methods()
-    if not isinstance(name, str) or name not in table:
-        hint = nearest(name, table) if isinstance(name, str) else ""
-        raise ParameterError(f"There is no method {short(name)}.{hint} Methods: {', '.join(table)}.")
-    return table[name]
+    if not isinstance(name, str) or ALIASES.get(name, name) not in table:
+        hint = nearest(name, [*table, *ALIASES]) if isinstance(name, str) else ""
+        raise ParameterError(f"There is no method {short(name)}.{hint} Methods: {', '.join(list_methods())}.")
+    return table[ALIASES.get(name, name)]
+
+
+def compatible_method(name: str, compat: str | None) -> Method:
+    """Return a method's row, or the one that gives the numbers of another program: `compat` is mergekit or None."""
+    row = describe_method(name)
+    if compat is None:
+        return row
+    if compat not in COMPAT:
+        raise ParameterError(f"compat must be one of {', '.join(COMPAT)}. Got {short(compat)} instead.")
+    forms = {one.mergekit for one in _methods().values()}
+    if row.name not in MERGEKIT and row not in forms:
+        raise ParameterError(f"compat: {compat} has no meaning to {row.name}, which {compat} does not have; remove it.")
+    return row.mergekit or row
+
+
+def with_mergekit_form(row: Method[OptionsT], differences: str, **changes: Any) -> Method[OptionsT]:
+    """Return a row that knows its form in mergekit: the same but for `changes`, which `differences` tells in words."""
+    summary = f"{row.name} as mergekit 0.1.5 has it: {differences}"
+    same = {"sweep": False, "forecast": False, "advised_without_data": False}
+    return replace(row, mergekit=replace(row, name=f"mergekit_{row.name}", summary=summary, **same | changes))
 
 
 def default_sweep(kind: str | None) -> list[str]:

@@ -214,7 +214,7 @@ def check_options(options: MethodOptions, method: Method, tasks: int, *, based: 
                 f"The {parameter.name!r} parameter of {method.name} must be {parameter.expected}. "
                 f"Got {len(value)} entries for {tasks} models instead."
             )
-    if not based and options.scale != 1:
+    if not based and options.scale != 1 and not method.ignores_base:
         raise ParameterError(f"The 'scale' parameter of {method.name} needs a base model; pass it or leave scale at 1.")
     if not based and isinstance(options, FrechetOptions) and (options.basis != "full" or options.aggregator != "mean"):
         raise ParameterError(

@@ -89,7 +89,7 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
     method = describe_method(recipe.merge_method)
     participants = opened.participants
     # mergekit's `normalize: false` sums the models themselves, so there is nothing to take differences from.
-    if method.sums_models and recipe.normalize_weights is False:
+    if method.ignores_base or (method.sums_models and recipe.normalize_weights is False):
         participants = participants.without_base()
     basis = opened.basis if recipe.basis is not None else None
     curvatures = opened.curvatures if any(entry.curvature for entry in recipe.models) else None
@@ -100,7 +100,7 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
         recipe.rules,
         curvatures,
         problems=[*opened.problems, *_recipe_problems(recipe, method)],
-        notes=opened.notes,
+        notes=[*opened.notes, *recipe.notes],
         recipe=recipe,
         tokenizer=opened.tokenizer,
         generation=opened.generation,
@@ -116,8 +116,11 @@ def plan_state_dicts(
     tasks = len(participants.models)
     if participants.base is None and method.needs_base:
         raise TensorError(f"{method.name} needs the base model that the others were fine-tuned from; pass base.")
+    if method.ignores_base and participants.base is not None:
+        participants = participants.without_base()
     check_options(options, method, tasks, based=participants.base is not None)
-    settings = options, check_weights(weights, tasks, method.name, absolute=method.absolute_weights)
+    settings = options, check_weights(weights, tasks, method.name, absolute=method.weights_as_given(options))
+    method.check_models(settings[1])
     curvatures = python_curvatures(curvature, participants.models, method)
     plan = plan_jobs(participants, method, lambda name, depth: settings, options.rules, curvatures)
     if plan.problems:
@@ -154,19 +157,25 @@ def _recipe_settings(
         values = recipe.settings(name, depth)
         key = json.dumps([values.parameters, values.weights], sort_keys=True)
         if key not in resolved:
-            fixed = {"rules": list(recipe.rules)} | ({} if basis is None else {"basis": basis})
+            fixed: dict[str, Any] = {"rules": list(recipe.rules)} | ({} if basis is None else {"basis": basis})
+            if method.normalizes and recipe.normalize_weights is not None:
+                fixed["normalize"] = recipe.normalize_weights
             options = method.resolve(values.parameters | fixed)
             check_options(options, method, tasks, based=participants.base is not None)
-            resolved[key] = options, recipe_weights(recipe, values.weights, tasks, method)
+            weights = recipe_weights(recipe, values.weights, tasks, method, options)
+            method.check_models(weights)
+            resolved[key] = options, weights
         return resolved[key]
 
     return settings
 
 
-def recipe_weights(recipe: Recipe, values: list[float] | None, tasks: int, method: Method) -> list[float]:
+def recipe_weights(recipe: Recipe, values: list[float] | None, tasks: int, method: Method, options: Any) -> list[float]:
     """Return the weights: scaled to sum 1 or unchanged, as the method or mergekit's `normalize` says."""
-    weights = check_weights(values, tasks, method.name, absolute=method.absolute_weights)
-    if recipe.normalize_weights is None or recipe.normalize_weights is not method.absolute_weights:
+    weights = check_weights(values, tasks, method.name, absolute=method.weights_as_given(options))
+    if method.normalizes or recipe.normalize_weights is None:
+        return weights
+    if recipe.normalize_weights is not method.absolute_weights:
         return weights
     if method.absolute_weights:
         if not sum(weights):

@@ -26,6 +26,7 @@ def merge_steps(
     out: str | os.PathLike[str],
     intermediate: str | os.PathLike[str] | None = None,
     folder: Path | None = None,
+    compat: str | None = None,
 ) -> list[Step]:
     """Return the merges of a recipe, or of a file of several, in the order in which they can be done.
 
@@ -33,9 +34,9 @@ def merge_steps(
     `out` with the suffix .parts, or in `out` itself where all have names.
     """
     if isinstance(source, Mapping | Recipe):
-        recipe, folder = open_recipe(source, folder)
+        recipe, folder = open_recipe(source, folder, compat)
         return [Step(recipe, os.fspath(out), [], folder)]
-    recipes = load_recipes(source)
+    recipes = load_recipes(source, compat)
     if len(recipes) == 1:
         return [Step(recipes[0], os.fspath(out), [], Path(source).parent)]
     whole = all(recipe.name for recipe in recipes)
@@ -49,9 +50,9 @@ def merge_steps(
     return steps
 
 
-def load_recipes(source: str | os.PathLike[str]) -> list[Recipe]:
+def load_recipes(source: str | os.PathLike[str], compat: str | None = None) -> list[Recipe]:
     """Read all recipes of a YAML file, ordered so that each comes after those whose merges it builds on."""
-    recipes = read_recipes(source)
+    recipes = read_recipes(source, compat)
     names: list[str | None] = []
     for file, recipe in recipes:
         if recipe.name is None and None in names:

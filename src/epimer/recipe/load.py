@@ -22,40 +22,43 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"\w[\w.-]*")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-ALIASES = {"linear": "average", "dare_linear": "dare"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
         "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank", "slices", "modules", "tokenizer",
-        "chat_template", "name")  # fmt: skip
+        "chat_template", "name", "compat")  # fmt: skip
 OUTPUTS = ("model", "lora")
+OWN_KEYS = {"curvature", "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank"}
+"""which no file of mergekit has"""
 TWICE = "scale is given twice: scale, parameters.scale and lambda are one; keep one."
 NOT_OUR_PARAMETERS = {
-    "int8_mask": "mergekit's 'int8_mask' has no effect here; remove it.",
-    "rescale": "mergekit's 'rescale' has no effect here: dare always rescales by 1/density, ties never; remove it.",
-    "rescale_norm": "mergekit's 'rescale_norm' has no effect here: dare always rescales by 1/density; remove it.",
+    "rescale": "this method never rescales; remove 'rescale', or for ties add 'compat: mergekit'.",
+    "rescale_norm": "'rescale_norm' is not in mergekit 0.1.5 any more; remove it, or say 'rescale: true' or false.",
     "rules": "'rules' is a key of the recipe itself; move it out of 'parameters'.",
 }
-NOT_OUR_METHODS = {  # mergekit's method -> the nearest ones here
-    "slerp": "average", "nuslerp": "average", "multislerp": "average", "karcher": "average", "model_stock": "average",
-    "nearswap": "average", "passthrough": "", "dare_ties": "dare, ties", "della": "dare, ties",
-    "della_linear": "dare", "breadcrumbs": "task_arithmetic", "breadcrumbs_ties": "ties", "sce": "ties",
-    "arcee_fusion": "ties",
-}  # fmt: skip
+ACCEPTED = {"int8_mask": "int8_mask has no effect here: masks are no smaller or larger for it."}
+"""mergekit's parameters that change no number"""
+COUNTS_BASE = ("linear", "karcher")
+"""mergekit's methods to which base_model is one more model"""
 
 
 def open_recipe(
-    source: str | os.PathLike[str] | Mapping[str, Any] | Recipe, folder: Path | None = None
+    source: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    folder: Path | None = None,
+    compat: str | None = None,
 ) -> tuple[Recipe, Path | None]:
-    """Return a recipe, and where its relative paths are looked for too: the folder of its file, or `folder`."""
+    """Return a recipe, and where its relative paths are looked for too: the folder of its file, or `folder`.
+
+    `compat` says whose numbers are wanted whatever the recipe says of that.
+    """
     if isinstance(source, Recipe):
-        return source, folder
-    return load_recipe(source), folder if isinstance(source, Mapping) else Path(source).parent
+        return source if compat is None else load_recipe(source.to_dict(), compat), folder
+    return load_recipe(source, compat), folder if isinstance(source, Mapping) else Path(source).parent
 
 
-def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
+def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any], compat: str | None = None) -> Recipe:
     """Read a recipe from a YAML file, or from the mapping such a file holds, and check all of it."""
     if isinstance(source, Mapping):
-        return Reader(YamlFile(None)).recipe(_plain(source))
-    recipes = read_recipes(source)
+        return Reader(YamlFile(None), compat).recipe(_plain(source))
+    recipes = read_recipes(source, compat)
     if len(recipes) > 1:
         raise recipes[1][0].error(
             (), f"the file holds {len(recipes)} recipes, which only `epimer merge` takes; expected one."
@@ -63,13 +66,13 @@ def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
     return recipes[0][1]
 
 
-def read_recipes(source: str | os.PathLike[str]) -> list[tuple[YamlFile, Recipe]]:
+def read_recipes(source: str | os.PathLike[str], compat: str | None = None) -> list[tuple[YamlFile, Recipe]]:
     """Return the recipes of a YAML file in its order, each with its lines."""
     if not isinstance(source, str | os.PathLike):
         raise RecipeError(f"A recipe is a path to a YAML file or a mapping, got {type(source).__name__}.")
     file = YamlFile(os.fspath(source))
     documents = file.read_all() or [(file, None)]
-    return [(part, Reader(part).recipe(data)) for part, data in documents]
+    return [(part, Reader(part, compat).recipe(data)) for part, data in documents]
 
 
 def _plain(data: Any) -> Any:
@@ -98,7 +101,8 @@ class Reader:
     needs_base: bool
     known: dict[str, Parameter]
 
-    def __init__(self, source: YamlFile) -> None:
+    def __init__(self, source: YamlFile, compat: str | None = None) -> None:
+        self.compat, self.notes = compat, dict[str, None]()
         self.error, self.wrong = source.error, source.wrong
         self.mapping, self.text = source.mapping, source.text
 
@@ -108,6 +112,8 @@ class Reader:
         data = {key: value for key, value in self.mapping((), raw, KEYS, {}).items() if value is not None}
         auto = self.take_auto(data)
         self.method = None if "merge_method" in auto else self.find_method(data)
+        if self.method is None and (self.compat or "compat" in data):
+            raise self.error(("compat",), "compat is for one of mergekit's methods, not for 'auto'; remove it.")
         self.method_name = AUTO if self.method is None else self.method.name
         self.needs_base = self.method is None or self.method.needs_base
         self.known = known_parameters(self.method_name)
@@ -119,15 +125,10 @@ class Reader:
         sliced = any(key in data for key in ("slices", "modules"))
         slices = read_slices(self, data, base) if sliced else ()
         models = self.slice_models(slices, base) if sliced else self.models(data, base)
-        if (
-            not sliced
-            and data["merge_method"] == "linear"
-            and base is not None
-            and base not in [m.model for m in models.values()]
-        ):
-            remedy = "list it under models, remove it, or write 'average', which takes only config and names from it."
-            raise self.error(("base_model",), f"mergekit's linear counts base_model as one more model: {remedy}")
+        if not sliced:
+            self.check_base(data["merge_method"], base, models)
         parameters, normalize = self.parameters(data, len(models))
+        self.hoist(models, parameters)
         self.check_weights(parameters, models, slices, base)
         tokenizer_source, tokenizer = read_tokenizer(self, data)
         for key in ("dtype", "out_dtype"):
@@ -153,6 +154,7 @@ class Reader:
             refine=self.count(data, "refine"),
             **self.output(data, base),
             name=self.name(data),
+            notes=(*self.notes, *self.departures(data, models, parameters)),
         )
 
     def output(self, data: Mapping[str, Any], base: str | None) -> dict[str, Any]:
@@ -178,6 +180,37 @@ class Reader:
         if name is not None and not NAME.fullmatch(name):
             raise self.wrong(("name",), name, "the name of a folder: letters, digits, and . _ - after the first")
         return name
+
+    def check_base(self, word: str, base: str | None, models: Mapping[int, ModelEntry]) -> None:
+        """Refuse a base that mergekit would count among the models, or note that it is not counted here."""
+        if word not in COUNTS_BASE or base is None or base in [entry.model for entry in models.values()]:
+            return
+        text = f"mergekit's {word} counts base_model as one more model"
+        if word == "linear" or self.compat is not None:
+            other = ", or write 'average', which takes only config and names from it" if word == "linear" else ""
+            raise self.error(("base_model",), f"{text}: list it under models, remove it{other}.")
+        self.notes[f"{text}, here it gives only config and names; list it under models if it is one."] = None
+
+    def hoist(self, models: dict[int, ModelEntry], parameters: dict[str, Value]) -> None:
+        """Move what the only model of a method of one model says to the parameters for all."""
+        if self.method is None or self.method.models[1] != 1:
+            return
+        for t, entry in models.items():
+            parameters |= {key: value for key, value in entry.parameters.items() if not self.known[key].per_model}
+            own = {key: value for key, value in entry.parameters.items() if self.known[key].per_model}
+            models[t] = entry.model_copy(update={"parameters": own})
+
+    def departures(
+        self, data: Mapping[str, Any], models: Mapping[int, ModelEntry], parameters: Mapping[str, Value]
+    ) -> list[str]:
+        """Say once how mergekit's numbers would differ, where the file could be one of mergekit's."""
+        given = {*parameters, *data.get("parameters", ()), *(key for one in models.values() for key in one.parameters)}
+        silent = self.compat is not None or not OWN_KEYS.isdisjoint(data)
+        if self.method is None or self.method.mergekit is None or silent:
+            return []
+        if not self.method.departs_from_mergekit(given):
+            return []
+        return [f"{self.method_name} is the published form; `compat: mergekit` gives {self.method.mergekit.summary}."]
 
     def count(self, data: Mapping[str, Any], key: str) -> int:
         """Return how often something is done on the inputs that were kept with curvature; 0 where it is not."""
@@ -224,19 +257,22 @@ class Reader:
         return folder
 
     def find_method(self, data: Mapping[str, Any]) -> Method:
-        from epimer.methods.registry import describe_method, list_methods
+        from epimer.methods.registry import ALIASES, compatible_method, describe_method, list_methods
 
         ours = ", ".join(list_methods())
         name = self.text(("merge_method",), data.get("merge_method"))
         if name is None:
             raise self.error((), f"the recipe has no 'merge_method'. Methods: {ours}.")
-        if name in NOT_OUR_METHODS and name not in list_methods():
-            near = f"; nearest: {NOT_OUR_METHODS[name]}" if NOT_OUR_METHODS[name] else ""
-            raise self.error(("merge_method",), f"mergekit's method {name!r} is not one of ours{near}. Ours: {ours}.")
-        if name not in list_methods() and name not in ALIASES:
+        try:
+            describe_method(name)
+        except ParameterError:
             hint = nearest(name, [*list_methods(), *ALIASES, AUTO])
-            raise self.error(("merge_method",), f"There is no method {name!r}.{hint} Methods: {ours}.")
-        return describe_method(ALIASES.get(name, name))
+            raise self.error(("merge_method",), f"There is no method {name!r}.{hint} Methods: {ours}.") from None
+        self.compat = self.compat or self.text(("compat",), data.get("compat"))
+        try:
+            return compatible_method(name, self.compat)
+        except ParameterError as error:
+            raise self.error(("compat",) if "compat" in data else (), str(error)) from None
 
     def models(self, data: Mapping[str, Any], base: str | None) -> dict[int, ModelEntry]:
         """Return the models to merge by their position in the recipe; mergekit's recipes often list the base too."""
@@ -245,10 +281,16 @@ class Reader:
             raise self.wrong(("models",), raw, "a list of models, each with the key 'model'")
         models = {t: self.entry(("models", t), item) for t, item in enumerate(raw)}
         for t, entry in list(models.items()):
-            if self.needs_base and entry.model == base:
-                if entry.parameters or entry.curvature:
+            apart = self.needs_base or (self.method is not None and self.method.optional_base)
+            if apart and entry.model == base:
+                if entry.curvature:
                     remedy = f"which {self.method_name} does not merge; remove it from 'models'."
                     raise self.error(("models", t), f"models[{t}] is the base model, {remedy}")
+                if entry.parameters:
+                    names = ", ".join(sorted(entry.parameters))
+                    self.notes[f"models[{t}] is the base model: its own {names} changes nothing, as in mergekit."] = (
+                        None
+                    )
                 del models[t]
         if not models:
             raise self.error(("models",), "models lists only the base model; add the models to merge.")
@@ -297,14 +339,17 @@ class Reader:
     def refused(self) -> dict[str, str]:
         """The parameters that a recipe cannot have, with the reason."""
         only = f"of {self.method_name} can be given only from Python, not in a recipe."
-        return {name: f"{name!r} {only}" for name in self.python_only} | NOT_OUR_PARAMETERS
+        strange = {key: text for key, text in NOT_OUR_PARAMETERS.items() if key not in self.known}
+        return {name: f"{name!r} {only}" for name in self.python_only} | strange
 
     def own_parameters(self, path: Location, raw: Any, *, alone: bool = False) -> dict[str, Value]:
         """Return the parameters that one model has for itself; if it is `alone`, what holds for all is its own too."""
+        alone = alone or (self.method is not None and self.method.models[1] == 1)
         own = [key for key, parameter in self.known.items() if alone or parameter.per_model]
         shared = {*self.python_only, *self.known, "rules", "lambda", "normalize"}.difference(own)
         refused = {key: f"{key!r} holds for all models; move it to the recipe's 'parameters'." for key in shared}
-        values = self.mapping(path, {} if raw is None else raw, own, refused | NOT_OUR_PARAMETERS)
+        strange = {key: text for key, text in NOT_OUR_PARAMETERS.items() if key not in own}
+        values = self.mapping(path, self.accepted({} if raw is None else raw), own, refused | strange)
         return {key: self.value((*path, key), key, value) for key, value in values.items()}
 
     def entry(self, path: Location, raw: Any) -> ModelEntry:
@@ -318,11 +363,19 @@ class Reader:
             curvature=self.text((*path, "curvature"), data.get("curvature")),
         )
 
+    def accepted(self, raw: Any) -> Any:
+        """Return parameters without those of mergekit that change no number, which are noted."""
+        if not isinstance(raw, dict):
+            return raw
+        self.notes |= {text: None for key, text in ACCEPTED.items() if key in raw}
+        without = {"rescale"} if "rescale" not in self.known and raw.get("rescale") in (False, 0) else set()
+        return {key: value for key, value in raw.items() if key not in ACCEPTED and key not in without}
+
     def parameters(self, data: Mapping[str, Any], models: int) -> tuple[dict[str, Value], bool | None]:
         """Return the parameters for all models, and whether to normalise weights (mergekit's `normalize`)."""
         names = dict.fromkeys([*self.known, "lambda", "normalize"])
         where, of = ("parameters",), f" of {self.method_name}"
-        raw = self.mapping(where, data.get("parameters", {}), names, self.refused, of)
+        raw = self.mapping(where, self.accepted(data.get("parameters", {})), names, self.refused, of)
         values: dict[Location, Any] = {("parameters", key): value for key, value in raw.items()}
         if "scale" in data:
             values["scale",] = data["scale"]
@@ -371,6 +424,8 @@ class Reader:
     def leaf(self, path: Location, parameter: Parameter, raw: Any) -> Scalar | tuple[int | float, ...]:
         numeric = parameter.kind in ("number", "integer")
         if not isinstance(raw, list):
+            if parameter.kind == "boolean" and isinstance(raw, int | float) and raw in (0, 1):
+                raw = bool(raw)  # mergekit writes 1.0 for true
             return self.checked(path, parameter, _number(raw) if numeric else raw)
         if not raw or not numeric:
             many = ", or a list of such over the layers" if numeric else ""

@@ -9,7 +9,7 @@ from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from epimer.errors import RecipeError
 from epimer.layer_names import before_layers, module_of, split_layer
@@ -134,6 +134,8 @@ class Recipe(_Frozen):
     """the rank of the adapter's layers at most; None keeps all of a merge whose rank is bounded"""
     name: str | None = None
     """what the other recipes of the same file call the merged model"""
+    notes: tuple[str, ...] = Field(default=(), exclude=True)
+    """what the file says that has another meaning here, or none"""
 
     def settings(self, name: str, t: float) -> Settings:
         """Return the parameters and weights of the tensor `name` at depth `t` (from `depths`)."""
@@ -191,6 +193,7 @@ class Recipe(_Frozen):
                 "eval": None,
                 "basis": self.basis if row.needs_curvature else None,
                 "normalize_weights": self.normalize_weights if own else None,
+                "notes": self.notes if own else (),
             }
         )
 
@@ -425,9 +428,10 @@ def _parameters(method: Method | None) -> dict[str, Parameter]:
     from epimer.methods.frechet import FrechetOptions
     from epimer.methods.options import BASES, Parameter, parameters_of
 
-    low = None if method is not None and method.absolute_weights else 0
+    low = None if method is not None and method.weights_as_given(method.options) else 0
     weight = Parameter("weight", "number", None, "weight of a model", low=low, per_model=True)
     every = parameters_of(FrechetOptions(basis="tensor")) if method is None else method.parameters
     ours = [p for p in every if p.kind not in ("callable", "mapping", "rules")]
+    ours = [p for p in ours if (p.name, p.kind) != ("normalize", "boolean")]  # it is the recipe's `normalize_weights`
     ours = [replace(p, kind="choice", choices=BASES) if p.kind == "basis" else p for p in ours]
     return {p.name: p for p in (weight, *ours)}

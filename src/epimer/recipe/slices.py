@@ -82,7 +82,9 @@ def _source(reader: Reader, path: Location, raw: Any, *, ranged: bool, alone: bo
 def _parameters(reader: Reader, path: Location, raw: Any) -> dict[str, Value]:
     """Return the parameters of a slice, which prevail over the recipe's."""
     where, found = (*path, "parameters"), dict[str, Value]()
-    for key, value in reader.mapping(where, raw or {}, [*reader.known, "lambda"], reader.refused).items():
+    for key, value in reader.mapping(
+        where, reader.accepted(raw or {}), [*reader.known, "lambda"], reader.refused
+    ).items():
         name = "scale" if key == "lambda" else str(key)
         if name in found:
             raise reader.error((*where, key), "scale is given twice: scale and lambda are one; keep one.")

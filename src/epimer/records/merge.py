@@ -89,6 +89,8 @@ class MergeRecord(Record):
     """inputs per task, without labels, by which something was chosen or refined; None where there were none"""
     choices: tuple[str, ...] = ()
     """what was chosen for the merge and by what, in words"""
+    notes: tuple[str, ...] = ()
+    """what the recipe says that has another meaning here, or none, in words"""
     untouched: float = 0.0
     """share of the parameters that models changed, and that were copied, skipped or merged to the base's again"""
 

@@ -108,6 +108,7 @@ def test_one_merge_at_every_scale_is_the_merge_at_that_scale(kind):
     base = made.make_base()
     models, curvature = made.make_models(base), made.make_curvature(base, kind)
     rows = [epimer.describe_method(name) for name in epimer.list_methods() if name != "greedy_soup"]
+    rows = [row for row in rows if row.models[1] is None]  # there are three models
     methods = [row.name for row in rows if (row.curvature if row.needs_curvature else None) == kind]
     seen = {}
 

@@ -215,7 +215,9 @@ def test_registry_describes_every_method():
     assert set(epimer.list_methods()) == {
         "average", "task_arithmetic", "nan", "ties", "dare", "fisher", "regmean", "gradient_matching", "tsv", "iso_c",
         "iso_cts", "mats", "wudi", "epimer", "epimer_kron", "epimer_exact", "epimer_free",
-        "epimer_full", "greedy_soup",
+        "epimer_full", "greedy_soup", "passthrough", "dare_ties", "breadcrumbs", "breadcrumbs_ties", "della",
+        "della_linear", "slerp", "nuslerp", "multislerp", "karcher", "model_stock", "sce", "ram", "ramplus_tl",
+        "nearswap", "arcee_fusion",
     }  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from dense import close
 from epimer import EpimerWarning, ParameterError
 from epimer.experiments.bench import AS_PUBLISHED, CANDIDATES, Candidate, all_candidates
 from epimer.methods import registry
-from epimer.methods.registry import default_forecasts, default_sweep
-from epimer.recipe.load import ALIASES, AUTO
+from epimer.methods.registry import ALIASES, default_forecasts, default_sweep
+from epimer.recipe.model import AUTO
 from epimer.testing import check_laws, make_base, make_models
 
 ROOT = Path(__file__).parents[3]
@@ -254,7 +254,7 @@ def row(name):
     return epimer.Method(name=name, summary="twice the mean", equation="2 mean", citation="nobody", merge=twice,
                          options=epimer.MethodOptions(), elementwise=True)
 
-TWICE = [row("twice"), row("slerp")]
+TWICE = [row("twice"), row("thrice")]
 TSV = row("tsv")
 """
 
@@ -296,7 +296,7 @@ def test_an_installed_package_adds_methods_and_a_broken_one_is_told_and_skipped(
     assert "one from epimer, one from doubling" in warned[0]
     assert "methods of the package doubling (entry point 'c') are left out: AttributeError" in warned[1]
     recipe, base, models = checkpoints
-    recipe["merge_method"] = "slerp"  # mergekit's, which is not one of ours, but now one of theirs
+    recipe["merge_method"] = "thrice"
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     done = installed("merge", tmp_path / "recipe.yaml", tmp_path / "out", "--quiet")
     assert done.returncode == 0, done.stderr
@@ -315,7 +315,7 @@ def test_a_broken_entry_point_is_one_warning(monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", {})
     monkeypatch.setattr(registry, "_ORIGINS", {})
     with pytest.warns(EpimerWarning, match="methods of the package nowhere:X") as caught:
-        assert len(registry.list_methods()) == 19
+        assert len(registry.list_methods()) == 35
     assert len(caught) == 1
 
 
@@ -335,15 +335,15 @@ def test_the_example_adds_a_method_in_25_lines():
         example.main()
         base = {"w": torch.randn(30, 20, generator=torch.Generator().manual_seed(0)).double()}
         models = [{"w": base["w"] + torch.eye(30, 20)}, {"w": base["w"] + torch.ones(30, 20)}]
-        merged = epimer.merge_state_dicts(base, models, "model_stock")["w"]
+        merged = epimer.merge_state_dicts(base, models, "stock_with_floor")["w"]
         cosine = 20 / (20 * 600) ** 0.5
         share = 2 * cosine / (1 + cosine)
         assert close(merged - base["w"], share * (torch.eye(30, 20) + 1).double() / 2, 1e-6)
-        least = epimer.merge_state_dicts(base, models, "model_stock", least=0.9)["w"]
+        least = epimer.merge_state_dicts(base, models, "stock_with_floor", least=0.9)["w"]
         assert close(least - base["w"], 0.9 * (torch.eye(30, 20) + 1).double() / 2, 1e-6)
     finally:
         del sys.modules["own_method"]
-        epimer.unregister_method("model_stock")
+        epimer.unregister_method("stock_with_floor")
     source = EXAMPLE.read_text(encoding="utf-8")
     adding = [
         node

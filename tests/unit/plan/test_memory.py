@@ -293,5 +293,5 @@ def test_a_merge_in_the_full_space_takes_what_its_plan_says(method, tmp_path):
     cases = ["--methods", method, "--bases", "full", "--shapes", "768x2688", "--tasks", "8", "--json", str(file)]
     subprocess.run([sys.executable, ROOT / "benchmarks" / "plans_hold.py", *cases], check=True, timeout=600)
     (row,) = json.loads(file.read_text())["rows"]
-    assert row["taken"] > 1 << 29
+    assert row["taken"] > 1 << 28
     assert 1.0 <= row["planned"] / row["taken"] <= 1.6

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 import epimer
 from epimer.errors import EpimerError, RecipeError
-from epimer.recipe.load import NOT_OUR_METHODS, load_recipe
+from epimer.recipe.load import load_recipe
 from epimer.recipe.model import Filtered, ModelEntry, Recipe, Settings, depths
 
 METHODS = ", ".join(epimer.list_methods())
@@ -577,7 +577,7 @@ TAIL = "models: [{model: a}]\nbase_model: b\n"
     ("{}", "1: the recipe is empty; it needs at least merge_method and models."),
     ("- a\n", "1: a recipe must be a mapping with keys among merge_method, base_model, models, parameters, dtype, "
               "out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, "
-              "output, lora_rank, slices, modules, tokenizer, chat_template, name. Got ['a'] instead."),
+              "output, lora_rank, slices, modules, tokenizer, chat_template, name, compat. Got ['a'] instead."),
     ("merge_method: ties\nmodels: [a\ndtype: x\n", "3: not valid YAML: expected ',' or ']', but got ':'."),
     ("a: b: c\n", "1: not valid YAML: mapping values are not allowed here."),
     ("a: 1\n\tb: 2\n", "2: not valid YAML: found character '\\t' that cannot start any token."),
@@ -610,7 +610,7 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     # keys
     ("merge_metod: ties\n" + TAIL, "1: unknown key 'merge_metod'. Did you mean 'merge_method'? Known: merge_method, "
      "base_model, models, parameters, dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, "
-     "rounds, refine, output, lora_rank, slices, modules, tokenizer, chat_template, name."),
+     "rounds, refine, output, lora_rank, slices, modules, tokenizer, chat_template, name, compat."),
     ("merge_method: ties\n" + TAIL + "parameters:\n  seed: 1\n  densty: 0.5\n",
      f"6: unknown key 'densty' in parameters of ties. Did you mean 'density'? Known: {KNOWN}."),
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  wieght: 1\n",
@@ -621,15 +621,20 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
      "6: unknown key 'valu' in scale[0]. Did you mean 'value'? Known: filter, value."),
     ("on: 1\n", "1: unknown key 'on'. Did you mean 'rounds'? Known: merge_method, base_model, models, parameters, "
      "dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, output, lora_rank, "
-     "slices, modules, tokenizer, chat_template, name."),
+     "slices, modules, tokenizer, chat_template, name, compat."),
     # mergekit's
-    ("merge_method: ties\n" + TAIL + "parameters:\n  int8_mask: true\n",
-     "5: mergekit's 'int8_mask' has no effect here; remove it."),
-    ("merge_method: ties\n" + TAIL + "parameters:\n  rescale: true\n", "5: mergekit's 'rescale' has no effect here: "
-     "dare always rescales by 1/density, ties never; remove it."),
-    ("merge_method: dare_linear\n" + TAIL + "parameters:\n  rescale_norm: l1\n", "5: mergekit's 'rescale_norm' has no "
-     "effect here: dare always rescales by 1/density; remove it."),
-    ("merge_method: passthrough\n" + TAIL, f"1: mergekit's method 'passthrough' is not one of ours. Ours: {METHODS}."),
+    ("merge_method: ties\n" + TAIL + "parameters:\n  rescale: true\n", "5: this method never rescales; remove "
+     "'rescale', or for ties add 'compat: mergekit'."),
+    ("merge_method: dare_linear\n" + TAIL + "parameters:\n  rescale_norm: l1\n", "5: 'rescale_norm' is not in mergekit "
+     "0.1.5 any more; remove it, or say 'rescale: true' or false."),
+    ("merge_method: ties\n" + TAIL + "compat: fusionbench\n",
+     "4: compat must be one of mergekit. Got 'fusionbench' instead."),
+    ("merge_method: tsv\n" + TAIL + "compat: mergekit\n",
+     "4: compat: mergekit has no meaning to tsv, which mergekit does not have; remove it."),
+    ("merge_method: auto\n" + TAIL + "compat: mergekit\n",
+     "4: compat is for one of mergekit's methods, not for 'auto'; remove it."),
+    ("compat: mergekit\nmerge_method: karcher\n" + TAIL,
+     "4: mergekit's karcher counts base_model as one more model: list it under models, remove it."),
     # method
     (TAIL, f"1: the recipe has no 'merge_method'. Methods: {METHODS}."),
     ("merge_method: tis\n" + TAIL, f"1: There is no method 'tis'. Did you mean 'ties'? Methods: {METHODS}."),
@@ -652,7 +657,7 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
      "1: ties needs the base model that the others were fine-tuned from; add 'base_model'."),
     ("merge_method: ties\nbase_model: yes\nmodels: [{model: a}]\n",
      "2: base_model must be text (in quotes if it looks like a number or a yes or no). Got True instead."),
-    ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n- model: b\n  parameters: {density: 1}\n",
+    ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n- model: b\n  curvature: f\n",
      "5: models[1] is the base model, which ties does not merge; remove it from 'models'."),
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: b\n",
      "3: models lists only the base model; add the models to merge."),
@@ -666,8 +671,6 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
      "5: 'lambda' holds for all models; move it to the recipe's 'parameters'."),
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  parameters:\n    normalize: true\n",
      "6: 'normalize' holds for all models; move it to the recipe's 'parameters'."),
-    ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  parameters: {int8_mask: 1}\n",
-     "5: mergekit's 'int8_mask' has no effect here; remove it."),
     # parameters
     ("merge_method: ties\n" + TAIL + "parameters: 3\n",
      f"4: parameters must be a mapping with keys among {KNOWN}. Got 3 instead."),
@@ -755,18 +758,6 @@ def test_one_line_for_every_mistake(load, text, expected):
     assert message(load, text) == f"recipe.yaml:{expected}"
 
 
-@pytest.mark.parametrize("name", NOT_OUR_METHODS)
-def test_methods_that_only_mergekit_has(name):
-    assert refused(name).startswith(f"recipe: mergekit's method {name!r} is not one of ours")
-    assert refused(name).endswith(f". Ours: {METHODS}.")
-    assert name not in epimer.list_methods(), "it is ours now: remove it from NOT_OUR_METHODS"
-    assert set(filter(None, NOT_OUR_METHODS[name].split(", "))) <= set(epimer.list_methods())
-
-
-def test_nearest_methods_are_named():
-    assert refused("dare_ties").startswith("recipe: mergekit's method 'dare_ties' is not one of ours; nearest: dare, t")
-
-
 def test_a_mapping_has_no_lines_but_the_same_words():
     assert refused(parameters={"densty": 1}) == (
         f"recipe: unknown key 'densty' in parameters of ties. Did you mean 'density'? Known: {KNOWN}."
@@ -788,6 +779,8 @@ def test_every_parameter_of_every_method_is_read_or_refused(method):
             assert "only from Python" in refused(method, parameters=given)
         elif parameter.kind == "rules":
             assert "move it out of 'parameters'" in refused(method, parameters=given)
+        elif (parameter.name, parameter.kind) == ("normalize", "boolean"):
+            assert recipe(method, parameters=given).normalize_weights is parameter.default
         else:
             assert recipe(method, parameters=given).settings("x", 0.3).parameters == given
 
@@ -830,3 +823,52 @@ def test_whatever_is_given_is_a_recipe_that_reads_back_or_one_line(data):
     else:
         assert load_recipe(found.to_dict()) == found
         assert load_recipe(yaml.safe_load(found.to_yaml())) == found
+
+
+def test_a_file_of_mergekits_is_told_once_how_its_numbers_would_differ():
+    (note,) = recipe("ties", parameters={"density": 0.5}).notes
+    assert note == (
+        "ties is the published form; `compat: mergekit` gives ties as mergekit 0.1.5 has it: every tensor is trimmed "
+        "by itself, all is kept by default (density 1), an even vote counts as +."
+    )
+    assert recipe("ties", rules={"*.bias": "copy"}).notes == ()  # no file of mergekit's
+    assert recipe("ties", compat="mergekit").notes == ()
+    assert recipe("breadcrumbs", parameters={"density": 0.5}).notes == ()  # only the default differs
+    assert len(recipe("breadcrumbs").notes) == 1
+    assert recipe("task_arithmetic").notes == recipe("ram").notes == ()
+    assert "gives only config and names; list it under models if it is one." in recipe("karcher").notes[0]
+
+
+def test_compat_takes_mergekits_form_of_a_method_with_its_own_parameters():
+    found = recipe("ties", compat="mergekit", parameters={"rescale": True, "density": [0.2, 0.9], "normalize": 0.0})
+    assert (found.merge_method, found.normalize_weights) == ("mergekit_ties", False)
+    assert found.settings("x", 0.5).parameters == {"rescale": True, "density": pytest.approx(0.55)}
+    assert load_recipe(found.to_dict()) == found
+    assert recipe("linear", base=None, compat="mergekit").merge_method == "average"
+    given = {"merge_method": "dare_linear", "base_model": "b", "models": [{"model": "a"}]}
+    assert load_recipe(given, "mergekit").merge_method == "mergekit_dare"
+    assert load_recipe(given | {"compat": "mergekit"}) == load_recipe(given, "mergekit")
+
+
+def test_what_changes_no_number_is_accepted_and_noted():
+    int8 = "int8_mask has no effect here: masks are no smaller or larger for it."
+    assert recipe("task_arithmetic", parameters={"int8_mask": True}).notes == (int8,)
+    models = [{"model": "a", "parameters": {"int8_mask": 1}}, {"model": "b"}]
+    assert recipe("task_arithmetic", models=models).notes == (int8,)
+    assert recipe("ties", parameters={"rescale": False}).settings("x", 0).parameters == {}
+    listed = [{"model": "base", "parameters": {"weight": 1, "density": 0.5}}, {"model": "a"}, {"model": "b"}]
+    found = recipe("dare", models=listed, compat="mergekit")
+    assert found.notes == ("models[0] is the base model: its own density, weight changes nothing, as in mergekit.",)
+    assert [entry.model for entry in found.models] == ["a", "b"]
+    assert [entry.model for entry in recipe("nuslerp", models=["base", "a", "b"]).models] == ["a", "b"]
+
+
+def test_a_models_own_gamma_and_epsilon_and_the_only_models_parameters():
+    models = [{"model": "a", "parameters": {"gamma": 0.2, "density": 0.3}}, {"model": "b"}]
+    found = recipe("breadcrumbs", models=models, parameters={"density": 0.5}).settings("x", 0).parameters
+    assert found == {"density": [0.3, 0.5], "gamma": [0.2, 0.01]}
+    scale = [{"filter": "mlp", "value": 0}, {"value": 0.5}]
+    alone = [{"model": "a", "parameters": {"scale": scale}}]
+    found = recipe("passthrough", models=alone, base=None)
+    assert [found.settings(name, 0).parameters for name in ("mlp.w", "w")] == [{"scale": 0.0}, {"scale": 0.5}]
+    assert found.models[0].parameters == {}
