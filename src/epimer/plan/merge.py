@@ -86,7 +86,7 @@ def open_models(
 def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
     """Plan the merge of opened models as a recipe says; problems are collected, not raised."""
     check_settled(recipe)
-    method = describe_method(recipe.merge_method)
+    recipe, method = _tensorwise(recipe, describe_method(recipe.merge_method))
     participants = opened.participants
     # mergekit's `normalize: false` sums the models themselves, so there is nothing to take differences from.
     if method.ignores_base or (method.sums_models and recipe.normalize_weights is False):
@@ -107,6 +107,18 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
         tokenizer_files=opened.tokenizer_files,
         basis=basis,
     )
+
+
+def _tensorwise(recipe: Recipe, method: Method) -> tuple[Recipe, Method]:
+    """Take mergekit's form of a method, noted, where a parameter differs between tensors that otherwise cannot."""
+    differs = recipe.varying() & method.whole_model
+    if method.mergekit is None or not differs:
+        return recipe, method
+    why = f"{sorted(differs)[0]} differs between tensors, which {method.name} as published cannot have"
+    note = f"{why}: merged as under `compat: mergekit`, {method.mergekit.summary}."
+    kept = [one for one in recipe.notes if method.mergekit.summary not in one]
+    changes = {"merge_method": method.mergekit.name, "notes": (*kept, note)}
+    return recipe.model_copy(update=changes), method.mergekit
 
 
 def plan_state_dicts(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from epimer.methods.options import Parameter
     from epimer.methods.registry import Method
 
-NAME = re.compile(r"\w[\w.-]*")
+NAME = re.compile(r"\w[\w. -]*")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
         "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank", "slices", "modules", "tokenizer",
@@ -178,7 +178,7 @@ class Reader:
         """Return what other recipes of the file call the merged model, which its folder is called too."""
         name = self.text(("name",), data.get("name"))
         if name is not None and not NAME.fullmatch(name):
-            raise self.wrong(("name",), name, "the name of a folder: letters, digits, and . _ - after the first")
+            raise self.wrong(("name",), name, "the name of a folder: letters and digits, then also spaces and . _ -")
         return name
 
     def check_base(self, word: str, base: str | None, models: Mapping[int, ModelEntry]) -> None:

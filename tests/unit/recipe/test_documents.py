@@ -83,7 +83,7 @@ def test_named_merges_go_where_they_are_told_to(models, tmp_path):
     ("{model: b}", "{model: second}",
      "1: recipes build on each other in a circle: second on first on second; break it."),
     ("name: first", "name: ../first",
-     "13: name must be the name of a folder: letters, digits, and . _ - after the first. Got '../first' instead."),
+     "13: name must be the name of a folder: letters and digits, then also spaces and . _ -. Got '../first' instead."),
     ("weight: 0.5", "wieght: 0.5",
      "10: unknown key 'wieght' in models[0].parameters. Did you mean 'weight'? Known: weight."),
     ("name: first\n", "name: first\nname: x\n", "14: the key 'name' is given twice, first in line 13."),
