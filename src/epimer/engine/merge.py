@@ -21,7 +21,7 @@ from epimer.geometry.linalg import CHUNK, LowRank, as_compute_dtype, chunks, den
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import owned_by
 from epimer.methods.averaging import average, convex_combination
-from epimer.methods.frechet import FISHER, fisher
+from epimer.methods.full_space import FISHER, fisher
 from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_method
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job, Plan, precision

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from epimer.recipe.load import open_recipe, read_recipes
+from epimer.recipe.load import RecipeLike, open_recipe, read_recipes
 from epimer.recipe.model import Recipe
 
 
@@ -22,7 +22,7 @@ class Step(NamedTuple):
 
 
 def merge_steps(
-    source: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    source: RecipeLike,
     out: str | os.PathLike[str],
     intermediate: str | os.PathLike[str] | None = None,
     folder: Path | None = None,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from epimer.methods.options import Parameter
     from epimer.methods.registry import Method
 
+RecipeLike = str | os.PathLike[str] | Mapping[str, Any] | Recipe
+"""a YAML file, its content as a mapping, or a loaded recipe"""
 NAME = re.compile(r"\w[\w. -]*")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
@@ -41,7 +43,7 @@ COUNTS_BASE = ("linear", "karcher")
 
 
 def open_recipe(
-    source: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    source: RecipeLike,
     folder: Path | None = None,
     compat: str | None = None,
 ) -> tuple[Recipe, Path | None]:
