@@ -52,9 +52,7 @@ def python_curvatures(curvature: Any, models: Sequence[Participant], method: Met
 def kind_of(curvature: Any) -> str | None:
     """Return the kind of curvature from Python: that of matrices, where vectors have a diagonal; None without any."""
     kinds: list[str] = []
-    listed = isinstance(curvature, Sequence) and not isinstance(
-        curvature, Mapping
-    )  # others are refused later
+    listed = isinstance(curvature, Sequence) and not isinstance(curvature, Mapping)  # others are refused later
     for t, metrics in enumerate(curvature if listed else ()):
         if isinstance(metrics, Curvature):
             return metrics.kind
