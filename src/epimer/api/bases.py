@@ -77,6 +77,8 @@ def make_basis(
     chosen = kind or str(loaded.parameters.get("basis", known["basis"].default))
     if chosen not in KINDS:
         raise ParameterError(f"a basis is one of {', '.join(KINDS)}, got {chosen!r}; say which with --kind.")
+    if loaded.slices:
+        raise ParameterError("a basis belongs to whole models, not to slices; list 'models'.")
     if loaded.base_model is None:
         raise ParameterError("a basis is made of task vectors, so the recipe needs a base_model.")
     if rank is not None and rank < 1:

@@ -10,6 +10,7 @@ import torch
 from epimer.checkpoints.adapter_files import LoraModule, adapters_of, module_of
 from epimer.checkpoints.checkpoint import is_embedding
 from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config
+from epimer.checkpoints.vocabulary import Aligned
 from epimer.errors import EpimerError, RecipeError, TensorError, listed
 from epimer.methods.averaging import average
 from epimer.methods.frechet import FrechetOptions
@@ -17,6 +18,10 @@ from epimer.methods.rules import is_matrix
 from epimer.plan.jobs import Job, Plan
 
 INNER = (".modules_to_save.default.", ".modules_to_save.", ".base_layer.", ".original_module.")
+OTHER_TOKENS = (
+    "output: lora: an adapter has the base's tokens, and the merge has others; write tokenizer_source: base, or remove "
+    "'output'."
+)
 FACTORS = 8  # float64 copies of all factors that a merge of them holds at once
 CORES = 24  # the same of a core
 
@@ -42,6 +47,8 @@ def plan_adapter(plan: Plan) -> Plan:
     """
     if plan.problems or plan.recipe is None or plan.recipe.output != "lora":
         return plan
+    if plan.participants.base is not None and isinstance(plan.participants.base.checkpoint, Aligned):
+        return replace(plan, jobs=[], problems=[RecipeError(OTHER_TOKENS)])
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
     factors = {job.name: module for job in changed if (module := _module(plan, job, rank)) is not None}
