@@ -17,7 +17,6 @@ from epimer.geometry.linalg import LowRank, dense, nonfinite
 from epimer.geometry.solution import Solution
 from epimer.methods.registry import Layer, Prepared
 from epimer.methods.rules import matrix_shape
-from epimer.plan.adapter import is_linear
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job, Plan
 from epimer.plan.layer_curvature import NO_CURVATURE, layer_curvature
@@ -98,7 +97,7 @@ def merge_factors(job: Job, deltas: Sequence[LowRank]) -> tuple[LowRank, Solutio
     assert job.lora is not None
     taking_part = [deltas[t] for t in job.models]
     scale, rank = job.options.scale, sum(len(D.A) for D in taking_part)
-    if is_linear(job) and rank == job.lora.rank:
+    if job.is_weighted_sum and rank == job.lora.rank:
         weighted = [LowRank(scale * job.weights[t] * deltas[t].B, deltas[t].A) for t in job.models]
         B, A = torch.cat([D.B for D in weighted], dim=1), torch.cat([D.A for D in weighted])
         return LowRank(B, A), Solution(B), 0.0

@@ -12,7 +12,6 @@ from epimer.checkpoints.checkpoint import is_embedding
 from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config
 from epimer.checkpoints.vocabulary import Aligned
 from epimer.errors import EpimerError, RecipeError, TensorError, listed
-from epimer.methods.averaging import average
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.rules import is_matrix
 from epimer.plan.jobs import Job, Plan
@@ -180,15 +179,10 @@ def _dtype(plan: Plan) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def is_linear(job: Job) -> bool:
-    """Whether a tensor's merge is a weighted sum of its task vectors."""
-    return job.method is not None and (job.rule == "average" or job.method.merge is average)
-
-
 def _thin(job: Job) -> bool:
     """Whether factors are merged in the space that they span, without a dense matrix."""
     assert job.method is not None
-    if is_linear(job):
+    if job.is_weighted_sum:
         return True
     basis = getattr(job.options, "basis", "tensor")
     known = not isinstance(basis, Mapping) and basis != "full"
@@ -246,5 +240,5 @@ def _factor_job(plan: Plan, job: Job, module: LoraModule) -> Job:
     total = sum(one or 0 for one in _ranks(plan, job))
     entries = total * (len(job.template) + job.template.numel() // len(job.template))
     reads = entries * module.dtype.itemsize
-    memory = 2 * reads if is_linear(job) and module.rank == total else 8 * (FACTORS * entries + CORES * total**2)
+    memory = 2 * reads if job.is_weighted_sum and module.rank == total else 8 * (FACTORS * entries + CORES * total**2)
     return replace(job, reads=reads, memory=memory)
