@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import epimer
 from commands import run
+from epimer.methods.registry import describe_method
 
 LAYERS, WIDTH, RANK = 3, 8, 2
 WORDS = ["<s>", "a", "b", "c"]
@@ -105,6 +106,22 @@ def test_a_sweep_of_adapters_is_that_of_the_models_they_make(here):
         scores.append({one.method: one.validation.trusted.average for one in found.tried})
     assert scores[0].keys() == {"average", "tsv", "iso_c", "epimer_free"}
     assert scores[0] == pytest.approx(scores[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["slerp", "arcee_fusion", "nearswap", "multislerp"])
+def test_methods_that_look_at_the_base_write_adapters(here, method):
+    models = ADAPTERS[: describe_method(method).models[1] or 2]
+    given = recipe(*models, method=method, parameters={"t": 0.3} if method in ("slerp", "nearswap") else {})
+    epimer.merge(given | {"output": "lora", "lora_rank": WIDTH}, "adapter", progress=False)
+    assert_close(merged(recipe("base+adapter", method="average")), merged(given))
+
+
+@pytest.mark.parametrize(
+    ("method", "more"), [("passthrough", {}), ("average", {"parameters": {"normalize": False}})]
+)  # fmt: skip
+def test_a_merge_without_the_base_is_no_adapter(here, method, more):
+    with pytest.raises(epimer.EpimerError, match="does not start from the base here"):
+        epimer.merge(recipe("base+x", method=method, output="lora", **more), "out", progress=False)
 
 
 @pytest.mark.parametrize("more", [{}, {"tokenizer_source": "union"}, {"tokenizer_source": "added"}])

@@ -46,7 +46,13 @@ def plan_adapter(plan: Plan) -> Plan:
     """
     if plan.problems or plan.recipe is None or plan.recipe.output != "lora":
         return plan
-    if plan.participants.base is not None and isinstance(plan.participants.base.checkpoint, Aligned):
+    base = plan.participants.base
+    if base is None:
+        problem = (
+            f"output: lora: {plan.method.name} does not start from the base here, so its merge is no adapter of it"
+        )
+        return replace(plan, jobs=[], problems=[RecipeError(f"{problem}; remove 'output', or take another method.")])
+    if isinstance(base.checkpoint, Aligned):
         return replace(plan, jobs=[], problems=[RecipeError(OTHER_TOKENS)])
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
@@ -140,7 +146,7 @@ def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
     if dense and (_brought(plan, job) or not linear):
         return None
     m, n = len(W), W.numel() // len(W)
-    most = min(m, n) if dense else sum(one or 0 for one in ranks)
+    most = sum(one or 0 for one in ranks) if _bounded(plan, job) else min(m, n)
     transposed = update.transposed if update is not None else job.inputs == 0
     return LoraModule(
         module=job.name.removesuffix(".weight") if update is None else module_of(update),
