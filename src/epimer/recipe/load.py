@@ -189,8 +189,9 @@ class Reader:
             return
         text = f"mergekit's {word} counts base_model as one more model"
         if word == "linear" or self.compat is not None:
-            other = ", or write 'average', which takes only config and names from it" if word == "linear" else ""
-            raise self.error(("base_model",), f"{text}: list it under models, remove it{other}.")
+            average = ", remove it, or write 'average', which takes only config and names from it"
+            other = average if word == "linear" else ", or remove it"
+            raise self.error(("base_model",), f"{text}: list it under models{other}.")
         self.notes[f"{text}, here it gives only config and names; list it under models if it is one."] = None
 
     def hoist(self, models: dict[int, ModelEntry], parameters: dict[str, Value]) -> None:
