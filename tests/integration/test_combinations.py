@@ -143,7 +143,12 @@ def test_an_adapter_is_written_with_the_chat_template_of_its_recipe(here):
 
 
 def several(here):
-    documents = [recipe("one", "two", method="tsv", name="first"), recipe("first", "two", method="average")]
+    """Write a file whose first recipe goes to OUT, builds on the second, and has nothing to do with the third."""
+    documents = [
+        recipe("first", "two", method="average"),
+        recipe("one", "two", method="tsv", name="first"),
+        recipe("one", "two", name="apart"),
+    ]
     (here / "several.yaml").write_text("---\n".join(map(yaml.safe_dump, documents)))
     return "several.yaml"
 
@@ -153,13 +158,21 @@ def test_the_record_of_several_recipes_is_that_of_the_output(here):
     record = json.loads(printed.out)
     assert record["method"] == "average"
     assert record == json.loads((here / "record.json").read_text())
-    assert "first" in [path.name for path in (here / "out.parts").iterdir()]
+    assert {path.name for path in (here / "out.parts").iterdir()} == {"first", "apart"}
+
+
+def test_an_adapter_of_several_recipes_is_the_output(here):
+    documents = [recipe(*ADAPTERS, method="average"), recipe("one", "two", name="apart")]
+    (here / "several.yaml").write_text("---\n".join(map(yaml.safe_dump, documents)))
+    assert run("merge", "several.yaml", "out", "--lora").code == 0
+    assert (here / "out" / "adapter_config.json").exists()
+    assert (here / "out.parts" / "apart" / "model.safetensors").exists()
 
 
 def test_a_plan_of_several_recipes_is_no_json(here):
     found = run("merge", several(here), "out", "--json", "--dry-run")
     assert found.code == 2
-    assert json.loads(found.out)["error"].endswith("several.yaml holds 2 recipes; leave out --json.")
+    assert json.loads(found.out)["error"].endswith("several.yaml holds 3 recipes; leave out --json.")
 
 
 def test_slices_have_no_basis(here):

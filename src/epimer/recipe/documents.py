@@ -51,7 +51,7 @@ def merge_steps(
 
 
 def load_recipes(source: str | os.PathLike[str], compat: str | None = None) -> list[Recipe]:
-    """Read all recipes of a YAML file, ordered so that each comes after those whose merges it builds on."""
+    """Read all recipes of a YAML file, each after those whose merges it builds on, and the one without a name last."""
     recipes = read_recipes(source, compat)
     names: list[str | None] = []
     for file, recipe in recipes:
@@ -70,7 +70,7 @@ def load_recipes(source: str | os.PathLike[str], compat: str | None = None) -> l
             raise file.error((), f"recipes build on each other in a circle: {' on '.join(circle)}; break it.")
         ordered += [recipe for _, recipe in ready]
         left = [pair for pair in left if pair not in ready]
-    return ordered
+    return sorted(ordered, key=lambda recipe: recipe.name is None)  # the output's own record is the last
 
 
 def _circle(recipe: Recipe, left: list[Recipe]) -> list[str]:
