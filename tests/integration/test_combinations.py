@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from safetensors.torch import load_file, save_file
 import epimer
 from commands import run
 from epimer.methods.registry import describe_method
+from epimer.plan.adapter import plan_adapter
+from epimer.plan.merge import open_models, plan_recipe
+from epimer.recipe.load import load_recipe
 
 LAYERS, WIDTH, RANK = 3, 8, 2
 WORDS = ["<s>", "a", "b", "c"]
@@ -106,6 +110,16 @@ def test_a_sweep_of_adapters_is_that_of_the_models_they_make(here):
         scores.append({one.method: one.validation.trusted.average for one in found.tried})
     assert scores[0].keys() == {"average", "tsv", "iso_c", "epimer_free"}
     assert scores[0] == pytest.approx(scores[1], rel=1e-6)
+
+
+def test_adapters_that_are_kept_in_memory_are_planned_as_those_on_disk(here):
+    loaded = load_recipe(recipe(*ADAPTERS, method="tsv", output="lora"))
+    opened = open_models(loaded)
+    kept = replace(opened, participants=opened.participants.kept_in_memory(1 << 30))  # as `rounds` keeps them
+    plans = [plan_adapter(plan_recipe(loaded, one)) for one in (opened, kept)]
+    assert not plans[1].problems
+    assert [job.lora for job in plans[0].jobs] == [job.lora for job in plans[1].jobs]
+    assert len(plans[0].jobs) == LAYERS
 
 
 @pytest.mark.parametrize("method", ["slerp", "arcee_fusion", "nearswap", "multislerp"])
