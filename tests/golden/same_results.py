@@ -127,7 +127,7 @@ def family(count: int, dtype: torch.dtype = torch.float32, kind: str = "usual") 
             name: (base[name].double() + step(shape, size, (name, source))).to(dtype) for name, shape in SHAPES.items()
         }
         model |= {name: model[twin] for name, twin in TIES.items()}
-        models.append(model | {"steps": base["steps"] + t, "mask": base["mask"]})
+        models.append(model | {name: base[name] for name in ("steps", "mask")})
     return models
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 import epimer
-from epimer.errors import EpimerWarning, TensorError
+from epimer.errors import CurvatureError, EpimerWarning, TensorError
 from epimer.evaluation.judges import SplitScores
 
 TASKS = 3
@@ -63,6 +63,38 @@ def test_the_shortest_call_merges_without_data(base, models):
     assert merged.record.method == "epimer_free"
     assert equal(merged, epimer.merge_state_dicts(base.state_dict(), states(models), "epimer_free"))
     assert not torch.equal(merged["middle.weight"], base.middle.weight)
+
+
+def curved(kind):
+    """Return one model's curvature of each kind that can be given from Python."""
+    torch.manual_seed(3)
+    X = torch.randn(6, 6)
+    metrics = {
+        "diagonal": lambda: epimer.Diagonal(torch.rand(6, 6)),
+        "kronecker": lambda: epimer.Kronecker(A=X @ X.T, G=X.T @ X),
+        "ekfac": lambda: epimer.EKFAC(S=torch.rand(6, 6), P=torch.eye(6), Q=torch.eye(6)),
+        "samples": lambda: epimer.Samples(g=torch.randn(4, 2, 6), x=torch.randn(4, 2, 6)),
+    }
+    return {"middle.bias": epimer.Diagonal(torch.rand(6)), "middle.weight": metrics[kind]()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("kronecker", "epimer_kron"), ("ekfac", "epimer_kron"), ("diagonal", "epimer"), ("samples", "epimer_exact")],
+)
+def test_curvature_that_is_given_is_used_without_naming_a_method(base, models, kind, method):
+    given = {"curvature": [curved(kind) for _ in models], "rules": [("*words*", "average"), ("*head*", "average")]}
+    merged = epimer.merge_state_dicts(base, models, **given)
+    assert merged.record.method == method
+    assert equal(merged, epimer.merge_state_dicts(base, models, method, **given))
+    assert equal(merged, epimer.merge_models(base, models, **given).state_dict())
+
+
+@pytest.mark.parametrize("use", [epimer.merge_state_dicts, lambda *a, **o: epimer.sweep_state_dicts(*a, len, **o)])
+def test_what_is_no_curvature_is_refused_without_a_method(base, models, use):
+    curvature = [{"middle.weight": torch.rand(6, 6)} for _ in models]
+    with pytest.raises(CurvatureError, match=r"curvature\[0\]\['middle.weight'\] is Tensor"):
+        use(base, models, curvature=curvature)
 
 
 @pytest.mark.parametrize("wrap", [lambda module: module, nn.DataParallel], ids=["plain", "data parallel"])

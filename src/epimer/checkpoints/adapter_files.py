@@ -12,6 +12,7 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, header
 from epimer.checkpoints.lora import PARTS, PREFIX, Adapted, Update
+from epimer.checkpoints.memory import Cached
 from epimer.geometry.linalg import LowRank
 
 WEIGHTS = "adapter_model.safetensors"
@@ -60,6 +61,7 @@ class LoraModule:
 def adapters_of(checkpoint: Checkpoint) -> list[Adapted]:
     """Return the adapters that lie on a base, the last one first; none for a whole model."""
     found = []
+    checkpoint = checkpoint.source if isinstance(checkpoint, Cached) else checkpoint
     while isinstance(checkpoint, Adapted):
         found.append(checkpoint)
         checkpoint = checkpoint.base

@@ -123,6 +123,9 @@ class Cached(Checkpoint):
         D = self._deltas[name]
         return D if D is None or rows is None else LowRank(D.B[slice(*rows)], D.A)
 
+    def delta_rank(self, name: str, base: Checkpoint) -> int | None:
+        return self.source.delta_rank(name, base)
+
     def size(self, name: str) -> int:
         return self.source.size(name)
 

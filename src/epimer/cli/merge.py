@@ -66,13 +66,18 @@ def merge(
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
     steps = merge_steps(recipe, out or "OUT", intermediate, compat=compat)
+    if dry_run and as_json and len(steps) > 1:
+        raise EpimerError(
+            f"--dry-run --json prints one plan, and {recipe} holds {len(steps)} recipes; leave out --json."
+        )
     failed = False
     for step in steps:
+        last = step is steps[-1]
         if dry_run and (lacking := [place for place in step.reads if not Path(place).is_dir()]):
             render.print_text(f"{step.out} is planned once {', '.join(lacking)} is there: merge without --dry-run.")
             continue
         loaded = step.recipe
-        if (lora or lora_rank is not None) and step is steps[-1]:
+        if (lora or lora_rank is not None) and last:
             loaded = loaded.as_lora(lora_rank)
         with stoppable("nothing was written"):
             plan = plan_merge(loaded, folder=step.folder, progress=progress, any_curvature=any_curvature)
@@ -92,7 +97,8 @@ def merge(
             warn_of(result)
         notes = [*plan.notes, *(str(warning.message) for warning in caught)]
         show = partial(_print_result, result, step.out, notes)
-        render.output(result.to_dict(), show, file=record, as_json=as_json, quiet=quiet)
+        if last or not as_json:
+            render.output(result.to_dict(), show, file=record if last else None, as_json=as_json, quiet=quiet)
     if dry_run:
         raise typer.Exit(2 if failed else 0)
 

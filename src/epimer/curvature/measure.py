@@ -27,7 +27,7 @@ from epimer.curvature.optimizer_state import MOMENTS
 from epimer.curvature.stored_names import on_disk, split_experts
 from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, listed, nearest
 from epimer.geometry.linalg import nonfinite
-from epimer.methods.rules import stored_name
+from epimer.methods.rules import stored_name, with_members
 from epimer.tasks.data import choose, open_data
 from epimer.tasks.labels import POLICIES, SampleError
 from epimer.tasks.loading import AUTO, DTYPES, IMAGE, POOLINGS, check_device_option, read_head
@@ -250,10 +250,7 @@ def _patterns(layers: tuple[str, ...], task: Task) -> list[str]:
 
 def _for_model(basis: StoredBasis, task: Task) -> dict[str, Any]:
     """Return a basis by the names of the parameters in memory."""
-    loaded = {stored: name for name, stored in task.names.items()}
-    for name in basis:
-        if (tensor := stored_name(name)) != name and tensor in loaded:
-            loaded[name] = loaded[tensor] + name[len(tensor) :]
+    loaded = with_members({stored: name for name, stored in task.names.items()}, basis)
     if missing := [name for name in basis if name not in loaded]:
         problem = f"{basis.where} has a basis for {missing[0]!r}, which {task.checkpoint.where} does not hold"
         raise CurvatureError(f"{problem}; build it from a recipe with this model.")

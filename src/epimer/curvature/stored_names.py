@@ -15,7 +15,7 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.curvature.curvature import Curvature
 from epimer.geometry.metric import Diagonal, Kronecker, Metric, Samples
-from epimer.methods.rules import is_stack, member_name, stored_name
+from epimer.methods.rules import is_stack, member_name, with_members
 from epimer.tasks.loading import holds
 from epimer.tasks.task import Task
 
@@ -56,11 +56,7 @@ def _patterns(checkpoint: Checkpoint, W: Tensor) -> Iterator[list[Rows]]:
 
 def on_disk(curvature: Curvature, task: Task, split: dict[str, list[Rows]]) -> Curvature:
     """Return curvature by the names on disk; what has no name there is dropped."""
-    names = dict(task.names)
-    for name in curvature:
-        if (tensor := stored_name(name)) != name and tensor in task.names:
-            names[name] = task.names[tensor] + name[len(tensor) :]
-    renamed = curvature.renamed(names)
+    renamed = curvature.renamed(with_members(task.names, curvature))
     metrics, counts = dict(renamed.metrics), dict(renamed.provenance.counts)
     left_out = dict(renamed.provenance.left_out)
     for name, parts in split.items():

@@ -45,14 +45,15 @@ def _headers(plan: Plan) -> dict[str, Tensor]:
 
 
 def _sidecars(plan: Plan) -> dict[str, bytes]:
-    """Return adapter_config.json, and the tokenizer where it is not the base's."""
+    """Return adapter_config.json, and the tokenizer where it is not the base's or has another chat template."""
     whole = whole_tensors(plan)
     adapters = [one for model in plan.participants.models for one in adapters_of(model.checkpoint)]
     modules = [job.lora for job in plan.jobs if job.lora is not None]
     weights = [name for name, W in plan.participants.template.headers.items() if W.dim() > 1]
     config = adapter_config(modules, whole.modules, whole.biases, weights, adapters)
-    tokenizer = None if plan.tokenizer == plan.participants.donor.folder else plan.tokenizer
-    return {CONFIG: as_json(config)} | sidecar_files(None, tokenizer, None)
+    same = plan.tokenizer == plan.participants.donor.folder and not plan.tokenizer_files
+    files = sidecar_files(None, None if same else plan.tokenizer, None)
+    return {CONFIG: as_json(config), **files, **plan.tokenizer_files}
 
 
 def _merge_all(

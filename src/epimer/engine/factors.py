@@ -17,7 +17,6 @@ from epimer.geometry.linalg import LowRank, dense, nonfinite
 from epimer.geometry.solution import Solution
 from epimer.methods.registry import Layer, Prepared
 from epimer.methods.rules import matrix_shape
-from epimer.plan.adapter import is_linear
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job, Plan
 from epimer.plan.layer_curvature import NO_CURVATURE, layer_curvature
@@ -35,7 +34,7 @@ class FactorWalk:
     prepared: Prepared | None = None
 
     def read(self, job: Job) -> Tensors:
-        """Read what every model adds to one tensor as factors; the tensors themselves where one has no factors."""
+        """Read what every model adds to one tensor as factors; the tensor itself, and the base's, where it has none."""
         base, models = self.plan.participants.base, list[Tensor | LowRank | None]()
         assert base is not None
         for model in self.plan.participants.models:
@@ -43,7 +42,8 @@ class FactorWalk:
             for factor in () if delta is None else (delta.A, delta.B):
                 check_finite(model.label, job.name, factor)
             models.append(model.read(job.name) if delta is None else delta)
-        start = base.read(job.name) if any(isinstance(W, Tensor) for W in models) else None
+        whole = any(isinstance(W, Tensor) for W in models) or (job.method is not None and job.method.uses_base)
+        start = base.read(job.name) if whole else None
         return Tensors(start, models, layer_curvature(job, self.plan.participants, self.plan.curvatures))
 
     def work(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[dict[str, Tensor], TensorRecord]:
@@ -70,7 +70,7 @@ class FactorWalk:
         start = None if tensors.base is None else tensors.base.to(device, job.precision)
         deltas = task_vectors(self.plan.participants, job, start, tensors, device)
         context = None if self.prepared is None else self.prepared.context
-        layer = Layer(job.name, deltas, job.weights, context=context, inputs=job.inputs)
+        layer = Layer(job.name, deltas, job.weights, context=context, inputs=job.inputs, base=start)
         solution = merge_layer(job, layer, tensors.curvature.converted(deltas[0]))
         D = job.options.scale * dense(solution.value).reshape(matrix_shape(job.template))
         assert self.plan.recipe is not None
@@ -98,7 +98,7 @@ def merge_factors(job: Job, deltas: Sequence[LowRank]) -> tuple[LowRank, Solutio
     assert job.lora is not None
     taking_part = [deltas[t] for t in job.models]
     scale, rank = job.options.scale, sum(len(D.A) for D in taking_part)
-    if is_linear(job) and rank == job.lora.rank:
+    if job.is_weighted_sum and rank == job.lora.rank:
         weighted = [LowRank(scale * job.weights[t] * deltas[t].B, deltas[t].A) for t in job.models]
         B, A = torch.cat([D.B for D in weighted], dim=1), torch.cat([D.A for D in weighted])
         return LowRank(B, A), Solution(B), 0.0

@@ -21,7 +21,7 @@ from epimer.geometry.linalg import CHUNK, LowRank, as_compute_dtype, chunks, den
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import owned_by
 from epimer.methods.averaging import average, convex_combination
-from epimer.methods.frechet import FISHER, fisher
+from epimer.methods.full_space import FISHER, fisher
 from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_method
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job, Plan, precision
@@ -166,8 +166,10 @@ class MergeWalk:
         # A weighted sum of task vectors is not finite where one of them is not, so the result alone is checked; whose
         # fault it is shows below.
         models = [W for W in tensors.models if W is not None]
-        if self._is_weighted_sum(job) and add_weighted_sum(
-            result, tensors.base, models, job.weights, job.options.scale, job.precision
+        if (
+            job.is_weighted_sum
+            and all(job.weights)
+            and add_weighted_sum(result, tensors.base, models, job.weights, job.options.scale, job.precision)
         ):
             return Solution(result)
         given = [dense(W) if isinstance(W, LowRank) else W for W in tensors.models]
@@ -185,12 +187,6 @@ class MergeWalk:
             check_deltas(self.plan.participants, job, deltas)
             solution = self._merge_deltas(job, W0, deltas, target, NO_CURVATURE)
         return solution
-
-    @staticmethod
-    def _is_weighted_sum(job: Job) -> bool:
-        """Whether a tensor is merged by Σ λ_t D_t alone, over all models."""
-        averaged = job.rule == "average" or (job.method is not None and job.method.merge is average)
-        return averaged and job.rule != "statistic" and all(job.weights)
 
     def _merge_deltas(
         self, job: Job, W0: Tensor | None, deltas: list[Any], result: Tensor, curvature: LayerCurvature

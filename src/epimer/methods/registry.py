@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from epimer.methods.workspace import Workload
 
 BUILT_IN = tuple(
-    f"epimer.methods.{module}" for module in ("averaging", "pruning", "spherical", "selection", "spectral", "frechet")
+    f"epimer.methods.{module}"
+    for module in ("averaging", "pruning", "spherical", "selection", "spectral", "full_space", "frechet")
 )
 GROUP = "epimer.methods"
 """the entry points of other packages: each names a Method, or a list of them"""
@@ -160,8 +161,10 @@ class Method(Generic[OptionsT]):
     """a sweep tries it by default"""
     forecast: bool = False
     """a diagnosis forecasts it by default"""
+    default_for: tuple[str, ...] = ()
+    """kinds of measured curvature that it is taken for where no method is named"""
     advised_without_data: bool = False
-    """a diagnosis advises it where no two-sided curvature was measured"""
+    """a diagnosis advises it where no two-sided curvature was measured; it is taken where no method is named"""
     prepare: Callable[[Prepass, OptionsT], Prepared] | None = None
     passes: int = 1
     """how often the pre-pass reads float32 models, as a rule"""
@@ -405,6 +408,15 @@ def with_mergekit_form(row: Method[OptionsT], differences: str, **changes: Any) 
     summary = f"{row.name} as mergekit 0.1.5 has it: {differences}"
     same = {"sweep": False, "forecast": False, "advised_without_data": False}
     return replace(row, mergekit=replace(row, name=f"mergekit_{row.name}", summary=summary, **same | changes))
+
+
+def default_method(kind: str | None) -> str:
+    """Return the method to take where none is named, by the kind of curvature there is, if any."""
+    kinds = {kind, *SERVES.get(kind or "", ())}
+    for row in _methods().values():
+        if row.advised_without_data if kind is None else kinds & set(row.default_for):
+            return row.name
+    raise ParameterError(f"no method is the default for {kind} curvature; name one of {', '.join(list_methods())}.")
 
 
 def default_sweep(kind: str | None) -> list[str]:

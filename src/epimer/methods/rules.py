@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,12 @@ def member_name(name: str, e: int) -> str:
 def stored_name(name: str) -> str:
     """Return the name of the tensor that holds a matrix: of the stack, for one of its members."""
     return name[: name.rindex("[")] if name.endswith("]") and "[" in name else name
+
+
+def with_members(names: Mapping[str, str], matrices: Iterable[str]) -> dict[str, str]:
+    """Return other names of tensors, and of those `matrices` that are members of one of them."""
+    tensors = {name: stored_name(name) for name in matrices}
+    return {**names, **{name: names[one] + name[len(one) :] for name, one in tensors.items() if one in names}}
 
 
 def stored_inputs_first(headers: Mapping[str, Tensor]) -> frozenset[str]:

@@ -10,13 +10,17 @@ import torch
 from epimer.checkpoints.adapter_files import LoraModule, adapters_of, module_of
 from epimer.checkpoints.checkpoint import is_embedding
 from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config
+from epimer.checkpoints.vocabulary import Aligned
 from epimer.errors import EpimerError, RecipeError, TensorError, listed
-from epimer.methods.averaging import average
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.rules import is_matrix
 from epimer.plan.jobs import Job, Plan
 
 INNER = (".modules_to_save.default.", ".modules_to_save.", ".base_layer.", ".original_module.")
+OTHER_TOKENS = (
+    "output: lora: an adapter has the base's tokens, and the merge has others; write tokenizer_source: base, or remove "
+    "'output'."
+)
 FACTORS = 8  # float64 copies of all factors that a merge of them holds at once
 CORES = 24  # the same of a core
 
@@ -42,6 +46,14 @@ def plan_adapter(plan: Plan) -> Plan:
     """
     if plan.problems or plan.recipe is None or plan.recipe.output != "lora":
         return plan
+    base = plan.participants.base
+    if base is None:
+        problem = (
+            f"output: lora: {plan.method.name} does not start from the base here, so its merge is no adapter of it"
+        )
+        return replace(plan, jobs=[], problems=[RecipeError(f"{problem}; remove 'output', or take another method.")])
+    if isinstance(base.checkpoint, Aligned):
+        return replace(plan, jobs=[], problems=[RecipeError(OTHER_TOKENS)])
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
     factors = {job.name: module for job in changed if (module := _module(plan, job, rank)) is not None}
@@ -134,7 +146,7 @@ def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
     if dense and (_brought(plan, job) or not linear):
         return None
     m, n = len(W), W.numel() // len(W)
-    most = min(m, n) if dense else sum(one or 0 for one in ranks)
+    most = sum(one or 0 for one in ranks) if _bounded(plan, job) else min(m, n)
     transposed = update.transposed if update is not None else job.inputs == 0
     return LoraModule(
         module=job.name.removesuffix(".weight") if update is None else module_of(update),
@@ -173,15 +185,10 @@ def _dtype(plan: Plan) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def is_linear(job: Job) -> bool:
-    """Whether a tensor's merge is a weighted sum of its task vectors."""
-    return job.method is not None and (job.rule == "average" or job.method.merge is average)
-
-
 def _thin(job: Job) -> bool:
     """Whether factors are merged in the space that they span, without a dense matrix."""
     assert job.method is not None
-    if is_linear(job):
+    if job.is_weighted_sum:
         return True
     basis = getattr(job.options, "basis", "tensor")
     known = not isinstance(basis, Mapping) and basis != "full"
@@ -239,5 +246,5 @@ def _factor_job(plan: Plan, job: Job, module: LoraModule) -> Job:
     total = sum(one or 0 for one in _ranks(plan, job))
     entries = total * (len(job.template) + job.template.numel() // len(job.template))
     reads = entries * module.dtype.itemsize
-    memory = 2 * reads if is_linear(job) and module.rank == total else 8 * (FACTORS * entries + CORES * total**2)
+    memory = 2 * reads if job.is_weighted_sum and module.rank == total else 8 * (FACTORS * entries + CORES * total**2)
     return replace(job, reads=reads, memory=memory)

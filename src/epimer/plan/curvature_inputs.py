@@ -49,6 +49,21 @@ def python_curvatures(curvature: Any, models: Sequence[Participant], method: Met
     return curvature
 
 
+def kind_of(curvature: Any) -> str | None:
+    """Return the kind of curvature from Python: that of matrices, where vectors have a diagonal; None without any."""
+    kinds: list[str] = []
+    listed = isinstance(curvature, Sequence) and not isinstance(curvature, Mapping)  # others are refused later
+    for t, metrics in enumerate(curvature if listed else ()):
+        if isinstance(metrics, Curvature):
+            return metrics.kind
+        for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
+            if not isinstance(metric, Metric):
+                wanted = ", ".join(CLASSES.values())
+                raise CurvatureError(f"curvature[{t}][{name!r}] is {type(metric).__name__}; give one of {wanted}.")
+            kinds.append(metric.kind)
+    return next((kind for kind in kinds if kind != "diagonal"), kinds[0] if kinds else None)
+
+
 def _measured_on(curvature: Curvature, model: Participant) -> bool:
     """Whether the tensors that curvature was measured on are this model's; True where it does not say."""
     names = {name: _stored_name(name, model, curvature) for name in map(stored_name, curvature)}

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from epimer.errors import EpimerError, ParameterError, TensorError, listed
 from epimer.geometry.linalg import nonfinite
 from epimer.methods.frechet import FrechetOptions
-from epimer.methods.options import MethodOptions, Rules, is_number
+from epimer.methods.options import RULES_PARAMETER, MethodOptions, Rules, is_number
 from epimer.methods.registry import Method
 from epimer.methods.rules import is_counter, is_matrix, is_statistic, matching
 from epimer.plan.participants import Participants
+from epimer.recipe.model import AUTO, known_parameters
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,12 @@ def check_finite(who: str, name: str, W: Tensor) -> None:
         raise TensorError(
             f"{who}[{name!r}] holds NaN or Inf in {bad} of {W.numel()} entries; repair or leave out that model."
         )
+
+
+def check_shared_options(user: str, **options: Any) -> dict[str, Any]:
+    """Return options that the methods with curvature share, each checked."""
+    known = {**known_parameters(AUTO), "rules": RULES_PARAMETER}
+    return {name: known[name].check(user, value) for name, value in options.items()}
 
 
 def check_weights(weights: Sequence[float] | None, tasks: int, user: str, *, absolute: bool = False) -> list[float]:

@@ -19,6 +19,7 @@ from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, TensorError
+from epimer.methods.averaging import average
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions, Rules
 from epimer.methods.registry import Method
@@ -115,6 +116,13 @@ class Job:
         if self.method is None:
             return False
         return self.rule in AVERAGED or (self.rule == "elementwise" and self.method.separable)
+
+    @property
+    def is_weighted_sum(self) -> bool:
+        """Whether it is merged by Σ λ_t D_t alone."""
+        if self.method is None or self.rule == "statistic":
+            return False
+        return self.rule == "average" or self.method.merge is average
 
     @property
     def factored(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import header
 from epimer.curvature.curvature import Curvature
 from epimer.errors import CurvatureError, ParameterError
+from epimer.geometry.linalg import Delta, LowRank
 from epimer.geometry.metric import Diagonal, Metric, Projected
 from epimer.geometry.subspace import Basis, TensorProduct, clamp_rank
 from epimer.methods.frechet import FrechetOptions
@@ -36,11 +37,12 @@ class LayerCurvature:
     base_metric: Metric | None = None
     basis: Basis | None = None
 
-    def converted(self, like: Any) -> LayerCurvature:
+    def converted(self, like: Delta) -> LayerCurvature:
         """Return the same on the device and in the precision of a task vector, letting go of each metric on the way."""
         metrics = [self.metrics.pop(0).to(like.device, like.dtype) for _ in range(len(self.metrics))]
         base_metric = None if self.base_metric is None else self.base_metric.to(like.device, like.dtype)
-        return LayerCurvature(metrics, base_metric, None if self.basis is None else self.basis.to(like))
+        factor = like.B if isinstance(like, LowRank) else like
+        return LayerCurvature(metrics, base_metric, None if self.basis is None else self.basis.to(factor))
 
 
 NO_CURVATURE = LayerCurvature()

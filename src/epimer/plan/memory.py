@@ -14,7 +14,7 @@ from epimer.curvature.curvature import Curvature
 from epimer.geometry.checks import WIDE
 from epimer.geometry.linalg import CHUNK
 from epimer.geometry.metric import Metric
-from epimer.methods.frechet import FISHER
+from epimer.methods.full_space import FISHER
 from epimer.methods.registry import Method, describe_method, list_methods
 from epimer.methods.rules import AVERAGED, matrix_shape
 from epimer.methods.workspace import Workload, workspace_bytes

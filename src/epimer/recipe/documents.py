@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from epimer.recipe.load import open_recipe, read_recipes
+from epimer.recipe.load import RecipeLike, open_recipe, read_recipes
 from epimer.recipe.model import Recipe
 
 
@@ -22,7 +22,7 @@ class Step(NamedTuple):
 
 
 def merge_steps(
-    source: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    source: RecipeLike,
     out: str | os.PathLike[str],
     intermediate: str | os.PathLike[str] | None = None,
     folder: Path | None = None,
@@ -51,7 +51,7 @@ def merge_steps(
 
 
 def load_recipes(source: str | os.PathLike[str], compat: str | None = None) -> list[Recipe]:
-    """Read all recipes of a YAML file, ordered so that each comes after those whose merges it builds on."""
+    """Read all recipes of a YAML file, each after those whose merges it builds on, and the one without a name last."""
     recipes = read_recipes(source, compat)
     names: list[str | None] = []
     for file, recipe in recipes:
@@ -70,7 +70,7 @@ def load_recipes(source: str | os.PathLike[str], compat: str | None = None) -> l
             raise file.error((), f"recipes build on each other in a circle: {' on '.join(circle)}; break it.")
         ordered += [recipe for _, recipe in ready]
         left = [pair for pair in left if pair not in ready]
-    return ordered
+    return sorted(ordered, key=lambda recipe: recipe.name is None)  # the output's own record is the last
 
 
 def _circle(recipe: Recipe, left: list[Recipe]) -> list[str]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from epimer.methods.options import Parameter
     from epimer.methods.registry import Method
 
+RecipeLike = str | os.PathLike[str] | Mapping[str, Any] | Recipe
+"""a YAML file, its content as a mapping, or a loaded recipe"""
 NAME = re.compile(r"\w[\w. -]*")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
@@ -41,7 +43,7 @@ COUNTS_BASE = ("linear", "karcher")
 
 
 def open_recipe(
-    source: str | os.PathLike[str] | Mapping[str, Any] | Recipe,
+    source: RecipeLike,
     folder: Path | None = None,
     compat: str | None = None,
 ) -> tuple[Recipe, Path | None]:
@@ -187,8 +189,9 @@ class Reader:
             return
         text = f"mergekit's {word} counts base_model as one more model"
         if word == "linear" or self.compat is not None:
-            other = ", or write 'average', which takes only config and names from it" if word == "linear" else ""
-            raise self.error(("base_model",), f"{text}: list it under models, remove it{other}.")
+            average = ", remove it, or write 'average', which takes only config and names from it"
+            other = average if word == "linear" else ", or remove it"
+            raise self.error(("base_model",), f"{text}: list it under models{other}.")
         self.notes[f"{text}, here it gives only config and names; list it under models if it is one."] = None
 
     def hoist(self, models: dict[int, ModelEntry], parameters: dict[str, Value]) -> None:

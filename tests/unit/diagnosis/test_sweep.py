@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import epimer
 import models as made
-from epimer.api import STEPS
 from epimer.api import sweep_state_dicts as sweep
+from epimer.api.sweeping import STEPS
 from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.diagnosis import choice as auto
 from epimer.diagnosis import sweep as sweeping

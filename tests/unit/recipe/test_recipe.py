@@ -634,7 +634,7 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("merge_method: auto\n" + TAIL + "compat: mergekit\n",
      "4: compat is for one of mergekit's methods, not for 'auto'; remove it."),
     ("compat: mergekit\nmerge_method: karcher\n" + TAIL,
-     "4: mergekit's karcher counts base_model as one more model: list it under models, remove it."),
+     "4: mergekit's karcher counts base_model as one more model: list it under models, or remove it."),
     # method
     (TAIL, f"1: the recipe has no 'merge_method'. Methods: {METHODS}."),
     ("merge_method: tis\n" + TAIL, f"1: There is no method 'tis'. Did you mean 'ties'? Methods: {METHODS}."),

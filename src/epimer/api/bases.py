@@ -1,0 +1,95 @@
+"""Build the bases that curvature is projected on before the merge that uses them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epimer.checkpoints.memory import Model
+from epimer.checkpoints.writer import check_new
+from epimer.curvature.basis import HEADER, StoredBasis, save_basis
+from epimer.engine.basis import KINDS, build_bases
+from epimer.engine.options import RunOptions
+from epimer.errors import ParameterError, TensorError, short
+from epimer.geometry.subspace import Subspace
+from epimer.plan.inputs import check_shared_options
+from epimer.plan.merge import open_models
+from epimer.plan.participants import state_dict_participants
+from epimer.progress import Progress
+from epimer.recipe.load import RecipeLike, open_recipe
+from epimer.recipe.model import known_parameters
+
+
+@torch.no_grad()
+def build_basis(
+    base: Model,
+    models: Sequence[Model],
+    *,
+    rank: int | None = 32,
+    basis: str = "tagged",
+    rules: Sequence[tuple[str, str]] = (),
+) -> dict[str, Subspace]:
+    """Return the basis of every matrix, by name, to project curvature on before the merge that uses it."""
+    options = check_shared_options("build_basis", rank=rank, rules=rules)
+    if basis not in KINDS:
+        raise ParameterError(
+            f"The 'basis' parameter of build_basis must be 'tagged' or 'tensor'. Got {short(basis)} instead."
+        )
+    participants = state_dict_participants(base, models)
+    if participants.base is None:
+        raise TensorError("a basis needs the base model that the others were fine-tuned from; pass base.")
+    return dict(build_bases(participants, options["rules"], rank=options["rank"], kind=basis))
+
+
+def make_basis(
+    recipe: RecipeLike,
+    out: str | os.PathLike[str],
+    *,
+    kind: str | None = None,
+    rank: int | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+    workers: int | None = None,
+    max_memory: str | int | None = None,
+) -> StoredBasis:
+    """Build the basis that a recipe's merge will use, and write it to a folder.
+
+    Args:
+        recipe: a YAML file, or its content as a mapping; its curvature need not exist yet.
+        out: the folder to make.
+        kind: tagged or tensor; by default what the recipe's method takes.
+        rank: directions per task; by default what the recipe says.
+        overwrite: replace a basis folder.
+        progress: show a bar on a terminal.
+        workers: matrices worked on at the same time; by default one per core.
+        max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
+    """
+    out = Path(os.path.abspath(Path(out).expanduser()))
+    check_new(out, HEADER, overwrite=overwrite)
+    loaded, folder = open_recipe(recipe)
+    known = known_parameters(loaded.merge_method)
+    if kind is None and "basis" not in known:
+        raise ParameterError(f"{loaded.merge_method} is not merged in a basis; take epimer_kron, or say --kind.")
+    chosen = kind or str(loaded.parameters.get("basis", known["basis"].default))
+    if chosen not in KINDS:
+        raise ParameterError(f"a basis is one of {', '.join(KINDS)}, got {chosen!r}; say which with --kind.")
+    if loaded.slices:
+        raise ParameterError("a basis belongs to whole models, not to slices; list 'models'.")
+    if loaded.base_model is None:
+        raise ParameterError("a basis is made of task vectors, so the recipe needs a base_model.")
+    if rank is not None and rank < 1:
+        raise ParameterError(f"--rank must be at least 1, got {rank}.")
+    size: Any = rank or loaded.parameters.get("rank", known["rank"].default if "rank" in known else 32)
+    participants = open_models(loaded, folder=folder, progress=progress, measured=False).participants
+    with Progress(progress) as bar, torch.no_grad():
+        run = RunOptions(workers=workers, max_memory=max_memory)
+        bases = build_bases(
+            participants, loaded.rules, rank=size, kind=chosen, weights=loaded.weights, run=run, progress=bar
+        )
+        about = {"rank": size, "models": [one.checkpoint.fingerprint for one in participants.all]}
+        save_basis(bases, out, about=about, overwrite=overwrite)
+    return StoredBasis(out)
