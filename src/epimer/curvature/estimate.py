@@ -24,14 +24,25 @@ from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.passes import plan_passes
 from epimer.curvature.per_sample_gradients import SampleGradients, agree
-from epimer.curvature.recorder import Recorder, attempt
+from epimer.curvature.recorder import Recorder, attempt, eval_mode
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Basis
 from epimer.methods.rules import stored_name
 from epimer.progress import Progress, Stage
-from epimer.tasks.batches import Batch, read_batches
-from epimer.tasks.labels import POLICIES, Labels, Loss, SampleError, check_sum, every_second, find_logits, plain_loss
+from epimer.tasks.batches import IGNORED, Batch, read_batches
+from epimer.tasks.labels import (
+    POLICIES,
+    Labels,
+    Loss,
+    SampleError,
+    check_sum,
+    every_second,
+    find_logits,
+    ignoring,
+    plain_loss,
+)
+from epimer.tasks.model_loss import own_loss, with_decoder_inputs
 
 FEW = 4  # samples on which the layouts are checked
 LOSS_SCALE = 1024.0  # where gradients are in float16 and small ones would underflow
@@ -40,10 +51,11 @@ LOSS_SCALE = 1024.0  # where gradients are in float16 and small ones would under
 def estimate_curvature(
     model: nn.Module,
     batches: Iterable[Any],
-    loss_fn: Loss,
+    loss_fn: Loss | None = None,
     *,
     kind: str = "kronecker",
     labels: str = "model",
+    ignore_index: int = IGNORED,
     samples: int | None = 256,
     basis: Mapping[str, Basis] | None = None,
     dtype: torch.dtype | None = None,
@@ -60,11 +72,14 @@ def estimate_curvature(
     Args:
         model: any PyTorch model; it is run in eval mode and left as it was. Frozen parameters are measured too.
         batches: pairs (inputs, targets); inputs is a tensor, a tuple or a dict, and is passed to the model accordingly.
-            Targets may be None where labels are the model's own. All are kept for kind "ekfac" and for several passes.
-        loss_fn: takes (outputs, targets) and returns a loss per sample, or their sum.
+            Or dicts and BatchEncodings, whose `labels` are the targets and the rest the inputs. Targets may be None
+            where labels are the model's own. All are kept for kind "ekfac" and for several passes.
+        loss_fn: takes (outputs, targets) and returns a loss per sample, or their sum. None takes the loss that a
+            Hugging Face model computes of its labels, where that is a cross-entropy; a sample's tokens are summed.
         kind: diagonal, kronecker, ekfac, samples; or hessian, ggn, which need a basis.
         labels: model, sampled from the model's own prediction; true, the targets; expected, every class, weighted by
-            the model's probability. Targets of -100 are ignored.
+            the model's probability.
+        ignore_index: the target that is ignored.
         samples: stop after this many; None takes all.
         basis: from `build_basis`; only the curvature in its subspace is measured and kept.
         dtype: of the sums; by default float32, or float64 where the model is.
@@ -91,6 +106,9 @@ def estimate_curvature(
         raise ParameterError(f"The 'passes' parameter must be an integer at least 1, or None. Got {passes!r}.")
     if dtype not in (None, torch.float32, torch.float64):
         raise ParameterError(f"The 'dtype' parameter must be torch.float32 or torch.float64. Got {dtype}.")
+    if loss_fn is not None and ignore_index >= 0 and labels != "true":
+        problem = f"labels={labels!r} may give a place the label {ignore_index}, which loss_fn ignores"
+        raise ParameterError(f"{problem}; leave out loss_fn, use labels='true', or ignore a number below 0.")
     model = unwrapped(model)
     stored: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     if not stored:
@@ -103,8 +121,17 @@ def estimate_curvature(
         basis = {name: one for name, one in (basis or {}).items() if stored_name(name) == name} or None
     chosen = _chosen(parameters, layers, basis)
     _check_basis(basis, kind, parameters)
-    row, label_policy, device = KINDS[kind], Labels(labels, loss_fn, seed), next(iter(chosen.values())).device
-    read: Iterable[Batch] = read_batches(batches, samples, device)
+    row, device = KINDS[kind], next(iter(chosen.values())).device
+    given = (with_decoder_inputs(model, batch) for batch in read_batches(batches, samples, device, ignore_index))
+    read: Iterable[Batch] = given
+    if loss_fn is None:
+        first = next(given)
+        read = chain((first,), given)
+        with eval_mode(model):
+            loss_fn = own_loss(model, first)
+    elif ignore_index != IGNORED:
+        loss_fn = ignoring(loss_fn, ignore_index)
+    label_policy = Labels(labels, loss_fn, seed)
     metrics: dict[str, Metric] = {}
     with Progress(progress, unit="samples") as bar:
         if row.collector is None:
