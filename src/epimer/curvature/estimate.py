@@ -24,11 +24,20 @@ from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.passes import plan_passes
 from epimer.curvature.per_sample_gradients import SampleGradients, agree
-from epimer.curvature.recorder import Recorder, attempt, eval_mode
-from epimer.errors import CurvatureError, EpimerError, EpimerWarning, ParameterError, listed, nearest
+from epimer.curvature.recorder import UNKNOWN, Recorder, attempt, eval_mode
+from epimer.errors import (
+    CurvatureError,
+    EpimerError,
+    EpimerWarning,
+    LeftOutWarning,
+    ParameterError,
+    listed,
+    nearest,
+    warn,
+)
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Basis
-from epimer.methods.rules import stored_name
+from epimer.methods.rules import is_matrix, stored_name
 from epimer.progress import Progress, Stage
 from epimer.tasks.batches import IGNORED, Batch, read_batches
 from epimer.tasks.labels import (
@@ -161,6 +170,7 @@ def estimate_curvature(
             count, tokens, left_out = collector.samples, collector.tokens, measurement.left_out
             metrics = {name: metric for name, metric in metrics.items() if name not in left_out}
             measurement.warn_of_unreached(metrics)
+            measurement.warn_of_left_out()
             kept = set(map(stored_name, metrics))  # a tensor none of whose parts is kept is left out as a whole
             left_out = {name if (n := stored_name(name)) in kept else n: why for name, why in left_out.items()}
     if not metrics:
@@ -200,6 +210,10 @@ class _Measurement:
         self.names: Collection[str] = ()  # what this pass measures
         self.reached: set[str] = set()
         self.learned = False
+        self.divisible = False  # whether a batch can be taken apart into its samples
+        self.squares = False  # whether inputs of shape [N, N] belong to all of them
+        self.one_by_one = False  # whether batches are taken apart, as a layer mixes their samples
+        self.incomplete: set[str] = set()  # parameters that mix samples, of which a batch is missing
         self.seen = 0
         unknown = [stored_name(name) for name in self.recorder.unsupported if stored_name(name) != name]
         if unknown := list(dict.fromkeys(unknown)):
@@ -236,10 +250,7 @@ class _Measurement:
                 if not self.learned and (batch.N > 1 or not self.seen):
                     self.learned = batch.N > 1
                     self._learn(recorder, batch)
-                self._measure(recorder, batch, collector)
-                self.seen += batch.N
-                self.labels.seen = collector.samples = self.seen
-                stage.advance(batch.N, "")
+                self._add(recorder, replace(batch, squares=self.squares), collector, stage)
         left_out = self.left_out
         metrics = collector.finish(name for name in names if name not in left_out)
         _check_finite(metrics)
@@ -255,10 +266,51 @@ class _Measurement:
             reason = "the loss does not depend on them, so their curvature is 0"
             warnings.warn(f"no gradient reached {listed(unreached)}: {reason}.", EpimerWarning, stacklevel=3)
 
-    def _measure(self, recorder: Recorder, batch: Batch, collector: Collector) -> None:
-        """Add one batch to a collector, with one backward pass for each set of labels."""
+    def warn_of_left_out(self) -> None:
+        """Name the parameters of layers that could not be measured; other bare parameters than matrices are not."""
+        reasons, shapes = dict[str, list[str]](), self.collector.shapes
+        for name, why in self.recorder.unsupported.items():
+            matters = is_matrix(name, shapes[name]) if why == UNKNOWN else name not in self.not_matrices
+            if matters and name not in self.refused and stored_name(name) == name:  # others are warned of before
+                reasons.setdefault(why, []).append(name)
+        if reasons:
+            parts = "; ".join(f"{listed(names)} ({why})" for why, names in reasons.items())
+            warn(LeftOutWarning(f"left out, without curvature: {parts}."))
+
+    def _add(self, recorder: Recorder, batch: Batch, collector: Collector, stage: Stage) -> None:
+        """Add one batch to a collector, sample by sample where a layer mixes those of a batch."""
+        if batch.N > 1 and self.one_by_one:
+            for n in range(batch.N):
+                self._add(recorder, batch.part(n, n + 1), collector, stage)
+        elif self._measure(recorder, batch, collector):
+            self.seen += batch.N
+            self.labels.seen = collector.samples = self.seen
+            stage.advance(batch.N, "")
+        else:
+            self._add(recorder, batch, collector, stage)
+
+    def _take_one_by_one(self, recorder: Recorder) -> bool:
+        """Go on with batches of one where a layer to be measured was found to mix samples; return whether so."""
+        found = [name for name in recorder.mixed if name not in self.incomplete]
+        mixed = [name for name in found if name not in self.refused and name not in self.not_matrices]
+        if not mixed or not self.divisible or self.one_by_one:
+            return False
+        self.one_by_one = True
+        for name in found:
+            del recorder.unsupported[name]
+        problem = f"{listed(mixed)} mix the samples of a batch (routing, or padding that is cut)"
+        warn(EpimerWarning(f"{problem}, so the model is measured with batches of one sample."))
+        return True
+
+    def _measure(self, recorder: Recorder, batch: Batch, collector: Collector) -> bool:
+        """Add one batch to a collector, with one backward pass for each set of labels.
+
+        Return False, with nothing added, where a layer mixes its samples and they are to be measured one by one.
+        """
         with recorder.recording(batch.N), torch.enable_grad():
             outputs = batch.run(self.model)
+            if self._take_one_by_one(recorder):
+                return False
             if not self.seen:
                 check_sum(self.labels.loss_fn, outputs, batch.targets, batch.N)
             collector.repeated = False
@@ -268,6 +320,8 @@ class _Measurement:
                 self._check_losses(losses)
                 recorder.backward(losses.sum(), again=following is not None, loss_scale=self.loss_scale)
                 collector.repeated = True
+            self.incomplete.update(recorder.mixed)
+        return True
 
     def _check_losses(self, losses: Tensor) -> None:
         """Name the first sample whose loss is NaN or Inf."""
@@ -299,6 +353,8 @@ class _Measurement:
                 if logits is not None and expanded is not None and agree(logits, expanded):
                     recorder.expanded.add(label)
             self._check_layouts(recorder, variant.part(0, FEW))
+            self.divisible, self.squares = True, variant.squares
+            self._take_one_by_one(recorder)
 
     def _probe(self, recorder: Recorder, batch: Batch) -> Any:
         """Keep every layer's output on a few samples, and check that its gradients add up; return the outputs."""

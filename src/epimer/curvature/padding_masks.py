@@ -17,6 +17,7 @@ class PaddingMasks:
 
     def __init__(self) -> None:
         self.outermost: Tensor | None = None  # the mask that the first module with one was called with
+        self._lengths: list[int] | None = None  # its real tokens of each sample, once they were asked for
         self._by_module: dict[str, list[Tensor]] = {}
         self._by_memory: dict[int, Tensor] = {}  # address of an encoder's output, which a decoder reads -> its mask
 
@@ -37,6 +38,14 @@ class PaddingMasks:
         if masks:
             self._by_module[label] = masks
             self.outermost = masks[0] if self.outermost is None else self.outermost
+
+    def may_be_packed(self, rows: int) -> bool:
+        """Whether a layer's rows may be the real tokens alone, of which samples have different numbers."""
+        if self.outermost is None or not rows % self.outermost.numel():
+            return False
+        if self._lengths is None:
+            self._lengths = self.outermost.sum(1).tolist()
+        return len(set(self._lengths)) > 1 and not rows % max(1, sum(self._lengths))
 
     def of_input(self, label: str, x: Tensor) -> list[Tensor]:
         """Return the masks that may apply to the input of a layer: those of the innermost module around it."""

@@ -99,6 +99,11 @@ class Recorder:
         """Return what is measured of a parameter: itself, or each expert's matrix of one that holds several."""
         return list(self.stacks[name].values()) if name in self.stacks else [name]
 
+    @property
+    def mixed(self) -> list[str]:
+        """The parameters that are left out since their layer's output does not keep the batch's samples apart."""
+        return [name for name, why in self.unsupported.items() if why == MIXED]
+
     def _add_layers(self, label: str, module: nn.Module, by_id: Mapping[int, str]) -> None:
         """Add the layers that a module's own parameters make up."""
         own = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -399,7 +404,9 @@ class Recorder:
             unambiguous = y.dim() > 1 and len(y) == self.N and self.N not in y.shape[1:-1]
             return Layout() if unambiguous else None
         layout = self.layouts[key]
-        return layout if layout is not None and layout.fits(y, self.N) else None
+        if layout is None or not layout.fits(y, self.N) or (layout.flat and self.masks.may_be_packed(y.shape[layout.dim])):
+            return None
+        return layout
 
 
 @contextmanager

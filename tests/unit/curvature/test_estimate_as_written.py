@@ -84,13 +84,13 @@ def test_a_loader_of_dicts_and_no_loss_measure_the_models_own_loss(build_model):
     truth = diagonal_by_autograd(model, rows)
     assert len(measured) > 10
     for name in measured:
-        assert near(measured[name].F, truth[name])
+        assert near(measured[name].F, truth[name], 1e-6)  # transformers computes its losses in float32
     assert model.config.problem_type is None  # as it was: a model notes there which labels it got
 
 
 @pytest.mark.parametrize("build_model", [language_model, classifier])
 def test_trainers_loader_of_batch_encodings_gives_what_pairs_give(build_model, tmp_path):
-    model = build_model().float()
+    model = build_model()
     rows = labelled(model)
 
     def collate(rows):
