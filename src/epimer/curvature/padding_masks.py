@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from epimer.curvature.per_sample_gradients import OuterProducts, SampleGradients
 
 # argument of a module's forward -> whether it is True at real tokens (else it is True at padding)
 MASKS = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
@@ -72,6 +75,19 @@ def trimmed(mask: Tensor, tokens: int) -> Tensor | None:
     if not mask[:, tokens:].any():
         return mask[:, :tokens]
     return None if mask[:, :extra].any() else mask[:, extra:]
+
+
+def with_mask(gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
+    """Return per-sample gradients with the first mask that fits their shape [N, tokens]."""
+    N, tokens = gradients.per_token.shape[:2]
+    if isinstance(gradients, OuterProducts) and gradients.tokens is not None:  # some of the tokens, in their order
+        assert gradients.mask is not None
+        for mask in masks:
+            if len(mask) == N and (cut := trimmed(mask, gradients.length)) is not None:
+                return replace(gradients, mask=cut.gather(1, gradients.tokens) & gradients.mask)
+        return gradients
+    fitting = (cut for mask in masks if len(mask) == N and (cut := trimmed(mask, tokens)) is not None)
+    return replace(gradients, mask=next(fitting, None))  # type: ignore[type-var]
 
 
 def _as_mask(value: Any, real: bool, N: int) -> Tensor | None:

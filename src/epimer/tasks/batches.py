@@ -13,6 +13,7 @@ from epimer.errors import CurvatureError
 
 IGNORED = -100  # the target that adds nothing to a loss, as in torch
 
+
 @dataclass(frozen=True)
 class Batch:
     """N samples and their targets."""

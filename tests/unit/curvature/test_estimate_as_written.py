@@ -161,7 +161,7 @@ def test_a_loss_that_ignores_another_index_gets_its_own():
 def test_a_model_whose_loss_is_another_or_unknown_is_refused_with_the_way_out():
     regression = build("BertForSequenceClassification", "BertConfig", **SIZES, num_labels=1)
     rows = [{**row, "labels": torch.tensor(0.5)} for row in texts()]
-    with pytest.raises(CurvatureError, match="is not the cross-entropy of its logits.*give loss_fn="):
+    with pytest.raises(CurvatureError, match=r"is not the cross-entropy of its logits.*give loss_fn="):
         epimer.estimate_curvature(regression, DataLoader(rows, batch_size=BATCH), labels="true")
-    with pytest.raises(CurvatureError, match="forward takes labels, which Linear's does not; give loss_fn="):
+    with pytest.raises(CurvatureError, match=r"forward takes labels, which Linear's does not; give loss_fn="):
         epimer.estimate_curvature(nn.Linear(2, 2), [(torch.ones(2, 2), torch.zeros(2).long())])
