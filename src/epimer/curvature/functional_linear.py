@@ -18,8 +18,9 @@ def candidates(module: nn.Module, names: Mapping[str, str]) -> dict[str, dict[st
 
     `names` are those of its parameters that are measured, by attribute; the bias of `weight` is `bias`.
     """
-    matrices = {attribute: name for attribute, name in names.items() if getattr(module, attribute).dim() == 2}
-    bias = {"bias": names["bias"]} if "bias" in names and module.bias.dim() == 1 else {}
+    sides = {attribute: getattr(module, attribute).dim() for attribute in names}
+    matrices = {attribute: name for attribute, name in names.items() if sides[attribute] == 2}
+    bias = {"bias": names["bias"]} if sides.get("bias") == 1 else {}
     return {name: {"weight": name, **(bias if attribute == "weight" else {})} for attribute, name in matrices.items()}
 
 

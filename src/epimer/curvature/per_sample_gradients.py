@@ -259,8 +259,8 @@ def _unfold(x: Tensor, kernel: Places, stride: Places, dilation: Places, padding
     if tuple(stride) == tuple(kernel) and not any(padding) and set(dilation) == {1}:
         h, w = x.shape[2] // kernel[0], x.shape[3] // kernel[1]  # patches without overlap: a reshape
         x = x[:, :, : h * kernel[0], : w * kernel[1]].reshape(*x.shape[:2], h, kernel[0], w, kernel[1])
-        return x.permute(0, 1, 3, 5, 2, 4).flatten(4).flatten(1, 3).unflatten(2, places)
-    return functional.unfold(x, kernel, dilation, padding, stride).unflatten(2, places)
+        return torch.unflatten(x.permute(0, 1, 3, 5, 2, 4).flatten(4).flatten(1, 3), 2, places)
+    return torch.unflatten(functional.unfold(x, kernel, dilation, padding, stride), 2, places)
 
 
 def _unfold_volume(x: Tensor, kernel: Places, stride: Places, dilation: Places) -> Tensor:
@@ -268,7 +268,7 @@ def _unfold_volume(x: Tensor, kernel: Places, stride: Places, dilation: Places) 
     for i, (k, s, d) in reversed(list(enumerate(zip(kernel, stride, dilation, strict=True)))):
         count = (x.shape[2 + i] - d * (k - 1) - 1) // s + 1
         index = torch.arange(count, device=x.device)[:, None] * s + torch.arange(k, device=x.device) * d
-        x = x.index_select(2 + i, index.flatten()).unflatten(2 + i, (count, k))
+        x = torch.unflatten(x.index_select(2 + i, index.flatten()), 2 + i, (count, k))
     return x.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
 
 

@@ -100,7 +100,7 @@ class Recorder:
 
     @property
     def mixed(self) -> list[str]:
-        """The parameters that are left out since their layer's output does not keep the batch's samples apart."""
+        """The parameters whose layer's output does not keep the batch's samples apart."""
         return [name for name, why in self.unsupported.items() if why == MIXED]
 
     def _add_layers(self, label: str, module: nn.Module, by_id: Mapping[int, str]) -> None:
@@ -148,7 +148,9 @@ class Recorder:
                 for p in flags:
                     p.requires_grad_(False)
                 if self.functional:
-                    stack.enter_context(LinearCalls(self.functional, self._record_linear))
+                    stack.enter_context(
+                        LinearCalls(self.functional, lambda name, x, y: self._record(self.layers[name], x, y))
+                    )
                 for layer in self.layers.values():
                     if gradient_rule(layer.module) is not None:
                         handle = layer.module.register_forward_hook(partial(self._hook, layer), with_kwargs=True)
@@ -329,9 +331,6 @@ class Recorder:
         if layer is None:
             return y
         return self._record(replace(layer, rule=experts.expert_rule(layer.module, product, ids, per_token)), x, y)
-
-    def _record_linear(self, weight: str, x: Tensor, y: Tensor) -> Tensor:
-        return self._record(self.layers[weight], x, y)
 
     def _record_steps(self, label: str, part: str, x: Tensor, y: Tensor, rule: GradientRule) -> Tensor:
         return self._record(replace(self.layers[f"{label}.{part}"], rule=rule), x, y)

@@ -67,7 +67,8 @@ def _run(
     module: Any, part: str, x: Tensor, begin: list[Tensor], time: int, record: Record
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run one layer in one direction; return its outputs, and its state at the end."""
-    W_ih, W_hh, b_ih, b_hh = (getattr(module, f"{name}_{part}", None) for name in PARAMETERS)
+    own: dict[str, Any] = {name: getattr(module, f"{name}_{part}", None) for name in PARAMETERS}
+    W_ih, W_hh, b_ih, b_hh = own.values()
     T = x.shape[time]
     before: list[Any] = [None] * T  # the hidden state before each step
     scales: list[Any] = [None] * T  # what the hidden product's gradient is, relative to the gates'

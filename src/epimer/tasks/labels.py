@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from epimer.errors import CurvatureError
-from epimer.tasks.batches import IGNORED, Batch
+from epimer.tasks.batches import IGNORED as IGNORED
+from epimer.tasks.batches import Batch
 
 POLICIES = ("true", "model", "expected")
 CHUNK = 1 << 24  # probabilities formed at a time

@@ -57,7 +57,7 @@ def _first_only(labels: Tensor) -> Tensor:
 
 def _own(model: nn.Module, batch: Batch, labels: Tensor) -> float:
     """Return the loss that the model itself computes; what it notes of the labels in its config is undone."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     problem_type = getattr(config, "problem_type", None)
     try:
         return float(batch.run(partial(model, labels=labels)).loss)
