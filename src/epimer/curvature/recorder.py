@@ -52,9 +52,7 @@ class Recorder:
 
         `emit` takes a parameter's name and its per-sample gradients in the batch, one entry for each time it is used.
         """
-        self.model, self.emit = model, emit
-        self.N = 0
-        self.masks = PaddingMasks()
+        self.model, self.emit, self.N, self.masks = model, emit, 0, PaddingMasks()
         self.unsupported: dict[str, str] = {}  # parameters that cannot be measured, and why
         self.matrices: set[str] = set()  # parameters that multiply tokens as one matrix
         every = dict(model.named_parameters())
