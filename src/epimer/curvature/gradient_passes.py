@@ -100,10 +100,12 @@ class Measurement:
 
     def warn_of_left_out(self) -> None:
         """Name the parameters of layers that could not be measured; other bare parameters than matrices are not."""
-        reasons, shapes = dict[str, list[str]](), self.collector.shapes
+        reasons: dict[str, list[str]] = {}
         for name, why in self.recorder.unsupported.items():
-            matters = is_matrix(name, shapes[name]) if why == UNKNOWN else name not in self.not_matrices
-            if matters and name not in self.refused and stored_name(name) == name:  # others are warned of before
+            if name in self.refused or stored_name(name) != name:  # these are warned of before measuring
+                continue
+            shape = self.recorder.parameters[name].shape
+            if is_matrix(name, shape) if why == UNKNOWN else name not in self.not_matrices:
                 reasons.setdefault(why, []).append(name)
         if reasons:
             parts = "; ".join(f"{listed(names)} ({why})" for why, names in reasons.items())
