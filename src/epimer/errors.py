@@ -52,6 +52,10 @@ class EpimerWarning(UserWarning):
         self.text, self.status, self.method = text, status, method
 
 
+class LeftOutWarning(EpimerWarning):
+    """Tensors whose curvature could not be measured; commands list them with their result instead."""
+
+
 def warn(warning: EpimerWarning) -> None:
     """Warn at the caller's line: the nearest one that is neither epimer's nor torch's, which wraps some functions."""
     frame, level = sys._getframe(1), 2

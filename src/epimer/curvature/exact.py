@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from epimer.curvature.recorder import eval_mode
+from epimer.curvature.model_calls import eval_mode
 from epimer.errors import CurvatureError
 from epimer.geometry.metric import Metric, Projected
 from epimer.geometry.subspace import Tagged, TensorProduct

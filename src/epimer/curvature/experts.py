@@ -112,9 +112,9 @@ def expert_names(names: Mapping[str, str], product: str, matrices: Mapping[int, 
     return biases | {member_name(product, e): name for e, name in matrices.items()}
 
 
-def without_routing(product: str, *_: Any) -> dict[str, SampleGradients]:
-    """Stand for the rule of an experts' product, which is made for each call with the routing of its tokens."""
-    raise AssertionError(f"{product} was recorded without the experts of its tokens")
+def made_per_call(product: str, *_: Any) -> dict[str, SampleGradients]:
+    """Stand for the rule of a product, which is made for each call: with its tokens' routing, or its hidden states."""
+    raise AssertionError(f"{product} was recorded without the rule of its call")
 
 
 def restore_forward(module: nn.Module, own: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from epimer.curvature.kept_inputs import InputKeeper
 from epimer.curvature.kinds import KINDS
 from epimer.curvature.optimizer_state import MOMENTS
 from epimer.curvature.stored_names import on_disk, split_experts
-from epimer.errors import CheckpointError, CurvatureError, DataError, ParameterError, listed, nearest
+from epimer.errors import CheckpointError, CurvatureError, DataError, LeftOutWarning, ParameterError, listed, nearest
 from epimer.geometry.linalg import nonfinite
 from epimer.methods.rules import stored_name, with_members
 from epimer.tasks.data import choose, open_data
@@ -179,22 +180,24 @@ def measure_shard(request: Request, basis: StoredBasis | None, rank: int, count:
     )
     keeper = None if request.no_inputs or rank else _keeper(request, task)
     try:
-        curvature = estimate_curvature(
-            task.model,
-            batches if keeper is None else keeper.watch(batches),
-            task.loss,
-            kind=kind,
-            labels=request.labels,
-            samples=None,
-            basis=None if basis is None else _for_model(basis, task),
-            seed=request.seed + rank,
-            sequence=request.sequence,
-            layers=_patterns(request.layers, task),
-            passes=request.passes,
-            scratch=next(folder for folder in request.out.absolute().parents if folder.is_dir()),
-            progress=request.progress and rank == 0,
-            total=len(mine),
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LeftOutWarning)  # the command names them with the result
+            curvature = estimate_curvature(
+                task.model,
+                batches if keeper is None else keeper.watch(batches),
+                task.loss,
+                kind=kind,
+                labels=request.labels,
+                samples=None,
+                basis=None if basis is None else _for_model(basis, task),
+                seed=request.seed + rank,
+                sequence=request.sequence,
+                layers=_patterns(request.layers, task),
+                passes=request.passes,
+                scratch=next(folder for folder in request.out.absolute().parents if folder.is_dir()),
+                progress=request.progress and rank == 0,
+                total=len(mine),
+            )
     except SampleError as error:
         raise CurvatureError(str(error).replace(f"sample {error.sample}", table.where(mine[error.sample]))) from error
     if basis is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from epimer.curvature.per_sample_gradients import OuterProducts, SampleGradients
 
 # argument of a module's forward -> whether it is True at real tokens (else it is True at padding)
 MASKS = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False}
@@ -17,6 +20,7 @@ class PaddingMasks:
 
     def __init__(self) -> None:
         self.outermost: Tensor | None = None  # the mask that the first module with one was called with
+        self._lengths: list[int] | None = None  # its real tokens of each sample, once they were asked for
         self._by_module: dict[str, list[Tensor]] = {}
         self._by_memory: dict[int, Tensor] = {}  # address of an encoder's output, which a decoder reads -> its mask
 
@@ -37,6 +41,14 @@ class PaddingMasks:
         if masks:
             self._by_module[label] = masks
             self.outermost = masks[0] if self.outermost is None else self.outermost
+
+    def may_be_packed(self, rows: int) -> bool:
+        """Whether a layer's rows may be the real tokens alone, of which samples have different numbers."""
+        if self.outermost is None or not rows % self.outermost.numel():
+            return False
+        if self._lengths is None:
+            self._lengths = self.outermost.sum(1).tolist()
+        return len(set(self._lengths)) > 1 and not rows % max(1, sum(self._lengths))
 
     def of_input(self, label: str, x: Tensor) -> list[Tensor]:
         """Return the masks that may apply to the input of a layer: those of the innermost module around it."""
@@ -63,6 +75,19 @@ def trimmed(mask: Tensor, tokens: int) -> Tensor | None:
     if not mask[:, tokens:].any():
         return mask[:, :tokens]
     return None if mask[:, :extra].any() else mask[:, extra:]
+
+
+def with_mask(gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
+    """Return per-sample gradients with the first mask that fits their shape [N, tokens]."""
+    N, tokens = gradients.per_token.shape[:2]
+    if isinstance(gradients, OuterProducts) and gradients.tokens is not None:  # some of the tokens, in their order
+        assert gradients.mask is not None
+        for mask in masks:
+            if len(mask) == N and (cut := trimmed(mask, gradients.length)) is not None:
+                return replace(gradients, mask=cut.gather(1, gradients.tokens) & gradients.mask)
+        return gradients
+    fitting = (cut for mask in masks if len(mask) == N and (cut := trimmed(mask, tokens)) is not None)
+    return replace(gradients, mask=next(fitting, None))  # type: ignore[type-var]
 
 
 def _as_mask(value: Any, real: bool, N: int) -> Tensor | None:

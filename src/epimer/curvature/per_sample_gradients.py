@@ -10,7 +10,7 @@ Shapes: N samples, t tokens (or places of a picture), m outputs, k inputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,8 +149,19 @@ def agree(x: Tensor, y: Tensor) -> bool:
     return not x.numel() or float((x - y).abs().max()) <= 2e-2 * float(x.abs().max())
 
 
+Places = tuple[int, ...]
 GradientRule = Callable[[Any, Tensor, Tensor, Layout, int], dict[str, SampleGradients]]
 """(module, its input, the gradient of its output, their layout, N) -> attribute of a parameter -> its gradients"""
+
+
+@dataclass(frozen=True)
+class RecordedLayer:
+    """A module, or one projection of an attention, whose parameters are measured."""
+
+    label: str
+    module: nn.Module
+    rule: GradientRule
+    names: Mapping[str, str]  # attribute of the module -> name of the parameter, for those that are measured
 
 
 def gradient_rule(module: nn.Module) -> GradientRule | None:
@@ -160,8 +171,10 @@ def gradient_rule(module: nn.Module) -> GradientRule | None:
         return linear_rule()
     if kind == "Conv1D" and hasattr(module, "nf"):
         return linear_rule(inputs=0)
-    if isinstance(module, nn.Conv1d | nn.Conv2d) and not isinstance(module, nn.modules.conv._ConvTransposeNd):
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return _convolution
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        return _transposed_convolution
     if isinstance(module, nn.Embedding):
         return None if module.max_norm is not None or module.scale_grad_by_freq else _embedding
     norm = "Norm" in kind and "weight" in own and own <= {"weight", "bias"} and not list(module.children())
@@ -208,19 +221,55 @@ def _convolution(module: Any, x: Tensor, g: Tensor, layout: Layout, N: int) -> d
     return {"weight": TokenSums(weight), "bias": TokenSums(g_ntm)}
 
 
+def _transposed_convolution(module: Any, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, SampleGradients]:
+    """Take the stored weight, inputs x outputs·kernel, as the product of an input's place with the patch it adds to."""
+    x, g = layout.samples_first(x, N), layout.samples_first(g, N)
+    spatial = module.weight.dim() - 2
+    x, g = (t.reshape(-1, *t.shape[-1 - spatial :]) for t in (x, g))
+    patches = _unfold(g, module.kernel_size, module.stride, module.dilation, module.padding)
+    for dim in range(2, x.dim()):  # a large output_padding has patches that no input adds to
+        patches = patches.narrow(dim, 0, x.shape[dim])
+    x_ntk, g_ntm, bias = (t.flatten(2).transpose(1, 2).reshape(N, -1, t.shape[1]) for t in (x, patches, g))
+    if module.groups == 1:
+        return {"weight": OuterProducts(x_ntk, g_ntm, inputs=0), "bias": TokenSums(bias)}
+    left, right = (torch.unflatten(t, 2, (module.groups, -1)) for t in (x_ntk, g_ntm))
+    weight = torch.einsum("ntgo,ntgk->ngok", left.to(right), right).reshape(N, 1, *module.weight.shape)
+    return {"weight": TokenSums(weight), "bias": TokenSums(bias)}
+
+
 def _patches(module: Any, x: Tensor) -> Tensor:
     """Return the input patch of each output place of a convolution, as [batch, channels·kernel, places]."""
     kernel, stride, dilation, padding = module.kernel_size, module.stride, module.dilation, module.padding
     if module.padding_mode != "zeros" or isinstance(padding, str):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         x, padding = functional.pad(x, module._reversed_padding_repeated_twice, mode), (0,) * len(kernel)
-    if module.weight.dim() == 3:  # one-dimensional: a picture of height 1
+    return _unfold(x, kernel, stride, dilation, padding).flatten(2)
+
+
+def _unfold(x: Tensor, kernel: Places, stride: Places, dilation: Places, padding: Places) -> Tensor:
+    """Return the patches of a picture of one, two or three dimensions, as [batch, channels·kernel, *places]."""
+    sides = zip(x.shape[2:], kernel, stride, dilation, padding, strict=True)
+    places = [(side + 2 * p - d * (k - 1) - 1) // s + 1 for side, k, s, d, p in sides]
+    if len(kernel) == 3:
+        return _unfold_volume(
+            functional.pad(x, [p for p in reversed(padding) for _ in (0, 1)]), kernel, stride, dilation
+        )
+    if len(kernel) == 1:  # a picture of height 1
         x, kernel, stride, dilation, padding = x[:, :, None], (1, *kernel), (1, *stride), (1, *dilation), (0, *padding)
     if tuple(stride) == tuple(kernel) and not any(padding) and set(dilation) == {1}:
         h, w = x.shape[2] // kernel[0], x.shape[3] // kernel[1]  # patches without overlap: a reshape
         x = x[:, :, : h * kernel[0], : w * kernel[1]].reshape(*x.shape[:2], h, kernel[0], w, kernel[1])
-        return x.permute(0, 1, 3, 5, 2, 4).flatten(4).flatten(1, 3)
-    return functional.unfold(x, kernel, dilation, padding, stride)
+        return torch.unflatten(x.permute(0, 1, 3, 5, 2, 4).flatten(4).flatten(1, 3), 2, places)
+    return torch.unflatten(functional.unfold(x, kernel, dilation, padding, stride), 2, places)
+
+
+def _unfold_volume(x: Tensor, kernel: Places, stride: Places, dilation: Places) -> Tensor:
+    """Return the patches of a padded volume, as [batch, channels·kernel, depth, height, width]."""
+    for i, (k, s, d) in reversed(list(enumerate(zip(kernel, stride, dilation, strict=True)))):
+        count = (x.shape[2 + i] - d * (k - 1) - 1) // s + 1
+        index = torch.arange(count, device=x.device)[:, None] * s + torch.arange(k, device=x.device) * d
+        x = torch.unflatten(x.index_select(2 + i, index.flatten()), 2 + i, (count, k))
+    return x.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
 
 
 def _norm(module: nn.Module, x: Tensor, g: Tensor, layout: Layout, N: int) -> dict[str, SampleGradients]:

@@ -7,45 +7,39 @@ their samples, and to check that every parameter's per-sample gradients add up t
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from epimer.curvature import experts
+from epimer.curvature import experts, recurrent
 from epimer.curvature.attention import is_supported, projection_rules, visible_forward
-from epimer.curvature.padding_masks import PaddingMasks, takes_mask, trimmed
+from epimer.curvature.functional_linear import LinearCalls, candidates
+from epimer.curvature.model_calls import eval_mode
+from epimer.curvature.padding_masks import PaddingMasks, takes_mask, with_mask
 from epimer.curvature.per_sample_gradients import (
     GradientRule,
     Layout,
-    OuterProducts,
+    RecordedLayer,
     SampleGradients,
     find_layout,
     gradient_rule,
     is_weight_matrix,
+    linear_rule,
 )
 from epimer.errors import CurvatureError
 from epimer.methods.rules import is_stack, member_name, stored_name
 
+PARAMETRISED = "it is parametrised; make it plain first (torch.nn.utils.parametrize.remove_parametrizations)"
 UNKNOWN = "its layer is of a kind that is not known"
 ELSEWHERE = "it is also used outside its layer, or its layer does not work as its kind does"
 MIXED = "its output does not keep the batch's samples apart"
-
-
-@dataclass(frozen=True)
-class RecordedLayer:
-    """A module, or one projection of an attention, whose parameters are measured."""
-
-    label: str
-    module: nn.Module
-    rule: GradientRule
-    names: Mapping[str, str]  # attribute of the module -> name of the parameter, for those that are measured
 
 
 class Recorder:
@@ -58,9 +52,7 @@ class Recorder:
 
         `emit` takes a parameter's name and its per-sample gradients in the batch, one entry for each time it is used.
         """
-        self.model, self.emit = model, emit
-        self.N = 0
-        self.masks = PaddingMasks()
+        self.model, self.emit, self.N, self.masks = model, emit, 0, PaddingMasks()
         self.unsupported: dict[str, str] = {}  # parameters that cannot be measured, and why
         self.matrices: set[str] = set()  # parameters that multiply tokens as one matrix
         every = dict(model.named_parameters())
@@ -72,11 +64,15 @@ class Recorder:
         self.parameters = {name: p for name, p in every.items() if name in names or self.stacks.get(name)}
         by_id = {id(p): name for name, p in self.parameters.items()}
         self.layers: dict[str, RecordedLayer] = {}  # by label
+        self.recurrent: set[str] = (
+            set()
+        )  # parameters whose gradient may be complete before that of their layer's output
+        self.functional: dict[str, Tensor] = {}  # weights whose layer may be a call of functional.linear
         for label, module in model.named_modules():
             self._add_layers(label, module, by_id)
         supported = {name for layer in self.layers.values() for name in layer.names.values()}
         wanted = (one for name in self.parameters for one in self.members(name))
-        self.unsupported |= {name: UNKNOWN for name in wanted if name not in supported}
+        self.unsupported = {name: UNKNOWN for name in wanted if name not in supported} | self.unsupported
         self.mode = "off"  # off, probe, double, expand (a trial, see `expanding_output`), forward or backward
         # (layer, how many times it was called before) -> where its output keeps its samples
         self.layouts: dict[tuple[str, int], Layout | None] = {}
@@ -85,6 +81,7 @@ class Recorder:
         self.expanded: set[str] = set()  # those whose output is expanded to N copies (position embeddings)
         self._trial = ""
         self._totals: dict[str, tuple[Any, Any]] = {}  # parameter -> its gradient so far, and the rounding in it
+        self._early: list[tuple[str, Tensor]] = []  # (parameter of `recurrent`, its gradient)
         self._checks: list[tuple[str, Tensor]] = []  # (parameter, a boolean tensor that must be True)
         self._calls: Counter[str] = Counter()
         self._forward_calls: Counter[str] = Counter()
@@ -99,6 +96,11 @@ class Recorder:
         """Return what is measured of a parameter: itself, or each expert's matrix of one that holds several."""
         return list(self.stacks[name].values()) if name in self.stacks else [name]
 
+    @property
+    def mixed(self) -> list[str]:
+        """The parameters whose layer's output does not keep the batch's samples apart."""
+        return [name for name, why in self.unsupported.items() if why == MIXED]
+
     def _add_layers(self, label: str, module: nn.Module, by_id: Mapping[int, str]) -> None:
         """Add the layers that a module's own parameters make up."""
         own = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -107,9 +109,20 @@ class Recorder:
         if names and experts.is_supported(module):
             for product in experts.products(module):
                 own_names = experts.expert_names(names, product, self.stacks.get(names.get(product, ""), {}))
-                unrouted = partial(experts.without_routing, product)
+                unrouted = partial(experts.made_per_call, product)
                 self.layers[f"{label}.{product}"] = RecordedLayer(f"{label}.{product}", module, unrouted, own_names)
                 self.matrices |= {name for name in own_names.values() if name not in self.parameters}
+            return
+        if isinstance(module, ParametrizationList):
+            self.unsupported |= dict.fromkeys(names.values(), PARAMETRISED)
+            return
+        if names and recurrent.is_supported(module):
+            for part in recurrent.parts(module):
+                own_names = {name: names[name] for kind in recurrent.PARAMETERS if (name := f"{kind}_{part}") in names}
+                unrolled = partial(experts.made_per_call, part)
+                self.layers[f"{label}.{part}"] = RecordedLayer(f"{label}.{part}", module, unrolled, own_names)
+            self.matrices |= {name for attribute, name in names.items() if attribute.startswith("weight")}
+            self.recurrent |= set(names.values())
             return
         if names and (rule := gradient_rule(module)) is not None:
             rules = {label: rule}
@@ -118,6 +131,11 @@ class Recorder:
         if rules:
             self.layers |= {layer: RecordedLayer(layer, module, rule, names) for layer, rule in rules.items()}
             self.matrices |= {name for attribute, name in names.items() if is_weight_matrix(module, attribute)}
+            return
+        for weight, roles in candidates(module, names).items():
+            self.layers[weight] = RecordedLayer(weight, module, linear_rule(), roles)
+            self.functional[weight] = self.parameters[weight]
+            self.matrices.add(weight)
 
     @contextmanager
     def attached(self) -> Iterator[Recorder]:
@@ -127,8 +145,12 @@ class Recorder:
             try:
                 for p in flags:
                     p.requires_grad_(False)
+                if self.functional:
+                    stack.enter_context(
+                        LinearCalls(self.functional, lambda name, x, y: self._record(self.layers[name], x, y))
+                    )
                 for layer in self.layers.values():
-                    if not isinstance(layer.module, nn.MultiheadAttention) and not experts.is_supported(layer.module):
+                    if gradient_rule(layer.module) is not None:
                         handle = layer.module.register_forward_hook(partial(self._hook, layer), with_kwargs=True)
                         stack.callback(handle.remove)
                 for label, module in self.model.named_modules():
@@ -140,6 +162,9 @@ class Recorder:
                     if experts.is_supported(module):
                         stack.callback(experts.restore_forward, module, module.__dict__.get("forward"))
                         module.forward = experts.visible_forward(module, partial(self._record_product, label))
+                    if recurrent.is_supported(module):
+                        stack.callback(delattr, module, "forward")
+                        module.forward = recurrent.visible_forward(module, partial(self._record_steps, label))
                     if takes_mask(module) or module is self.model:
                         note = partial(self._note_masks, label)
                         stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
@@ -168,6 +193,7 @@ class Recorder:
                 yield
             finally:
                 self._totals.clear()
+                self._early.clear()
                 for name, p in self.parameters.items():
                     p.requires_grad_(False)
                     p.grad = grads[name]
@@ -186,7 +212,12 @@ class Recorder:
         """Leave out every parameter whose per-sample gradients do not add up to its gradient from autograd."""
         if loss.requires_grad:
             torch.autograd.backward(loss)
+            while self._early:
+                self._compare_with_total(*self._early.pop())
             self._leave_out_failed(ELSEWHERE)
+        for weight in self.functional:
+            if (weight, 0) not in self.probed:
+                self.unsupported |= dict.fromkeys(self.layers[weight].names.values(), UNKNOWN)
 
     def check_layouts(self, halves: Sequence[Tensor]) -> None:
         """Leave out every layer that mixes samples.
@@ -215,8 +246,14 @@ class Recorder:
         assert gradient is not None
         parts = [(one, gradient[e]) for e, one in self.stacks.get(name, {}).items()] or [(name, gradient)]
         for part, g in parts:
-            total, slack = self._totals.pop(part, (torch.zeros_like(g), g.new_zeros(())))
-            self._checks.append((part, (g - total).norm() <= slack))
+            if part in self.recurrent and part not in self._totals:
+                self._early.append((part, g))
+            else:
+                self._compare_with_total(part, g)
+
+    def _compare_with_total(self, name: str, g: Tensor) -> None:
+        total, slack = self._totals.pop(name, (torch.zeros_like(g), g.new_zeros(())))
+        self._checks.append((name, (g - total).norm() <= slack))
 
     @contextmanager
     def expanding_output(self, label: str, N: int) -> Iterator[None]:
@@ -293,6 +330,9 @@ class Recorder:
             return y
         return self._record(replace(layer, rule=experts.expert_rule(layer.module, product, ids, per_token)), x, y)
 
+    def _record_steps(self, label: str, part: str, x: Tensor, y: Tensor, rule: GradientRule) -> Tensor:
+        return self._record(replace(self.layers[f"{label}.{part}"], rule=rule), x, y)
+
     def _note_masks(self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.mode == "forward":
             self.masks.note(label, module, args, kwargs, self.N)
@@ -347,7 +387,7 @@ class Recorder:
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
                 g = g if self._loss_scale == 1 else g.float() / self._loss_scale
                 gradients = layer.rule(layer.module, x, g, layout, N)
-                self._emit(layer, {attribute: _masked(use, masks) for attribute, use in gradients.items()})
+                self._emit(layer, {attribute: with_mask(use, masks) for attribute, use in gradients.items()})
 
         y.register_hook(on_gradient)  # type: ignore[no-untyped-call]
         return y
@@ -399,42 +439,10 @@ class Recorder:
             unambiguous = y.dim() > 1 and len(y) == self.N and self.N not in y.shape[1:-1]
             return Layout() if unambiguous else None
         layout = self.layouts[key]
-        return layout if layout is not None and layout.fits(y, self.N) else None
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode and without torch's fused attention, which calls no hooks; restore both afterwards."""
-    training = {module: module.training for module in model.modules()}
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        model.eval()
-        torch.backends.mha.set_fastpath_enabled(False)
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for module, flag in training.items():
-            module.training = flag
-
-
-def _masked(gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
-    """Return per-sample gradients with the first mask that fits their shape [N, tokens]."""
-    N, tokens = gradients.per_token.shape[:2]
-    if isinstance(gradients, OuterProducts) and gradients.tokens is not None:  # some of the tokens, in their order
-        assert gradients.mask is not None
-        for mask in masks:
-            if len(mask) == N and (cut := trimmed(mask, gradients.length)) is not None:
-                return replace(gradients, mask=cut.gather(1, gradients.tokens) & gradients.mask)
-        return gradients
-    fitting = (cut for mask in masks if len(mask) == N and (cut := trimmed(mask, tokens)) is not None)
-    return replace(gradients, mask=next(fitting, None))  # type: ignore[type-var]
-
-
-def attempt(run: Callable[[], Any]) -> Any:
-    """Return the result of a call, or the exception it raised; warnings are dropped."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return run()
-        except Exception as error:
-            return error
+        if (
+            layout is None
+            or not layout.fits(y, self.N)
+            or (layout.flat and self.masks.may_be_packed(y.shape[layout.dim]))
+        ):
+            return None
+        return layout

@@ -1,4 +1,4 @@
-"""Batches of samples: pairs (inputs, targets), where inputs is a tensor, a tuple or a dict."""
+"""Batches of samples: pairs (inputs, targets), where inputs is a tensor, a tuple or a dict; or a dict with `labels`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from epimer.errors import CurvatureError
+
+IGNORED = -100  # the target that adds nothing to a loss, as in torch
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,18 @@ def _first(value: Any) -> Tensor | None:
     return next((t for t in tensors if t.dim()), None)
 
 
-def read_batches(batches: Iterable[Any], samples: int | None, device: torch.device) -> Iterator[Batch]:
-    """Yield batches on a device until `samples` samples have been read; the last batch is cut to that number."""
+def read_batches(
+    batches: Iterable[Any], samples: int | None, device: torch.device, ignore_index: int = IGNORED
+) -> Iterator[Batch]:
+    """Yield batches on a device until `samples` samples have been read; the last batch is cut to that number.
+
+    Integer targets of `ignore_index` become -100.
+    """
     seen = 0
-    for i, pair in enumerate(batches):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            problem = f"batch {i} is {type(pair).__name__}, expected a pair (inputs, targets)"
-            raise CurvatureError(f"{problem}; targets may be None.")
-        inputs, targets = pair
+    for i, given in enumerate(batches):
+        inputs, targets = _inputs_and_targets(given, i)
+        if isinstance(targets, Tensor) and not targets.is_floating_point() and ignore_index != IGNORED:
+            targets = targets.masked_fill(targets == ignore_index, IGNORED)
         first = targets if isinstance(targets, Tensor) and targets.dim() else _first(inputs)
         if first is None:
             raise CurvatureError(f"batch {i} holds no tensor with a batch dimension; inputs must be torch tensors.")
@@ -90,3 +96,13 @@ def read_batches(batches: Iterable[Any], samples: int | None, device: torch.devi
             return
     if not seen:
         raise CurvatureError("there are no batches to measure on: batches is empty; give at least one sample.")
+
+
+def _inputs_and_targets(batch: Any, i: int) -> tuple[Any, Any]:
+    """Return a pair as it is, and a mapping as its entries but `labels`, and those."""
+    if isinstance(batch, Mapping):
+        return {name: value for name, value in batch.items() if name != "labels"}, batch.get("labels")
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        problem = f"batch {i} is {type(batch).__name__}, expected a pair (inputs, targets) or a dict with 'labels'"
+        raise CurvatureError(f"{problem}; targets may be None.")
+    return batch[0], batch[1]

@@ -16,14 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from epimer.errors import CurvatureError
+from epimer.tasks.batches import IGNORED as IGNORED
 from epimer.tasks.batches import Batch
 
 POLICIES = ("true", "model", "expected")
-IGNORED = -100  # the target that adds nothing to a loss, as in torch
 CHUNK = 1 << 24  # probabilities formed at a time
 PASSES = 1024  # most backward passes per batch that `expected` may take
 
 Loss = Callable[[Any, Any], Tensor]
+
+
+def ignoring(loss_fn: Loss, ignore_index: int) -> Loss:
+    """Return a loss that takes targets of -100, from one that ignores another value."""
+
+    def loss(outputs: Any, targets: Any) -> Tensor:
+        if isinstance(targets, Tensor) and not targets.is_floating_point():
+            targets = targets.masked_fill(targets == IGNORED, ignore_index)
+        return loss_fn(outputs, targets)
+
+    return loss
 
 
 def find_logits(outputs: Any) -> Tensor | None:

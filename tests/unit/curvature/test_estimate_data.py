@@ -226,7 +226,7 @@ def test_parameters_out_of_range_are_refused(options, words):
         (nn.ReLU(), [(torch.ones(2, 2), torch.zeros(2, dtype=torch.long))], "no parameters"),
         (nn.Linear(2, 2), [], "batches is empty"),
         (nn.Linear(2, 2), [torch.ones(2, 2)], r"batch 0 is Tensor, expected a pair \(inputs, targets\)"),
-        (nn.Linear(2, 2), [{"x": torch.ones(2, 2)}], "batch 0 is dict"),
+        (nn.Linear(2, 2), ["a text"], "batch 0 is str, expected .* or a dict with 'labels'"),
         (nn.Linear(2, 2), [(torch.ones(()), None)], "no tensor with a batch dimension"),
         (nn.LayerNorm(2), [(torch.ones(3, 2), torch.zeros(3, dtype=torch.long))], "none .* can be measured"),
     ],

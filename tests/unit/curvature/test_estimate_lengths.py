@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import epimer
-from epimer.curvature.recorder import MIXED
+from epimer.curvature.recorder import ELSEWHERE, UNKNOWN
+from epimer.errors import EpimerWarning, LeftOutWarning
 from oracle import gradients, near
 
 CLASSES, WORDS, WIDTH = 3, 9, 4
@@ -93,14 +94,61 @@ def test_the_diagonal_of_a_trimmed_network_is_that_of_its_samples_one_by_one(len
         assert near(measured[name].F, s[name].square().mean(0)), name
 
 
+MIXING = [
+    ((1, 3, 2, 5, 4), (2, 6)),
+    ((3, 5), (5, 1)),
+    ((2, 2, 3, 3),),
+    ((2, 2, 2, 6),),
+    ((2, 2, 2, 2), (3, 1), (4, 4)),  # seen only after some batches that do not mix
+]
+
+
 @pytest.mark.parametrize("side", ["", "right"])
-@pytest.mark.parametrize("lengths", [((1, 3, 2, 5, 4), (2, 6)), ((3, 5), (5, 1)), ((2, 2, 3, 3),), ((2, 2, 2, 6),)])
-def test_a_layer_that_mixes_samples_is_left_out_alone(side, lengths):
+@pytest.mark.parametrize("lengths", MIXING)
+def test_a_layer_that_mixes_samples_is_measured_with_batches_of_one(side, lengths):
     (model, data) = pair(side, routed=True)[0], batches(lengths=lengths)
-    measured, s = measure(model, data, "diagonal"), gradients(model, data, cross_entropy)
-    assert measured.provenance.left_out == {"expert.weight": MIXED, "expert.bias": MIXED}
+    with pytest.warns(EpimerWarning, match="'expert.weight'.* mix the samples of a batch"):
+        measured = measure(model, data, "diagonal")
+    s = gradients(model, data, cross_entropy)
+    assert measured.provenance.left_out == {}
+    assert set(measured) == set(s)
     for name in measured:
         assert near(measured[name].F, s[name].square().mean(0)), name
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "ekfac", "samples"])
+def test_a_layer_that_mixes_samples_has_the_curvature_of_batches_of_one(kind):
+    (model, data) = pair("right", routed=True)[0], batches()
+    ones = [({k: v[n : n + 1] for k, v in x.items()}, y[n : n + 1]) for x, y in data for n in range(len(y))]
+    with pytest.warns(EpimerWarning, match="mix the samples of a batch"):
+        measured = measure(model, data, kind)
+    expected = measure(model, ones, kind)
+    assert "expert.weight" in measured
+    assert set(measured) == set(expected)
+    assert measured.provenance.counts == expected.provenance.counts
+    for name, metric in measured.items():
+        D = torch.randn(model.get_parameter(name).shape, dtype=torch.float64)
+        assert near(metric.apply(D), expected[name].apply(D)), name
+
+
+def test_what_is_left_out_is_warned_of_by_name():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.token = nn.Linear(4, 4), nn.Linear(4, CLASSES), nn.Parameter(torch.randn(1, 1, 4))
+            self.square = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return self.two(self.one(x + self.token[0]) @ self.one.weight @ self.square.T)
+
+    data = [(torch.randn(3, 4), torch.randint(CLASSES, (3,)))]
+    with pytest.warns(LeftOutWarning) as raised:
+        measured = measure(Odd(), data, "kronecker")
+    assert set(measured) == {"two.weight"}
+    (text,) = (str(warning.message) for warning in raised)
+    assert f"'one.weight' ({ELSEWHERE})" in text
+    assert f"'square' ({UNKNOWN})" in text
+    assert "token" not in text
 
 
 @pytest.mark.parametrize("architecture", ["bert", "distilbert"])

@@ -266,3 +266,26 @@ def test_curvature_has_the_names_that_experts_have_on_disk(tmp_path, family):
     assert ran.code == 0, ran.err
     record = json.loads((tmp_path / "out" / "epimer.json").read_text())["tensors"]
     assert {one["rule"] for name, one in record.items() if "experts" in name and "bias" not in name} == {"matrix"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_are_measured_as_linear_layers(family):
+    model = build(family, "eager")
+    torch.manual_seed(1)
+    ids = torch.randint(1, 19, (4, 5))
+    mask = torch.ones_like(ids)
+    data = [
+        ({"input_ids": ids[i : i + 2], "attention_mask": mask[:2]}, next_tokens(ids[i : i + 2], mask[:2]))
+        for i in (0, 2)
+    ]
+    measured = epimer.estimate_curvature(model, data, sample_losses, kind="diagonal", labels="true")
+    routers = {n: p for n, p in model.named_parameters() if n.split(".")[-2] in ("router", "gate")}
+    assert len(routers) >= 2
+    assert routers.keys() <= set(measured)
+    squares = dict.fromkeys(routers, 0.0)
+    for i in range(4):
+        loss = sample_losses(model(input_ids=ids[i : i + 1]), next_tokens(ids[i : i + 1], mask[:1])).sum()
+        for name, g in zip(routers, torch.autograd.grad(loss, list(routers.values())), strict=True):
+            squares[name] = squares[name] + g.square() / 4
+    for name in routers:
+        assert torch.allclose(measured[name].F, squares[name], rtol=1e-6, atol=1e-12), name
