@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from epimer.checkpoints.checkpoint import Checkpoint, ShardedCheckpoint
@@ -18,10 +18,15 @@ FORMATS: dict[str, Callable[[Path, str], Checkpoint]] = {
 DIFFUSERS = "diffusion_pytorch_model"
 SINGLES = ("model.safetensors", f"{DIFFUSERS}.safetensors", "pytorch_model.bin", f"{DIFFUSERS}.bin")
 INDEXES = tuple(f"{file}.index.json" for file in SINGLES)
-GGUF = (
-    "is a GGUF file, whose weights are packed and cannot be merged; give the safetensors model it was made from, "
-    "or load it with transformers (from_pretrained with gguf_file=, which dequantises), save it, and merge that."
-)
+REFUSED = {
+    ".gguf": "is a GGUF file, whose weights are packed and cannot be merged; give the safetensors model it was made from, "
+    "or load it with transformers (from_pretrained with gguf_file=, which dequantises), save it, and merge that.",
+    ".onnx": "is an ONNX graph, whose weights have lost the model's names; give the PyTorch model it was exported from.",
+    ".h5": "is a TensorFlow file; load it with transformers 4 (from_pretrained with from_tf=True), save it, merge that.",
+    ".msgpack": "is a Flax file; load it with transformers 4 (from_pretrained with from_flax=True), save it, merge that.",
+}
+"""suffix of weights that cannot be merged -> why, and the way out"""
+PIPELINE = "model_index.json"  # of diffusers, beside the folders of its models
 NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
 
 
@@ -29,8 +34,8 @@ def open_file(path: Path, where: str = "") -> Checkpoint:
     """Open one file of weights in the format of its suffix."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{where or path} is not a regular file; copy the weights to one.")
-    if path.suffix == ".gguf":
-        raise CheckpointError(f"{where or path} {GGUF}")
+    if path.suffix in REFUSED:
+        raise CheckpointError(f"{where or path} {REFUSED[path.suffix]}")
     if path.suffix not in FORMATS:
         raise CheckpointError(f"{where or path} is not a checkpoint: expected {', '.join(FORMATS)} or a model folder.")
     return FORMATS[path.suffix](path, where)
@@ -59,12 +64,29 @@ def _only_weights(folder: Path, where: str) -> str:
     if "adapter_model.safetensors" in files or "adapter_model.bin" in files:
         raise CheckpointError(f"{where} is a LoRA adapter, not a whole model; write it as BASE+{where}.")
     files = [name for name in files if name.endswith(".safetensors")] or files
-    if not files and (packed := sorted(folder.glob("*.gguf"))):
-        raise CheckpointError(f"{where}/{packed[0].name} {GGUF}")
+    if (folder / PIPELINE).is_file():
+        parts = [path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(f"*/{pattern}")]
+        raise CheckpointError(pipeline_refusal(where, {path.parent.name for path in parts}))
+    if not files:
+        refuse_formats([path.relative_to(folder).as_posix() for path in sorted(folder.glob("**/*"))], where)
     if len(files) != 1:
         held = f"{len(files)} weight files and no index: {listed(files)}" if files else "no weights"
         raise CheckpointError(f"{where} holds {held}; expected model.safetensors or shards with an index.")
     return files[0]
+
+
+def refuse_formats(files: Iterable[str], where: str) -> None:
+    """Refuse a folder of which these files are all by the first one whose format cannot be merged, if there is one."""
+    for file in sorted(files, key=lambda name: name.count("/")):
+        if (suffix := Path(file).suffix) in REFUSED:
+            raise CheckpointError(f"{where}/{file} {REFUSED[suffix]}")
+
+
+def pipeline_refusal(where: str, parts: Iterable[str]) -> str:
+    """Return why a pipeline of diffusers cannot be merged as one model; `parts` are its folders with weights."""
+    parts = sorted(parts) or ["unet", "transformer"]
+    found = ", ".join(f"{where}/{part}" for part in parts[:3]) + (", ..." if len(parts) > 3 else "")
+    return f"{where} is a diffusers pipeline ({PIPELINE}); merge its parts, each as a model of its own: {found}."
 
 
 def _open_sharded(folder: Path, index: str, where: str, name: str) -> Checkpoint:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.folder import DIFFUSERS, GGUF, NOT_WEIGHTS
+from epimer.checkpoints.folder import DIFFUSERS, INDEXES, NOT_WEIGHTS, PIPELINE, SINGLES, pipeline_refusal, refuse_formats
 from epimer.checkpoints.sidecar_files import TEMPLATES
 from epimer.errors import CheckpointError, EpimerError, listed
 
@@ -96,6 +96,12 @@ def beside_weights(file: str, files: Sequence[str]) -> bool:
 def needed(files: Sequence[str], text: str) -> list[str]:
     """Return which files of a repository to fetch: one set of weights, config and tokenizer."""
     top = [file for file in files if "/" not in file]
+    if PIPELINE in top and not {*SINGLES, *INDEXES} & {*top}:
+        parts = {file.split("/")[0] for file in files if file.count("/") == 1 and file.endswith((".safetensors", ".bin"))}
+        repo = text.split("@")[0]
+        folder = repo.rpartition("/")[2]
+        refusal = pipeline_refusal(folder, parts).removesuffix(".")
+        raise CheckpointError(f"{refusal}; download it first: hf download {repo} --local-dir {folder}")
     for prefix, suffix in (
         ("model", ".safetensors"),
         (DIFFUSERS, ".safetensors"),
@@ -106,6 +112,5 @@ def needed(files: Sequence[str], text: str) -> list[str]:
         weights = [f for f in top if f.startswith(prefix) and f.endswith(suffix) and f not in NOT_WEIGHTS]
         if weights:
             return weights + [file for file in files if beside_weights(file, files)]
-    if packed := [file for file in top if file.endswith(".gguf")]:
-        raise CheckpointError(f"{text}/{packed[0]} {GGUF}")
+    refuse_formats(files, text)
     raise CheckpointError(f"{text} holds no weights on the hub: neither .safetensors nor .bin among {listed(top)}.")
