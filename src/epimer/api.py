@@ -61,6 +61,7 @@ def merge(
     overwrite: bool = False,
     any_curvature: bool = False,
     max_shard_size: str | int = "5GB",
+    copy_code: bool = False,
     max_memory: str | int | None = None,
     workers: int | None = None,
     threads: int = 1,
@@ -80,6 +81,7 @@ def merge(
         overwrite: replace a model folder that epimer made before.
         any_curvature: use curvature even where it was measured on another model.
         max_shard_size: largest file of weights, as "5GB".
+        copy_code: copy the base's Python files and keep the auto_map that names them; nothing in them is run.
         max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
         workers: tensors merged at the same time; by default one per core.
         threads: threads within each of them. Results do not depend on `workers`; they may, in their last digit, on
@@ -94,7 +96,8 @@ def merge(
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     for step in merge_steps(recipe, out, intermediate, folder, compat):
         plan = plan_merge(step.recipe, folder=step.folder, progress=progress, any_curvature=any_curvature)
-        record = write_output(plan, step.out, run, max_shard_size=max_shard_size, overwrite=overwrite)
+        how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code}
+        record = write_output(plan, step.out, run, overwrite=overwrite, **how)
         for note in plan.notes:
             warn(EpimerWarning(note))
         warn_of(record)

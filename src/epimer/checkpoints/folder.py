@@ -19,11 +19,11 @@ DIFFUSERS = "diffusion_pytorch_model"
 SINGLES = ("model.safetensors", f"{DIFFUSERS}.safetensors", "pytorch_model.bin", f"{DIFFUSERS}.bin")
 INDEXES = tuple(f"{file}.index.json" for file in SINGLES)
 REFUSED = {
-    ".gguf": "is a GGUF file, whose weights are packed and cannot be merged; give the safetensors model it was made from, "
-    "or load it with transformers (from_pretrained with gguf_file=, which dequantises), save it, and merge that.",
-    ".onnx": "is an ONNX graph, whose weights have lost the model's names; give the PyTorch model it was exported from.",
-    ".h5": "is a TensorFlow file; load it with transformers 4 (from_pretrained with from_tf=True), save it, merge that.",
-    ".msgpack": "is a Flax file; load it with transformers 4 (from_pretrained with from_flax=True), save it, merge that.",
+    ".gguf": "is a GGUF file, whose weights are packed and cannot be merged; give the safetensors model it was made "
+    "from, or load it with transformers (from_pretrained with gguf_file=, which dequantises), save it, and merge that.",
+    ".onnx": "is an ONNX graph, whose weights have lost the model's names; give the PyTorch model it was made from.",
+    ".h5": "is a TensorFlow file; load it with transformers 4 (from_pretrained with from_tf=True) and save it first.",
+    ".msgpack": "is a Flax file; load it with transformers 4 (from_pretrained with from_flax=True) and save it first.",
 }
 """suffix of weights that cannot be merged -> why, and the way out"""
 PIPELINE = "model_index.json"  # of diffusers, beside the folders of its models

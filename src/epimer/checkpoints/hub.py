@@ -7,14 +7,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.folder import DIFFUSERS, INDEXES, NOT_WEIGHTS, PIPELINE, SINGLES, pipeline_refusal, refuse_formats
+from epimer.checkpoints.folder import (
+    DIFFUSERS,
+    INDEXES,
+    NOT_WEIGHTS,
+    PIPELINE,
+    SINGLES,
+    pipeline_refusal,
+    refuse_formats,
+)
 from epimer.checkpoints.sidecar_files import TEMPLATES
 from epimer.errors import CheckpointError, EpimerError, listed
 
 REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
+HUB_NAME = re.compile(rf"({REPO})@[0-9a-f]{{40}}")
 HUB_ID = re.compile(rf"{REPO}(@[\w./-]+)?")
 MODULE = re.compile(r"\d+_\w+")  # the folder of a module of sentence-transformers
-SIDECARS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
+SIDECARS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", "README.md")
 
 
 def is_hub_id(text: str) -> bool:
@@ -25,6 +34,15 @@ def is_hub_id(text: str) -> bool:
 def fetch(text: str, *, progress: bool = False) -> tuple[Path, str]:
     """Return the folder of a hub model, downloaded where it is not cached, and `id@commit`."""
     return fetch_repo(text, "model", lambda files: needed(files, text), CheckpointError, progress=progress)
+
+
+def fetch_code(name: str) -> None:
+    """Fetch the Python files of a model, by its `id@commit`, to where its other files are."""
+
+    def code(files: Sequence[str]) -> list[str]:
+        return [file for file in files if file.endswith(".py") and "/" not in file]
+
+    fetch_repo(name, "model", code, CheckpointError, progress=False)
 
 
 def fetch_repo(
@@ -97,7 +115,8 @@ def needed(files: Sequence[str], text: str) -> list[str]:
     """Return which files of a repository to fetch: one set of weights, config and tokenizer."""
     top = [file for file in files if "/" not in file]
     if PIPELINE in top and not {*SINGLES, *INDEXES} & {*top}:
-        parts = {file.split("/")[0] for file in files if file.count("/") == 1 and file.endswith((".safetensors", ".bin"))}
+        weights = [file for file in files if file.endswith((".safetensors", ".bin"))]
+        parts = {file.split("/")[0] for file in weights if file.count("/") == 1}
         repo = text.split("@")[0]
         folder = repo.rpartition("/")[2]
         refusal = pipeline_refusal(folder, parts).removesuffix(".")

@@ -36,6 +36,7 @@ def merge(
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
     lora: Annotated[bool, option("Write a LoRA adapter of the base, as the recipe's output: lora.", "--lora")] = False,
     lora_rank: Annotated[int | None, option("Its rank at most; implies --lora.", default="all of the merge")] = None,
+    copy_code: Annotated[bool, option("Copy the base's Python files too, if you trust them.", "--copy-code")] = False,
     any_curvature: options.AnyCurvature = False,
     compat: Annotated[str | None, option("mergekit: its numbers where it departs from the papers.")] = None,
     workers: options.Workers = None,
@@ -66,6 +67,7 @@ def merge(
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
     steps = merge_steps(recipe, out or "OUT", intermediate, compat=compat)
+    how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code}
     failed = False
     for step in steps:
         if dry_run and (lacking := [place for place in step.reads if not Path(place).is_dir()]):
@@ -88,7 +90,7 @@ def merge(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with stoppable("the same command goes on from here"):
-                result = write_output(plan, step.out, run, max_shard_size=max_shard_size, overwrite=overwrite)
+                result = write_output(plan, step.out, run, overwrite=overwrite, **how)
             warn_of(result)
         notes = [*plan.notes, *(str(warning.message) for warning in caught)]
         show = partial(_print_result, result, step.out, notes)

@@ -13,6 +13,7 @@ from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, ParameterError, RecipeError, TensorError
 from epimer.methods.registry import Method, describe_method
+from epimer.plan.cards import agreed_card
 from epimer.plan.compatibility import compare_folders
 from epimer.plan.curvature_inputs import (
     basis_problems,
@@ -70,7 +71,7 @@ def open_models(
     if missing or participants is None:
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in missing) + ".")
     problems: list[EpimerError] = []
-    notes += equal_models(participants)
+    notes += [*equal_models(participants), *agreed_card(participants)[1]]
     own = tokenizer
     tokenizer, generation = settings_source(participants, recipe.tokenizer_source, tokenizer, notes)
     files = words.files if tokenizer is None or vocabulary(tokenizer) != words.tokens else {}
