@@ -111,11 +111,25 @@ def plan_merge(
     progress: bool = False,
     any_curvature: bool = False,
     compat: str | None = None,
+    download: bool = True,
+    before_download: Callable[[Mapping[str, int]], None] = lambda files: None,
 ) -> Plan:
-    """Open what a recipe names, choose what it leaves to `auto`, and plan its merge; problems are collected."""
+    """Open what a recipe names, choose what it leaves to `auto`, and plan its merge; problems are collected.
+
+    Models on the hub are planned from their headers first, and downloaded where that shows no problem, after a call of
+    `before_download` with the files and their bytes. Without `download` they stay there, unless something is chosen.
+    """
     loaded, folder = open_recipe(recipe, folder, compat)
+    chosen = loaded.auto or loaded.rounds or loaded.refine
+    if not chosen:
+        opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature, download=False)
+        plan = plan_adapter(plan_recipe(loaded, opened))
+        downloads = opened.participants.downloads
+        if plan.problems or not downloads or not download:
+            return plan
+        before_download(downloads)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
-    if not (loaded.auto or loaded.rounds or loaded.refine):
+    if not chosen:
         return plan_adapter(plan_recipe(loaded, opened))
     from epimer.diagnosis.choice import choose_and_plan
 

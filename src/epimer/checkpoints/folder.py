@@ -41,11 +41,20 @@ def open_file(path: Path, where: str = "") -> Checkpoint:
     return FORMATS[path.suffix](path, where)
 
 
-def open_folder(folder: Path, where: str = "", name: str = "") -> Checkpoint:
-    """Open the one model in a folder: a single file, or shards with an index."""
-    where = where or str(folder)
+def open_folder(
+    folder: Path, where: str = "", name: str = "", elsewhere: Mapping[str, Callable[[], Checkpoint]] | None = None
+) -> Checkpoint:
+    """Open the one model in a folder: a single file, or shards with an index.
+
+    Files that belong to the folder and lie `elsewhere` are given by what opens them.
+    """
+    where, elsewhere = where or str(folder), elsewhere or {}
+
+    def open_weights(file: str) -> Checkpoint:
+        return elsewhere[file]() if file in elsewhere else open_file(inside(folder, file), f"{where}/{file}")
+
     indexes = [index for index in INDEXES if (folder / index).exists()]
-    singles = [file for file in SINGLES if (folder / file).exists()]
+    singles = [file for file in SINGLES if (folder / file).exists() or file in elsewhere]
     safe = [file for file in singles if file.endswith(".safetensors")]
     if indexes and indexes[0].removesuffix(".index.json") in safe:
         raise CheckpointError(
@@ -53,14 +62,17 @@ def open_folder(folder: Path, where: str = "", name: str = "") -> Checkpoint:
         )
     name = name or folder.resolve().name
     if indexes and not safe:
-        return _open_sharded(folder, indexes[0], where, name)
-    file = singles[0] if singles else _only_weights(folder, where)
-    return ShardedCheckpoint(name, where, [open_file(inside(folder, file), f"{where}/{file}")], folder)
+        at = f"{where}/{indexes[0]}"
+        index = read_json(inside(folder, indexes[0]), at)
+        return assemble(index, at, open_weights, where=where, name=name, folder=folder)
+    file = singles[0] if singles else _only_weights(folder, where, elsewhere)
+    return ShardedCheckpoint(name, where, [open_weights(file)], folder)
 
 
-def _only_weights(folder: Path, where: str) -> str:
+def _only_weights(folder: Path, where: str, elsewhere: Iterable[str]) -> str:
     """Return the folder's single weights file where none has a usual name."""
-    files = sorted(p.name for p in folder.iterdir() if p.suffix in FORMATS and p.name not in NOT_WEIGHTS)
+    names = {*elsewhere, *(path.name for path in folder.iterdir())}
+    files = sorted(name for name in names if Path(name).suffix in FORMATS and name not in NOT_WEIGHTS)
     if "adapter_model.safetensors" in files or "adapter_model.bin" in files:
         raise CheckpointError(f"{where} is a LoRA adapter, not a whole model; write it as BASE+{where}.")
     files = [name for name in files if name.endswith(".safetensors")] or files
@@ -87,15 +99,6 @@ def pipeline_refusal(where: str, parts: Iterable[str]) -> str:
     parts = sorted(parts) or ["unet", "transformer"]
     found = ", ".join(f"{where}/{part}" for part in parts[:3]) + (", ..." if len(parts) > 3 else "")
     return f"{where} is a diffusers pipeline ({PIPELINE}); merge its parts, each as a model of its own: {found}."
-
-
-def _open_sharded(folder: Path, index: str, where: str, name: str) -> Checkpoint:
-    at = f"{where}/{index}"
-
-    def open_shard(file: str) -> Checkpoint:
-        return open_file(inside(folder, file), f"{where}/{file}")
-
-    return assemble(read_json(inside(folder, index), at), at, open_shard, where=where, name=name, folder=folder)
 
 
 def assemble(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,11 @@ def fetch_repo(
             disable_progress_bars()
         if constants.HF_HUB_OFFLINE:
             raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        info: Any = HfApi().repo_info(repo, repo_type=kind, revision=wanted)
-        files = choose([sibling.rfilename for sibling in info.siblings or ()])
-        patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in files]
-        folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, allow_patterns=patterns))
-    except errors.GatedRepoError as error:
-        raise failure(f"{repo} is gated; accept its terms on the hub and log in: hf auth login") from error
-    except errors.RevisionNotFoundError as error:
-        raise failure(f"{repo} has no revision {revision!r} on the hub; see its page for branches.") from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise failure(
-            f"{text} is neither a path here nor a {kind} on the hub (a private one needs `hf auth login`)."
-        ) from error
+        with explain_refusals(repo, kind, revision, failure):
+            info: Any = HfApi().repo_info(repo, repo_type=kind, revision=wanted)
+            files = choose([sibling.rfilename for sibling in info.siblings or ()])
+            patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in files]
+            folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, allow_patterns=patterns))
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, unreachable) as error:
         try:
             folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, local_files_only=True))
@@ -88,6 +82,9 @@ def fetch_repo(
                 options += f" --revision {revision}" if revision else ""
                 refused = getattr(getattr(error, "response", None), "status_code", None)
                 reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+                if refused in (401, 403):
+                    login = f"ask for access on {page(repo, kind)} and log in: hf auth login"
+                    raise failure(f"{text}: the hub refused it ({refused}); {login}") from error
                 problem = f"refused it ({refused})" if refused else f"cannot be reached ({reason})"
                 raise failure(
                     f"{text} is neither a path here nor in the hub's cache, and the hub {problem}; "
@@ -98,6 +95,31 @@ def fetch_repo(
         if not progress and not quiet:
             enable_progress_bars()
     return folder, f"{repo}@{folder.resolve().name}"
+
+
+@contextmanager
+def explain_refusals(repo: str, kind: str, revision: str, failure: type[EpimerError]) -> Iterator[None]:
+    """Turn what the hub says about a repository that one may not see, or that is not there, into one line."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise failure(f"{repo} is gated; accept its terms on {page(repo, kind)} and log in: hf auth login") from error
+    except errors.RevisionNotFoundError as error:
+        raise failure(f"{repo} has no revision {revision!r} on the hub; see its page for branches.") from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        name = f"{repo}@{revision}" if revision else repo
+        raise failure(
+            f"{name} is neither a path here nor a {kind} on the hub (a private one needs `hf auth login`)."
+        ) from error
+
+
+def page(repo: str, kind: str) -> str:
+    """Return the address of a repository's page."""
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{repo}"
 
 
 def beside_weights(file: str, files: Sequence[str]) -> bool:

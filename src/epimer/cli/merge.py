@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,7 +77,14 @@ def merge(
         if (lora or lora_rank is not None) and step is steps[-1]:
             loaded = loaded.as_lora(lora_rank)
         with stoppable("nothing was written"):
-            plan = plan_merge(loaded, folder=step.folder, progress=progress, any_curvature=any_curvature)
+            plan = plan_merge(
+                loaded,
+                folder=step.folder,
+                progress=progress,
+                any_curvature=any_curvature,
+                download=not dry_run,
+                before_download=_print_downloads if progress else lambda files: None,
+            )
         if dry_run:
             if not plan.problems:
                 try:
@@ -97,6 +104,18 @@ def merge(
         render.output(result.to_dict(), show, file=record, as_json=as_json, quiet=quiet)
     if dry_run:
         raise typer.Exit(2 if failed else 0)
+
+
+def _downloads(files: Mapping[str, int]) -> str:
+    """Say how much is to be downloaded, and of which models."""
+    sizes: Counter[str] = Counter()
+    for file, size in files.items():
+        sizes[file.rpartition("/")[0]] += size
+    return f"{render.size(sizes.total())} (" + ", ".join(f"{name} {render.size(n)}" for name, n in sizes.items()) + ")"
+
+
+def _print_downloads(files: Mapping[str, int]) -> None:
+    typer.echo(f"downloading {_downloads(files)} from the hub", err=True)
 
 
 def _print_result(record: MergeRecord, out: str, notes: Sequence[str]) -> None:
@@ -133,6 +152,7 @@ def _print_plan(plan: Plan, run: RunOptions, *, as_json: bool, quiet: bool) -> N
     costs = ("reads", "writes", "memory")
     if as_json:
         totals = {cost: getattr(plan, cost) for cost in costs} | {"seconds": plan.seconds(speeds, workers)}
+        totals["downloads"] = sum(plan.participants.downloads.values())
         record = {"method": plan.method.name, "tensors": tensors, "totals": totals}
         return render.print_json({**record, "notes": plan.notes, "problems": problems})
     if tensors and not quiet:
@@ -154,6 +174,8 @@ def _print_plan(plan: Plan, run: RunOptions, *, as_json: bool, quiet: bool) -> N
             f"about {plan.seconds(speeds, workers):.2g} s with {workers} at a time"
             + (", after a pre-pass over the whole model" if plan.method.prepare else "")
         )
+        if plan.participants.downloads:
+            render.print_text(f"to be downloaded from the hub: {_downloads(plan.participants.downloads)}")
         render.print_notes(plan.notes)
     for problem in problems:
         render.print_text(f"problem: {problem}")
