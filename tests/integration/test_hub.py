@@ -1,5 +1,6 @@
 """Models by hub id, against a stand-in for the hub on this machine; epimer runs in processes of their own."""
 
+import base64
 import hashlib
 import io
 import json
@@ -61,7 +62,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, repos: dict[str, Repo]) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.repos, self.asked = repos, list[tuple[str, str]]()
-        self.parts = list[tuple[str, int, int]]()
+        self.parts, self.address = list[tuple[str, int, int]](), f"http://127.0.0.1:{self.server_port}"
         self.thread = threading.Thread(target=self.serve_forever)
         self.thread.start()
 
@@ -85,6 +86,9 @@ class Answer(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
         self.server.asked.append(("PART" if part else self.command, path))
+        if path == "/api/whoami-v2":
+            known = self.headers.get("Authorization") in ("Bearer good", "Bearer read")
+            return self.reply(200 if known else 401, b'{"name": "me", "type": "user"}')
         about = re.fullmatch(r"/api/models/(?P<repo>.+?)(/(?P<what>revision|tree)/(?P<revision>.+))?", path)
         file = re.fullmatch(r"/(?P<repo>.+?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)", path)
         asked = about or file
@@ -115,6 +119,35 @@ class Answer(BaseHTTPRequestHandler):
         self.server.parts.append((f"{file['repo']}:{file['file']}", first, last + 1))
         headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
         return self.reply(206, data[first : last + 1], headers)
+
+    def do_POST(self) -> None:
+        """Answer as the hub does to who makes a repository and commits to it."""
+        path, body = urlsplit(self.path).path, self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.asked.append((self.command, path))
+        if self.headers.get("Authorization") != "Bearer good":
+            return self.reply(401)
+        if path == "/api/validate-yaml":
+            return self.reply(200, b'{"errors": [], "warnings": []}')
+        if path == "/api/repos/create":
+            wanted = json.loads(body)
+            name = f"{wanted['organization']}/{wanted['name']}"
+            if wanted["organization"] != "org":
+                return self.reply(403, b'{"error": "not a member"}')
+            if name in self.server.repos:
+                return self.reply(409, json.dumps({"url": f"{self.server.address}/{name}"}).encode())
+            self.server.repos[name] = Repo([{}])
+            return self.reply(200, json.dumps({"url": f"{self.server.address}/{name}"}).encode())
+        asked = re.fullmatch(r"/api/models/(?P<repo>.+?)/(?P<what>preupload|commit)/main", path)
+        assert asked, path
+        if asked["what"] == "preupload":
+            files = [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            return self.reply(200, json.dumps({"files": files}).encode())
+        added = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
+        commits = self.server.repos[asked["repo"]].commits
+        commits.append(commits[-1] | {one["path"]: base64.b64decode(one["content"]) for one in added})
+        sha = self.server.repos[asked["repo"]].shas[-1]
+        url = f"{self.server.address}/{asked['repo']}/commit/{sha}"
+        return self.reply(200, json.dumps({"success": True, "commitOid": sha, "commitUrl": url}).encode())
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -352,7 +385,7 @@ def test_a_dry_run_fetches_headers_and_configs_and_plans_as_after_a_download(hub
     assert 0 < fetched < 0.8 * sum(sizes.values())  # 1 MB a file for its header, and three samples a tensor
     merged, after = epimer(["merge", "recipe.yaml", "out"], ["merge", "recipe.yaml", "--dry-run", "--json"])
     assert merged[0] == 0, merged
-    assert merged[2] == f"downloading {sum(sizes.values()) / 1e6:.1f} MB ({listing}) from the hub\n"
+    assert merged[2].startswith(f"downloading {sum(sizes.values()) / 1e6:.1f} MB ({listing}) from the hub\n")
     assert {file for file in hub.files() if file.endswith(".safetensors")} == {
         f"{name}:{file}" for name, files in models.items() for file in files if file.endswith(".safetensors")
     }
@@ -408,3 +441,40 @@ def test_code_is_fetched_for_who_trusts_it_and_for_no_one_else(hub, epimer, tmp_
     assert (tmp_path / "code" / "modeling_tiny.py").read_bytes() == b"raise SystemExit"
     assert not list((tmp_path / "plain").glob("*.py"))
     assert "note: auto_map of config.json is dropped, as the Python files are not copied" in plain[1]
+
+
+def test_a_finished_merge_is_pushed_file_by_file(hub, epimer, tmp_path):
+    write_recipe(tmp_path, "org/model")
+    command = ["merge", "recipe.yaml", "out", "--push-to-hub", "org/merged"]
+    first, second = epimer(command, command, HF_TOKEN="good")
+    assert first[0] == second[0] == 0, (first, second)
+    page = f"http://127.0.0.1:{hub.server_port}/org/merged"
+    assert first[1].splitlines()[-1] == second[1].splitlines()[-1] == f"uploaded to {page}"
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "README.md", "recipe.yaml", "epimer.json", "config.json"} <= files.keys()
+    assert hub.repos["org/merged"].commits[1] == files
+    ((code, out, err),) = epimer(inspect("org/merged"))
+    assert code == 0, err
+    assert {row["name"]: tuple(row["shape"]) for row in json.loads(out)["tensors"]} == SHAPES
+
+
+def test_who_may_not_push_is_told_to_log_in(hub, epimer, tmp_path):
+    write_recipe(tmp_path, "org/model")
+
+    def push(name: str, *more: str, **settings: str) -> str:
+        ((code, _, err),) = epimer(["merge", "recipe.yaml", "out", "--push-to-hub", name, "--quiet", *more], **settings)
+        assert (code, err.count("\n")) == (2, 1), err
+        return err
+
+    page = f"http://127.0.0.1:{hub.server_port}"
+    login = "log in with a token that may: hf auth login"
+    expected = f"error: you may not write to {page}/org/merged; {login}; nothing was merged\n"
+    assert push("org/merged") == expected
+    expected = f"error: you may not write to {page}/org/merged (401); {login}; nothing was merged\n"
+    assert push("org/merged", HF_TOKEN="wrong") == expected
+    assert push("merged", HF_TOKEN="good").startswith("error: merged is no repository to push to; expected ORG/NAME")
+    assert not (tmp_path / "out").exists()
+    assert not hub.files()
+    expected = f"error: you may not write to {page}/theirs/merged (403); {login}; "
+    assert push("theirs/merged", HF_TOKEN="good") == expected + "out is complete: hf upload theirs/merged out\n"
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == SHAPES.keys()

@@ -28,7 +28,7 @@ def open_checkpoint(text: str, *, progress: bool = False, as_stored: bool = Fals
         if is_store(text):
             checkpoint = open_store(text)
         elif not download and is_hub_id(text) and not os.path.exists(os.path.expanduser(text)):
-            checkpoint = open_hub(text, progress=progress)
+            checkpoint = open_hub(text)
         else:
             path, name = _locate(text, progress=progress)
             checkpoint = open_folder(path, text, name) if path.is_dir() else open_file(path, text)

@@ -54,24 +54,18 @@ def fetch_repo(
     `choose` says which of its files to fetch; `failure` is the error that is raised.
     """
     from huggingface_hub import HfApi, constants, errors, snapshot_download
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     repo, _, revision = text.partition("@")
     wanted = revision or None
-    quiet = are_progress_bars_disabled()
-    ancestors = errors.HfHubHTTPError.__mro__  # with the base class of whichever HTTP library huggingface_hub uses
-    unreachable: type[BaseException] = next((a for a in ancestors if a.__name__ == "HTTPError"), ConnectionError)
     try:
-        if not progress:
-            disable_progress_bars()
         if constants.HF_HUB_OFFLINE:
             raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        with explain_refusals(repo, kind, revision, failure):
+        with progress_bars(shown=progress), explain_refusals(repo, kind, revision, failure):
             info: Any = HfApi().repo_info(repo, repo_type=kind, revision=wanted)
             files = choose([sibling.rfilename for sibling in info.siblings or ()])
             patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in files]
             folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, allow_patterns=patterns))
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, unreachable) as error:
+    except http_failures() as error:
         try:
             folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, local_files_only=True))
         except (errors.LocalEntryNotFoundError, OSError, ValueError) as missing:
@@ -91,10 +85,31 @@ def fetch_repo(
                     f"download it where there is a network: hf download {repo}{options}"
                 ) from error
             folder = Path(cached)
-    finally:
-        if not progress and not quiet:
-            enable_progress_bars()
     return folder, f"{repo}@{folder.resolve().name}"
+
+
+def http_failures() -> tuple[type[BaseException], ...]:
+    """Return the errors by which huggingface_hub says that something was refused or cannot be reached."""
+    from huggingface_hub import errors
+
+    ancestors = errors.HfHubHTTPError.__mro__  # with the base class of whichever HTTP library huggingface_hub uses
+    unreachable: type[BaseException] = next((a for a in ancestors if a.__name__ == "HTTPError"), ConnectionError)
+    return errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, unreachable
+
+
+@contextmanager
+def progress_bars(*, shown: bool) -> Iterator[None]:
+    """Hide the progress bars of huggingface_hub, unless they are to be shown."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    hide = not shown and not are_progress_bars_disabled()
+    try:
+        if hide:
+            disable_progress_bars()
+        yield
+    finally:
+        if hide:
+            enable_progress_bars()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from epimer.checkpoints.object_store import TOGETHER, StoreFile
 from epimer.errors import CheckpointError
 
 
-def open_hub(text: str, *, progress: bool = False) -> Checkpoint:
+def open_hub(text: str) -> Checkpoint:
     """Open a hub model by its id: from the cache what is there, the rest of its weights by byte ranges.
 
     Small files are fetched into the cache; so are torch files and adapters, which cannot be read by ranges.
@@ -29,7 +29,7 @@ def open_hub(text: str, *, progress: bool = False) -> Checkpoint:
             weights.extend(found)
         return [file for file in chosen if file not in weights]
 
-    folder, name = fetch_repo(text, "model", choose, CheckpointError, progress=progress)
+    folder, name = fetch_repo(text, "model", choose, CheckpointError, progress=False)
     source = HubRanges(*name.rsplit("@", 1))
     lacking = [file for file in weights if not (folder / file).is_file()]
     return open_folder(folder, text, name, {file: partial(HubFile, source, file, f"{text}/{file}") for file in lacking})
@@ -64,9 +64,8 @@ class HubRanges:
         answer = http_backoff("GET", place, headers=headers)
         hf_raise_for_status(answer)
         if answer.status_code != 206:
-            raise CheckpointError(
-                f"{self.repo}/{path} cannot be read in parts there; download it: hf download {self.repo}"
-            )
+            remedy = f"download the model first: hf download {self.repo}"
+            raise CheckpointError(f"{self.repo}/{path} is not sent in parts by the hub; {remedy}")
         return bytes(answer.content)
 
     def cat_ranges(self, paths: list[str], starts: list[int], ends: list[int], on_error: str) -> list[bytes]:

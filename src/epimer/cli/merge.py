@@ -46,6 +46,7 @@ def merge(
         str | None,
         option("Where the named merges of a file of several recipes go.", "--intermediate-dir", default="OUT.parts"),
     ] = None,
+    push_to_hub: Annotated[str | None, option("Then upload the folder to this model of the hub, ORG/NAME.")] = None,
     record: Annotated[Path | None, option("Also write the record with timings to this file.")] = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -55,6 +56,8 @@ def merge(
     The folder appears when it is complete. After a kill the same command goes on where it stopped.
     """
     from epimer.api import plan_merge
+    from epimer.checkpoints.hub_upload import check_upload, upload_folder
+    from epimer.checkpoints.object_store import is_store
     from epimer.checkpoints.writer import check_file
     from epimer.engine.options import RunOptions
     from epimer.engine.output import warn_of
@@ -66,6 +69,10 @@ def merge(
     if out is None and not dry_run:
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
+    if push_to_hub is not None and not dry_run:
+        if is_store(out or ""):
+            raise EpimerError("--push-to-hub uploads a folder of this machine; give one instead of an address as OUT.")
+        check_upload(push_to_hub)
     steps = merge_steps(recipe, out or "OUT", intermediate, compat=compat)
     how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code}
     failed = False
@@ -104,6 +111,11 @@ def merge(
         render.output(result.to_dict(), show, file=record, as_json=as_json, quiet=quiet)
     if dry_run:
         raise typer.Exit(2 if failed else 0)
+    if push_to_hub is not None and out is not None:
+        with stoppable(f"{out} is complete; the same command uploads it"):
+            place = upload_folder(Path(out).expanduser(), push_to_hub, progress=progress)
+        if progress:
+            render.print_text(f"uploaded to {place}")
 
 
 def _downloads(files: Mapping[str, int]) -> str:
