@@ -302,7 +302,7 @@ def test_faults(hub, epimer, tmp_path):
         name: (2, f"error: {message.replace('HUB/', page)}\n") for name, message in FAULTS.items()
     }
     code, _, err = merge
-    assert (code, err.count("\n")) == (2, 1)
+    assert (code, err.count("\n")) == (2, 1), err
     assert "models[0]: org/nothing is neither" in err
     assert "models[1]: org/gated is gated" in err
     assert not (tmp_path / "out").exists()
@@ -411,11 +411,11 @@ def test_models_that_do_not_fit_are_not_downloaded(hub, epimer, tmp_path):
 
 def test_weights_of_a_gated_model_are_refused_before_any_download(hub, epimer, tmp_path):
     """The hub lists the files of such a model to everyone."""
-    hub.repos["org/listed"].commits[0] = {"model.safetensors": save(tensors(7))}
+    hub.repos["org/listed"].commits[0] = {"model.safetensors": save(tensors(7)), ".gitattributes": b""}
     write_recipe(tmp_path, "org/model", "org/listed")
     ((code, _, err),) = epimer(["merge", "recipe.yaml", "--dry-run"])
     page = f"http://127.0.0.1:{hub.server_port}/org/listed"
-    assert (code, err.count("\n")) == (2, 1)
+    assert (code, err.count("\n")) == (2, 1), err
     assert f"models[1]: org/listed is gated; accept its terms on {page} and log in: hf auth login" in err
     assert not [file for file in hub.files() if file.endswith("safetensors")]
 

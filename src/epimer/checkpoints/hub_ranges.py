@@ -27,7 +27,8 @@ def open_hub(text: str) -> Checkpoint:
         found = [file for file in chosen if "/" not in file and file.endswith((".safetensors", ".bin"))]
         if all(file.endswith(".safetensors") and not file.startswith("adapter_model") for file in found):
             weights.extend(found)
-        return [file for file in chosen if file not in weights]
+        small = [file for file in chosen if file not in weights]
+        return small or [file for file in files if file == ".gitattributes"]  # huggingface_hub warns of no files
 
     folder, name = fetch_repo(text, "model", choose, CheckpointError, progress=False)
     source = HubRanges(*name.rsplit("@", 1))
