@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,15 +56,15 @@ class HubRanges:
     def cat_file(self, path: str, start: int, end: int) -> bytes:
         """Return the bytes of a file from `start` to `end`."""
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
+        utils: Any = import_module("huggingface_hub.utils")
         self.info(path)
         place = self._places[path].location
-        headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        headers = utils.build_hf_headers() | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
         if urlsplit(place).netloc != urlsplit(hf_hub_url(self.repo, path)).netloc:
             headers.pop("authorization", None)  # the address of a file elsewhere holds its own permission
-        answer = http_backoff("GET", place, headers=headers)
-        hf_raise_for_status(answer)
+        answer = utils.http_backoff("GET", place, headers=headers)
+        utils.hf_raise_for_status(answer)
         if answer.status_code != 206:
             remedy = f"download the model first: hf download {self.repo}"
             raise CheckpointError(f"{self.repo}/{path} is not sent in parts by the hub; {remedy}")

@@ -36,9 +36,10 @@ def explain_upload_errors(repo: str, state: str) -> Iterator[None]:
     """Turn what goes wrong in an upload into one line, which ends with the `state` things are left in."""
     from huggingface_hub import errors
 
+    failures: tuple[type[BaseException], ...] = (*http_failures(), ValueError)
     try:
         yield
-    except (*http_failures(), errors.HFValidationError, ValueError) as error:
+    except failures as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         if status in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError):
