@@ -1,5 +1,6 @@
 """Models by hub id, against a stand-in for the hub on this machine; epimer runs in processes of their own."""
 
+import base64
 import hashlib
 import io
 import json
@@ -61,6 +62,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, repos: dict[str, Repo]) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.repos, self.asked = repos, list[tuple[str, str]]()
+        self.parts, self.address = list[tuple[str, int, int]](), f"http://127.0.0.1:{self.server_port}"
         self.thread = threading.Thread(target=self.serve_forever)
         self.thread.start()
 
@@ -71,7 +73,7 @@ class Hub(ThreadingHTTPServer):
             self.server_close()
 
     def files(self, command: str = "GET") -> list[str]:
-        """Return the files that were sent, in the order of their names."""
+        """Return the files that were sent whole, in the order of their names."""
         paths = [path for verb, path in self.asked if verb == command and "/resolve/" in path]
         return sorted(re.sub("/resolve/[0-9a-f]{40}/", ":", path.removeprefix("/")) for path in paths)
 
@@ -82,7 +84,11 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.server.asked.append((self.command, path))
+        part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        self.server.asked.append(("PART" if part else self.command, path))
+        if path == "/api/whoami-v2":
+            known = self.headers.get("Authorization") in ("Bearer good", "Bearer read")
+            return self.reply(200 if known else 401, b'{"name": "me", "type": "user"}')
         about = re.fullmatch(r"/api/models/(?P<repo>.+?)(/(?P<what>revision|tree)/(?P<revision>.+))?", path)
         file = re.fullmatch(r"/(?P<repo>.+?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)", path)
         asked = about or file
@@ -107,7 +113,41 @@ class Answer(BaseHTTPRequestHandler):
             return self.reply(401, headers={"X-Error-Code": "GatedRepo"})
         data = files[file["file"]]
         headers = {"ETag": f'"{self.entry("", data)["oid"]}"', "X-Repo-Commit": sha}
-        return self.reply(200, data, headers)
+        if part is None:
+            return self.reply(200, data, headers)
+        first, last = map(int, part.groups())
+        self.server.parts.append((f"{file['repo']}:{file['file']}", first, last + 1))
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        return self.reply(206, data[first : last + 1], headers)
+
+    def do_POST(self) -> None:
+        """Answer as the hub does to who makes a repository and commits to it."""
+        path, body = urlsplit(self.path).path, self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.asked.append((self.command, path))
+        if self.headers.get("Authorization") != "Bearer good":
+            return self.reply(401)
+        if path == "/api/validate-yaml":
+            return self.reply(200, b'{"errors": [], "warnings": []}')
+        if path == "/api/repos/create":
+            wanted = json.loads(body)
+            name = f"{wanted['organization']}/{wanted['name']}"
+            if wanted["organization"] != "org":
+                return self.reply(403, b'{"error": "not a member"}')
+            if name in self.server.repos:
+                return self.reply(409, json.dumps({"url": f"{self.server.address}/{name}"}).encode())
+            self.server.repos[name] = Repo([{}])
+            return self.reply(200, json.dumps({"url": f"{self.server.address}/{name}"}).encode())
+        asked = re.fullmatch(r"/api/models/(?P<repo>.+?)/(?P<what>preupload|commit)/main", path)
+        assert asked, path
+        if asked["what"] == "preupload":
+            files = [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            return self.reply(200, json.dumps({"files": files}).encode())
+        added = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
+        commits = self.server.repos[asked["repo"]].commits
+        commits.append(commits[-1] | {one["path"]: base64.b64decode(one["content"]) for one in added})
+        sha = self.server.repos[asked["repo"]].shas[-1]
+        url = f"{self.server.address}/{asked['repo']}/commit/{sha}"
+        return self.reply(200, json.dumps({"success": True, "commitOid": sha, "commitUrl": url}).encode())
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -156,6 +196,7 @@ def hub():
         "org/secret": Repo([model(5)], hidden=(401, {"X-Error-Code": "RepoNotFound"})),
         "org/gated": Repo([model(6)], hidden=(403, {"X-Error-Code": "GatedRepo"})),
         "org/listed": Repo([model(7)], gated=True),
+        "org/shut": Repo([model(7)], hidden=(403, {})),
     }
     hub = Hub(repos)
     yield hub
@@ -196,7 +237,7 @@ def test_what_is_fetched(hub, epimer):
     old, new = hub.repos["org/model"].shas
     names = [inspected(answer) for answer in epimer(inspect("org/model"), inspect("org/model@main"))]
     assert names == [f"org/model@{new}"] * 2
-    needed = ["config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
+    needed = ["README.md", "config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
     assert hub.files() == [f"org/model:{name}" for name in needed]
     hub.asked.clear()
     commands = [inspect(f"org/model@{revision}") for revision in ("main", new, "old", "refs/pr/1", old)]
@@ -246,8 +287,9 @@ FAULTS = {
     "org/secret": "org/secret is neither a path here nor a model on the hub (a private one needs `hf auth login`).",
     "org/model@v9": "org/model has no revision 'v9' on the hub; see its page for branches.",
     f"org/model@{'0' * 40}": f"org/model has no revision '{'0' * 40}' on the hub; see its page for branches.",
-    "org/gated": "org/gated is gated; accept its terms on the hub and log in: hf auth login",
-    "org/listed": "org/listed is gated; accept its terms on the hub and log in: hf auth login",
+    "org/gated": "org/gated is gated; accept its terms on HUB/org/gated and log in: hf auth login",
+    "org/listed": "org/listed is gated; accept its terms on HUB/org/listed and log in: hf auth login",
+    "org/shut": "org/shut: the hub refused it (403); ask for access on HUB/org/shut and log in: hf auth login",
 }
 
 
@@ -255,11 +297,12 @@ def test_faults(hub, epimer, tmp_path):
     recipe = {"merge_method": "linear", "models": [{"model": "org/nothing"}, {"model": "org/gated"}]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     *answers, merge = epimer(*map(inspect, FAULTS), ["merge", "recipe.yaml", "out"])
+    page = f"http://127.0.0.1:{hub.server_port}/"
     assert {name: (code, err) for name, (code, _, err) in zip(FAULTS, answers, strict=True)} == {
-        name: (2, f"error: {message}\n") for name, message in FAULTS.items()
+        name: (2, f"error: {message.replace('HUB/', page)}\n") for name, message in FAULTS.items()
     }
     code, _, err = merge
-    assert (code, err.count("\n")) == (2, 1)
+    assert (code, err.count("\n")) == (2, 1), err
     assert "models[0]: org/nothing is neither" in err
     assert "models[1]: org/gated is gated" in err
     assert not (tmp_path / "out").exists()
@@ -299,5 +342,139 @@ def test_merge(hub, epimer, tmp_path):
     shown = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert [shown["base_model"], *(entry["model"] for entry in shown["models"])] == names
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        *("README.md", "config.json", "epimer.json", "merges.txt", "model.safetensors", "tokenizer.json")
+        *("README.md", "config.json", "epimer.json", "merges.txt", "model.safetensors", "recipe.yaml", "tokenizer.json")
     }
+
+
+def write_recipe(folder, *models, **more):
+    recipe = {"merge_method": "task_arithmetic", "base_model": "org/base", "models": [{"model": one} for one in models]}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, **more}))
+
+
+def wide(seed: int, shards: int = 1) -> dict[str, bytes]:
+    """Return the files of a model with a tensor of 4 MB, in one file or in shards with an index."""
+    draw = torch.Generator().manual_seed(seed)
+    state = {"wide.weight": torch.randn(1000, 1000, generator=draw), "last.bias": torch.randn(5, generator=draw)}
+    config = {"config.json": b'{"model_type": "tiny"}', "README.md": b"---\nlicense: mit\n---\n"}
+    if shards == 1:
+        return {"model.safetensors": save(state), **config}
+    files = {f"model-0000{t}-of-00002.safetensors": save({name: W}) for t, (name, W) in enumerate(state.items(), 1)}
+    index = {"weight_map": dict(zip(state, files, strict=True))}
+    return {**files, "model.safetensors.index.json": json.dumps(index).encode(), **config}
+
+
+def test_a_dry_run_fetches_headers_and_configs_and_plans_as_after_a_download(hub, epimer, tmp_path):
+    models = {"org/base": wide(0), "org/model": wide(1), "org/sharded": wide(2, shards=2)}
+    hub.repos |= {name: Repo([files]) for name, files in models.items()}
+    write_recipe(tmp_path, "org/model", "org/sharded")
+    planned, shown = epimer(
+        ["merge", "recipe.yaml", "--dry-run", "--json"], ["merge", "recipe.yaml", "out", "--dry-run"]
+    )
+    assert planned[0] == shown[0] == 0, planned
+    assert not [file for file in hub.files() if "safetensors" in file and not file.endswith("index.json")]
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    sizes = {
+        name: sum(len(data) for file, data in files.items() if file.endswith(".safetensors"))
+        for name, files in models.items()
+    }
+    plan = json.loads(planned[1])
+    assert plan["totals"].pop("downloads") == sum(sizes.values())
+    listing = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items())
+    assert f"to be downloaded from the hub: {sum(sizes.values()) / 1e6:.1f} MB ({listing})" in shown[1].splitlines()
+    fetched = sum(stop - start for _, start, stop in hub.parts)
+    assert 0 < fetched < 0.8 * sum(sizes.values())  # 1 MB a file for its header, and three samples a tensor
+    merged, after = epimer(["merge", "recipe.yaml", "out"], ["merge", "recipe.yaml", "--dry-run", "--json"])
+    assert merged[0] == 0, merged
+    assert merged[2].startswith(f"downloading {sum(sizes.values()) / 1e6:.1f} MB ({listing}) from the hub\n")
+    assert {file for file in hub.files() if file.endswith(".safetensors")} == {
+        f"{name}:{file}" for name, files in models.items() for file in files if file.endswith(".safetensors")
+    }
+    known = json.loads(after[1])
+    assert known["totals"].pop("downloads") == 0
+    for one in (plan, known):  # an estimate that is measured anew each time
+        del one["totals"]["seconds"]
+        for tensor in one["tensors"]:
+            del tensor["seconds"]
+    assert plan == known
+    assert "license: mit" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_models_that_do_not_fit_are_not_downloaded(hub, epimer, tmp_path):
+    other = {name: W for name, W in tensors(9).items() if name != "layers.0.bias"}
+    hub.repos["org/other"] = Repo([model(9, **{"model.safetensors": save(other)})])
+    write_recipe(tmp_path, "org/model", "org/other")
+    ((code, _, err),) = epimer(["merge", "recipe.yaml", "out"])
+    assert code == 2
+    assert "org/other) lacks 1 tensors that base has: 'layers.0.bias'" in err
+    assert not [file for file in hub.files() if file.endswith("safetensors")]
+
+
+def test_weights_of_a_gated_model_are_refused_before_any_download(hub, epimer, tmp_path):
+    """The hub lists the files of such a model to everyone."""
+    hub.repos["org/listed"].commits[0] = {"model.safetensors": save(tensors(7)), ".gitattributes": b""}
+    write_recipe(tmp_path, "org/model", "org/listed")
+    ((code, _, err),) = epimer(["merge", "recipe.yaml", "--dry-run"])
+    page = f"http://127.0.0.1:{hub.server_port}/org/listed"
+    assert (code, err.count("\n")) == (2, 1), err
+    assert f"models[1]: org/listed is gated; accept its terms on {page} and log in: hf auth login" in err
+    assert not [file for file in hub.files() if file.endswith("safetensors")]
+
+
+def test_of_a_tokenizers_model_no_weights_are_fetched(hub, epimer, tmp_path):
+    write_recipe(tmp_path, "org/model", tokenizer_source="classic")
+    ((code, _, err),) = epimer(["merge", "recipe.yaml", "out", "--quiet"])
+    assert code == 0, err
+    assert [file for file in hub.files() if file.startswith("classic:")] == [
+        *("classic:README.md", "classic:config.json", "classic:merges.txt", "classic:tokenizer.json")
+    ]
+
+
+def test_code_is_fetched_for_who_trusts_it_and_for_no_one_else(hub, epimer, tmp_path):
+    config = json.dumps({"model_type": "tiny", "auto_map": {"AutoModel": "modeling_tiny.Tiny"}}).encode()
+    hub.repos["org/base"] = Repo([model(0, **{"config.json": config, "sub/other.py": b""})])
+    write_recipe(tmp_path, "org/model")
+    plain, trusting = epimer(["merge", "recipe.yaml", "plain"], ["merge", "recipe.yaml", "code", "--copy-code"])
+    assert plain[0] == trusting[0] == 0, (plain, trusting)
+    assert [file for file in hub.files() if file.endswith(".py")] == ["org/base:modeling_tiny.py"]
+    assert json.loads((tmp_path / "plain" / "config.json").read_text()) == {"model_type": "tiny"}
+    assert json.loads((tmp_path / "code" / "config.json").read_bytes()) == json.loads(config)
+    assert (tmp_path / "code" / "modeling_tiny.py").read_bytes() == b"raise SystemExit"
+    assert not list((tmp_path / "plain").glob("*.py"))
+    assert "note: auto_map of config.json is dropped, as the Python files are not copied" in plain[1]
+
+
+def test_a_finished_merge_is_pushed_file_by_file(hub, epimer, tmp_path):
+    write_recipe(tmp_path, "org/model")
+    command = ["merge", "recipe.yaml", "out", "--push-to-hub", "org/merged"]
+    first, second = epimer(command, command, HF_TOKEN="good")
+    assert first[0] == second[0] == 0, (first, second)
+    page = f"http://127.0.0.1:{hub.server_port}/org/merged"
+    assert first[1].splitlines()[-1] == second[1].splitlines()[-1] == f"uploaded to {page}"
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "README.md", "recipe.yaml", "epimer.json", "config.json"} <= files.keys()
+    assert hub.repos["org/merged"].commits[1] == files
+    ((code, out, err),) = epimer(inspect("org/merged"))
+    assert code == 0, err
+    assert {row["name"]: tuple(row["shape"]) for row in json.loads(out)["tensors"]} == SHAPES
+
+
+def test_who_may_not_push_is_told_to_log_in(hub, epimer, tmp_path):
+    write_recipe(tmp_path, "org/model")
+
+    def push(name: str, *more: str, **settings: str) -> str:
+        ((code, _, err),) = epimer(["merge", "recipe.yaml", "out", "--push-to-hub", name, "--quiet", *more], **settings)
+        assert (code, err.count("\n")) == (2, 1), err
+        return err
+
+    page = f"http://127.0.0.1:{hub.server_port}"
+    login = "log in with a token that may: hf auth login"
+    expected = f"error: you may not write to {page}/org/merged; {login}; nothing was merged\n"
+    assert push("org/merged") == expected
+    expected = f"error: you may not write to {page}/org/merged (401); {login}; nothing was merged\n"
+    assert push("org/merged", HF_TOKEN="wrong") == expected
+    assert push("merged", HF_TOKEN="good").startswith("error: merged is no repository to push to; expected ORG/NAME")
+    assert not (tmp_path / "out").exists()
+    assert not hub.files()
+    expected = f"error: you may not write to {page}/theirs/merged (403); {login}; "
+    assert push("theirs/merged", HF_TOKEN="good") == expected + "out is complete: hf upload theirs/merged out\n"
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == SHAPES.keys()

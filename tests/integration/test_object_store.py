@@ -139,7 +139,9 @@ def test_an_upload_that_stops_leaves_no_record_and_is_taken_up(store, models, mo
     monkeypatch.setattr("epimer.engine.output._merge_all", lambda *args: calls.append(args))
     epimer.merge(recipe("memory://bucket"), "memory://bucket/out", device="cpu", progress=False)
     assert not calls  # the folder was made before
-    assert set(files_in(store, "bucket/out")) == {"README.md", "config.json", "epimer.json", "model.safetensors"}
+    assert set(files_in(store, "bucket/out")) == {
+        *("README.md", "config.json", "epimer.json", "model.safetensors", "recipe.yaml")
+    }
     assert not list(models.parent.glob(".*"))
 
 
@@ -151,7 +153,8 @@ def test_the_modules_of_sentence_transformers_go_from_store_to_store(store, mode
         store.pipe_file(f"bucket/{name}/modules.json", json.dumps(modules).encode())
         store.pipe_file(f"bucket/{name}/1_Pooling/config.json", b'{"pooling_mode_cls_token": true}')
     epimer.merge(recipe("memory://bucket"), "memory://bucket/out", device="cpu", progress=False)
-    files = {"README.md", "config.json", "epimer.json", "model.safetensors", "modules.json", "1_Pooling/config.json"}
+    files = {"README.md", "config.json", "epimer.json", "model.safetensors", "recipe.yaml"}
+    files |= {"modules.json", "1_Pooling/config.json"}
     assert set(object_store.all_files(store, "bucket/out")) == files
     assert store.cat_file("bucket/out/1_Pooling/config.json") == b'{"pooling_mode_cls_token": true}'
     again = epimer.merge(recipe("memory://bucket"), "memory://bucket/out", device="cpu", progress=False)

@@ -360,7 +360,7 @@ def test_settings_tokenizer_and_processor_come_from_the_base(furnished, tmp_path
     epimer.merge(recipe(furnished, "average"), out, progress=False)
     for file in ("generation_config.json", "preprocessor_config.json", *TOKENIZER_FILES):
         assert (out / file).read_bytes() == (furnished[0] / file).read_bytes(), file
-    ours = {"README.md", "epimer.json", "config.json", "model.safetensors"}
+    ours = {"README.md", "epimer.json", "recipe.yaml", "config.json", "model.safetensors"}
     carried = {"generation_config.json", "preprocessor_config.json", *TOKENIZER_FILES}
     assert {file.name for file in out.iterdir()} == ours | carried
     assert load(out, transformers.AutoModelForCausalLM)[0].generation_config.max_new_tokens == 11

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ def merge(
     overwrite: bool = False,
     any_curvature: bool = False,
     max_shard_size: str | int = "5GB",
+    copy_code: bool = False,
     max_memory: str | int | None = None,
     workers: int | None = None,
     threads: int = 1,
@@ -60,6 +61,7 @@ def merge(
         overwrite: replace a model folder that epimer made before.
         any_curvature: use curvature even where it was measured on another model.
         max_shard_size: largest file of weights, as "5GB".
+        copy_code: copy the base's Python files and keep the auto_map that names them; nothing in them is run.
         max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
         workers: tensors merged at the same time; by default one per core.
         threads: threads within each of them. Results do not depend on `workers`; they may, in their last digit, on
@@ -74,7 +76,8 @@ def merge(
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     for step in merge_steps(recipe, out, intermediate, folder, compat):
         plan = plan_merge(step.recipe, folder=step.folder, progress=progress, any_curvature=any_curvature)
-        record = write_output(plan, step.out, run, max_shard_size=max_shard_size, overwrite=overwrite)
+        how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code}
+        record = write_output(plan, step.out, run, overwrite=overwrite, **how)
         for note in plan.notes:
             warn(EpimerWarning(note))
         warn_of(record)
@@ -88,11 +91,25 @@ def plan_merge(
     progress: bool = False,
     any_curvature: bool = False,
     compat: str | None = None,
+    download: bool = True,
+    before_download: Callable[[Mapping[str, int]], None] = lambda files: None,
 ) -> Plan:
-    """Open what a recipe names, choose what it leaves to `auto`, and plan its merge; problems are collected."""
+    """Open what a recipe names, choose what it leaves to `auto`, and plan its merge; problems are collected.
+
+    Models on the hub are planned from their headers first, and downloaded where that shows no problem, after a call of
+    `before_download` with the files and their bytes. Without `download` they stay there, unless something is chosen.
+    """
     loaded, folder = open_recipe(recipe, folder, compat)
+    chosen = loaded.auto or loaded.rounds or loaded.refine
+    if not chosen:
+        opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature, download=False)
+        plan = plan_adapter(plan_recipe(loaded, opened))
+        downloads = opened.participants.downloads
+        if plan.problems or not downloads or not download:
+            return plan
+        before_download(downloads)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
-    if not (loaded.auto or loaded.rounds or loaded.refine):
+    if not chosen:
         return plan_adapter(plan_recipe(loaded, opened))
     from epimer.diagnosis.choice import choose_and_plan
 

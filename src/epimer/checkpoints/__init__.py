@@ -8,16 +8,18 @@ from pathlib import Path
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import open_file, open_folder
 from epimer.checkpoints.hub import fetch, is_hub_id
+from epimer.checkpoints.hub_ranges import open_hub
 from epimer.checkpoints.lora import Adapted
 from epimer.checkpoints.object_store import download, is_store, open_store
 from epimer.checkpoints.quantized import dequantized
 from epimer.errors import CheckpointError
 
 
-def open_checkpoint(text: str, *, progress: bool = False, as_stored: bool = False) -> Checkpoint:
+def open_checkpoint(text: str, *, progress: bool = False, as_stored: bool = False, download: bool = True) -> Checkpoint:
     """Open a file, a folder, a hub id (`org/name@revision`), an object store's address, or `base+adapter` of them.
 
     Weights in FP8 are dequantised and packed ones refused, unless they are only looked at `as_stored`.
+    Without `download` the weights of hub models that are not in the cache stay on the hub, and are read from there.
     """
     if not text.strip():
         raise CheckpointError("the name of a model is empty; give a path or a hub id.")
@@ -25,6 +27,8 @@ def open_checkpoint(text: str, *, progress: bool = False, as_stored: bool = Fals
         text = text.removeprefix("hf://")
         if is_store(text):
             checkpoint = open_store(text)
+        elif not download and is_hub_id(text) and not os.path.exists(os.path.expanduser(text)):
+            checkpoint = open_hub(text)
         else:
             path, name = _locate(text, progress=progress)
             checkpoint = open_folder(path, text, name) if path.is_dir() else open_file(path, text)
@@ -33,7 +37,7 @@ def open_checkpoint(text: str, *, progress: bool = False, as_stored: bool = Fals
     folder, name = _locate(adapter.strip().removeprefix("hf://"), progress=progress)
     if not folder.is_dir() or not (folder / "adapter_config.json").exists():
         raise CheckpointError(f"{adapter} is not a LoRA adapter: expected a folder with adapter_config.json.")
-    under = open_checkpoint(base.strip(), progress=progress, as_stored=as_stored)
+    under = open_checkpoint(base.strip(), progress=progress, as_stored=as_stored, download=download)
     return Adapted(under, folder, adapter.strip(), f"{under.name}+{name}")
 
 

@@ -45,6 +45,8 @@ class Checkpoint(ABC):
     """whether `read` returns tensors that others hold too, and that must not be written to"""
     files: Sequence[Path] = ()
     """the files the tensors lie in"""
+    downloads: Mapping[str, int] = {}
+    """those of them that are still on the hub -> their bytes"""
     streams: bool = False
     """whether some rows of a tensor are read at the cost of their bytes, so that it can be read piece by piece"""
 
@@ -224,6 +226,7 @@ class ShardedCheckpoint(Checkpoint):
     def __init__(self, name: str, where: str, shards: Sequence[Checkpoint], folder: Path) -> None:
         self.name, self.where, self.folder, self.shards = name, where, folder, shards
         self.files = [file for shard in shards for file in shard.files]
+        self.downloads = {file: size for shard in shards for file, size in shard.downloads.items()}
         self.streams = all(shard.streams for shard in shards)
         self.owner: dict[str, Checkpoint] = {}
         self.headers, self.ties = {}, {}

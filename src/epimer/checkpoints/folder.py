@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from epimer.checkpoints.checkpoint import Checkpoint, ShardedCheckpoint
@@ -18,10 +18,15 @@ FORMATS: dict[str, Callable[[Path, str], Checkpoint]] = {
 DIFFUSERS = "diffusion_pytorch_model"
 SINGLES = ("model.safetensors", f"{DIFFUSERS}.safetensors", "pytorch_model.bin", f"{DIFFUSERS}.bin")
 INDEXES = tuple(f"{file}.index.json" for file in SINGLES)
-GGUF = (
-    "is a GGUF file, whose weights are packed and cannot be merged; give the safetensors model it was made from, "
-    "or load it with transformers (from_pretrained with gguf_file=, which dequantises), save it, and merge that."
-)
+REFUSED = {
+    ".gguf": "is a GGUF file, whose weights are packed and cannot be merged; give the safetensors model it was made "
+    "from, or load it with transformers (from_pretrained with gguf_file=, which dequantises), save it, and merge that.",
+    ".onnx": "is an ONNX graph, whose weights have lost the model's names; give the PyTorch model it was made from.",
+    ".h5": "is a TensorFlow file; load it with transformers 4 (from_pretrained with from_tf=True) and save it first.",
+    ".msgpack": "is a Flax file; load it with transformers 4 (from_pretrained with from_flax=True) and save it first.",
+}
+"""suffix of weights that cannot be merged -> why, and the way out"""
+PIPELINE = "model_index.json"  # of diffusers, beside the folders of its models
 NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
 
 
@@ -29,18 +34,27 @@ def open_file(path: Path, where: str = "") -> Checkpoint:
     """Open one file of weights in the format of its suffix."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{where or path} is not a regular file; copy the weights to one.")
-    if path.suffix == ".gguf":
-        raise CheckpointError(f"{where or path} {GGUF}")
+    if path.suffix in REFUSED:
+        raise CheckpointError(f"{where or path} {REFUSED[path.suffix]}")
     if path.suffix not in FORMATS:
         raise CheckpointError(f"{where or path} is not a checkpoint: expected {', '.join(FORMATS)} or a model folder.")
     return FORMATS[path.suffix](path, where)
 
 
-def open_folder(folder: Path, where: str = "", name: str = "") -> Checkpoint:
-    """Open the one model in a folder: a single file, or shards with an index."""
-    where = where or str(folder)
+def open_folder(
+    folder: Path, where: str = "", name: str = "", elsewhere: Mapping[str, Callable[[], Checkpoint]] | None = None
+) -> Checkpoint:
+    """Open the one model in a folder: a single file, or shards with an index.
+
+    Files that belong to the folder and lie `elsewhere` are given by what opens them.
+    """
+    where, elsewhere = where or str(folder), elsewhere or {}
+
+    def open_weights(file: str) -> Checkpoint:
+        return elsewhere[file]() if file in elsewhere else open_file(inside(folder, file), f"{where}/{file}")
+
     indexes = [index for index in INDEXES if (folder / index).exists()]
-    singles = [file for file in SINGLES if (folder / file).exists()]
+    singles = [file for file in SINGLES if (folder / file).exists() or file in elsewhere]
     safe = [file for file in singles if file.endswith(".safetensors")]
     if indexes and indexes[0].removesuffix(".index.json") in safe:
         raise CheckpointError(
@@ -48,32 +62,43 @@ def open_folder(folder: Path, where: str = "", name: str = "") -> Checkpoint:
         )
     name = name or folder.resolve().name
     if indexes and not safe:
-        return _open_sharded(folder, indexes[0], where, name)
-    file = singles[0] if singles else _only_weights(folder, where)
-    return ShardedCheckpoint(name, where, [open_file(inside(folder, file), f"{where}/{file}")], folder)
+        at = f"{where}/{indexes[0]}"
+        index = read_json(inside(folder, indexes[0]), at)
+        return assemble(index, at, open_weights, where=where, name=name, folder=folder)
+    file = singles[0] if singles else _only_weights(folder, where, elsewhere)
+    return ShardedCheckpoint(name, where, [open_weights(file)], folder)
 
 
-def _only_weights(folder: Path, where: str) -> str:
+def _only_weights(folder: Path, where: str, elsewhere: Iterable[str]) -> str:
     """Return the folder's single weights file where none has a usual name."""
-    files = sorted(p.name for p in folder.iterdir() if p.suffix in FORMATS and p.name not in NOT_WEIGHTS)
+    names = {*elsewhere, *(path.name for path in folder.iterdir())}
+    files = sorted(name for name in names if Path(name).suffix in FORMATS and name not in NOT_WEIGHTS)
     if "adapter_model.safetensors" in files or "adapter_model.bin" in files:
         raise CheckpointError(f"{where} is a LoRA adapter, not a whole model; write it as BASE+{where}.")
     files = [name for name in files if name.endswith(".safetensors")] or files
-    if not files and (packed := sorted(folder.glob("*.gguf"))):
-        raise CheckpointError(f"{where}/{packed[0].name} {GGUF}")
+    if (folder / PIPELINE).is_file():
+        parts = [path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(f"*/{pattern}")]
+        raise CheckpointError(pipeline_refusal(where, {path.parent.name for path in parts}))
+    if not files:
+        refuse_formats([path.relative_to(folder).as_posix() for path in sorted(folder.glob("**/*"))], where)
     if len(files) != 1:
         held = f"{len(files)} weight files and no index: {listed(files)}" if files else "no weights"
         raise CheckpointError(f"{where} holds {held}; expected model.safetensors or shards with an index.")
     return files[0]
 
 
-def _open_sharded(folder: Path, index: str, where: str, name: str) -> Checkpoint:
-    at = f"{where}/{index}"
+def refuse_formats(files: Iterable[str], where: str) -> None:
+    """Refuse a folder of which these files are all by the first one whose format cannot be merged, if there is one."""
+    for file in sorted(files, key=lambda name: name.count("/")):
+        if (suffix := Path(file).suffix) in REFUSED:
+            raise CheckpointError(f"{where}/{file} {REFUSED[suffix]}")
 
-    def open_shard(file: str) -> Checkpoint:
-        return open_file(inside(folder, file), f"{where}/{file}")
 
-    return assemble(read_json(inside(folder, index), at), at, open_shard, where=where, name=name, folder=folder)
+def pipeline_refusal(where: str, parts: Iterable[str]) -> str:
+    """Return why a pipeline of diffusers cannot be merged as one model; `parts` are its folders with weights."""
+    parts = sorted(parts) or ["unet", "transformer"]
+    found = ", ".join(f"{where}/{part}" for part in parts[:3]) + (", ..." if len(parts) > 3 else "")
+    return f"{where} is a diffusers pipeline ({PIPELINE}); merge its parts, each as a model of its own: {found}."
 
 
 def assemble(

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.folder import DIFFUSERS, GGUF, NOT_WEIGHTS
+from epimer.checkpoints.folder import (
+    DIFFUSERS,
+    INDEXES,
+    NOT_WEIGHTS,
+    PIPELINE,
+    SINGLES,
+    pipeline_refusal,
+    refuse_formats,
+)
 from epimer.checkpoints.sidecar_files import TEMPLATES
 from epimer.errors import CheckpointError, EpimerError, listed
 
 REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
+HUB_NAME = re.compile(rf"({REPO})@[0-9a-f]{{40}}")
 HUB_ID = re.compile(rf"{REPO}(@[\w./-]+)?")
 MODULE = re.compile(r"\d+_\w+")  # the folder of a module of sentence-transformers
-SIDECARS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
+SIDECARS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", "README.md")
 
 
 def is_hub_id(text: str) -> bool:
@@ -27,6 +37,15 @@ def fetch(text: str, *, progress: bool = False) -> tuple[Path, str]:
     return fetch_repo(text, "model", lambda files: needed(files, text), CheckpointError, progress=progress)
 
 
+def fetch_code(name: str) -> None:
+    """Fetch the Python files of a model, by its `id@commit`, to where its other files are."""
+
+    def code(files: Sequence[str]) -> list[str]:
+        return [file for file in files if file.endswith(".py") and "/" not in file]
+
+    fetch_repo(name, "model", code, CheckpointError, progress=False)
+
+
 def fetch_repo(
     text: str, kind: str, choose: Callable[[Sequence[str]], list[str]], failure: type[EpimerError], *, progress: bool
 ) -> tuple[Path, str]:
@@ -35,31 +54,18 @@ def fetch_repo(
     `choose` says which of its files to fetch; `failure` is the error that is raised.
     """
     from huggingface_hub import HfApi, constants, errors, snapshot_download
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     repo, _, revision = text.partition("@")
     wanted = revision or None
-    quiet = are_progress_bars_disabled()
-    ancestors = errors.HfHubHTTPError.__mro__  # with the base class of whichever HTTP library huggingface_hub uses
-    unreachable: type[BaseException] = next((a for a in ancestors if a.__name__ == "HTTPError"), ConnectionError)
     try:
-        if not progress:
-            disable_progress_bars()
         if constants.HF_HUB_OFFLINE:
             raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        info: Any = HfApi().repo_info(repo, repo_type=kind, revision=wanted)
-        files = choose([sibling.rfilename for sibling in info.siblings or ()])
-        patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in files]
-        folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, allow_patterns=patterns))
-    except errors.GatedRepoError as error:
-        raise failure(f"{repo} is gated; accept its terms on the hub and log in: hf auth login") from error
-    except errors.RevisionNotFoundError as error:
-        raise failure(f"{repo} has no revision {revision!r} on the hub; see its page for branches.") from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise failure(
-            f"{text} is neither a path here nor a {kind} on the hub (a private one needs `hf auth login`)."
-        ) from error
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, unreachable) as error:
+        with progress_bars(shown=progress), explain_refusals(repo, kind, revision, failure):
+            info: Any = HfApi().repo_info(repo, repo_type=kind, revision=wanted)
+            files = choose([sibling.rfilename for sibling in info.siblings or ()])
+            patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in files]
+            folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, allow_patterns=patterns))
+    except http_failures() as error:
         try:
             folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, local_files_only=True))
         except (errors.LocalEntryNotFoundError, OSError, ValueError) as missing:
@@ -70,16 +76,65 @@ def fetch_repo(
                 options += f" --revision {revision}" if revision else ""
                 refused = getattr(getattr(error, "response", None), "status_code", None)
                 reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+                if refused in (401, 403):
+                    login = f"ask for access on {page(repo, kind)} and log in: hf auth login"
+                    raise failure(f"{text}: the hub refused it ({refused}); {login}") from error
                 problem = f"refused it ({refused})" if refused else f"cannot be reached ({reason})"
                 raise failure(
                     f"{text} is neither a path here nor in the hub's cache, and the hub {problem}; "
                     f"download it where there is a network: hf download {repo}{options}"
                 ) from error
             folder = Path(cached)
-    finally:
-        if not progress and not quiet:
-            enable_progress_bars()
     return folder, f"{repo}@{folder.resolve().name}"
+
+
+def http_failures() -> tuple[type[BaseException], ...]:
+    """Return the errors by which huggingface_hub says that something was refused or cannot be reached."""
+    from huggingface_hub import errors
+
+    ancestors = errors.HfHubHTTPError.__mro__  # with the base class of whichever HTTP library huggingface_hub uses
+    unreachable: type[BaseException] = next((a for a in ancestors if a.__name__ == "HTTPError"), ConnectionError)
+    return errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, unreachable
+
+
+@contextmanager
+def progress_bars(*, shown: bool) -> Iterator[None]:
+    """Hide the progress bars of huggingface_hub, unless they are to be shown."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    hide = not shown and not are_progress_bars_disabled()
+    try:
+        if hide:
+            disable_progress_bars()
+        yield
+    finally:
+        if hide:
+            enable_progress_bars()
+
+
+@contextmanager
+def explain_refusals(repo: str, kind: str, revision: str, failure: type[EpimerError]) -> Iterator[None]:
+    """Turn what the hub says about a repository that one may not see, or that is not there, into one line."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise failure(f"{repo} is gated; accept its terms on {page(repo, kind)} and log in: hf auth login") from error
+    except errors.RevisionNotFoundError as error:
+        raise failure(f"{repo} has no revision {revision!r} on the hub; see its page for branches.") from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        name = f"{repo}@{revision}" if revision else repo
+        raise failure(
+            f"{name} is neither a path here nor a {kind} on the hub (a private one needs `hf auth login`)."
+        ) from error
+
+
+def page(repo: str, kind: str) -> str:
+    """Return the address of a repository's page."""
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{repo}"
 
 
 def beside_weights(file: str, files: Sequence[str]) -> bool:
@@ -96,6 +151,13 @@ def beside_weights(file: str, files: Sequence[str]) -> bool:
 def needed(files: Sequence[str], text: str) -> list[str]:
     """Return which files of a repository to fetch: one set of weights, config and tokenizer."""
     top = [file for file in files if "/" not in file]
+    if PIPELINE in top and not {*SINGLES, *INDEXES} & {*top}:
+        weights = [file for file in files if file.endswith((".safetensors", ".bin"))]
+        parts = {file.split("/")[0] for file in weights if file.count("/") == 1}
+        repo = text.split("@")[0]
+        folder = repo.rpartition("/")[2]
+        refusal = pipeline_refusal(folder, parts).removesuffix(".")
+        raise CheckpointError(f"{refusal}; download it first: hf download {repo} --local-dir {folder}")
     for prefix, suffix in (
         ("model", ".safetensors"),
         (DIFFUSERS, ".safetensors"),
@@ -106,6 +168,5 @@ def needed(files: Sequence[str], text: str) -> list[str]:
         weights = [f for f in top if f.startswith(prefix) and f.endswith(suffix) and f not in NOT_WEIGHTS]
         if weights:
             return weights + [file for file in files if beside_weights(file, files)]
-    if packed := [file for file in top if file.endswith(".gguf")]:
-        raise CheckpointError(f"{text}/{packed[0]} {GGUF}")
+    refuse_formats(files, text)
     raise CheckpointError(f"{text} holds no weights on the hub: neither .safetensors nor .bin among {listed(top)}.")

@@ -42,7 +42,7 @@ class Adapted(Checkpoint):
         self.config = read_json(inside(folder, "adapter_config.json"), f"{where}/adapter_config.json")
         weights = f"adapter_model.{'safetensors' if (folder / 'adapter_model.safetensors').exists() else 'bin'}"
         self.adapter = open_file(inside(folder, weights), f"{where}/{weights}")
-        self.files = [*base.files, *self.adapter.files]
+        self.files, self.downloads = [*base.files, *self.adapter.files], base.downloads
         self._check_config()
         self.updates: dict[str, Update] = {}
         self.replaced: dict[str, str] = {}

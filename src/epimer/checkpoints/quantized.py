@@ -45,6 +45,7 @@ class Dequantized(Checkpoint):
     def __init__(self, source: Checkpoint, config: Mapping[str, Any]) -> None:
         self.source, self.name, self.where, self.folder = source, source.name, source.where, source.folder
         self.files, self.streams, self.in_memory = source.files, source.streams, source.in_memory
+        self.downloads = source.downloads
         if shifted := [name for name in source.headers if name.endswith("weight_zero_point")]:
             raise CheckpointError(
                 f"{self.where} has {shifted[0]!r}, and only FP8 without zero points is read; dequantise the model with "

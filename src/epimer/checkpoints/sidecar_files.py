@@ -26,9 +26,11 @@ PROCESSOR = (
 )  # fmt: skip
 TEMPLATES = ("additional_chat_templates", "chat_templates")
 TOKENIZER_PATTERNS = ("*.tiktoken", *(f"{folder}/*.jinja" for folder in TEMPLATES))
-WRITTEN_ANEW = ("README.md", "epimer.json", "trainer_state.json", *NOT_WEIGHTS, *INDEXES)
+RECIPE = "recipe.yaml"
+WRITTEN_ANEW = ("README.md", "epimer.json", RECIPE, "trainer_state.json", *NOT_WEIGHTS, *INDEXES)
 PATHS = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_file")
 QUANTIZATION = ("quantization_config", "compression_config")  # what is written is never quantised
+CODE = ("auto_map", "custom_pipelines")  # keys that name Python files
 LARGEST = 1 << 28  # bytes; a tokenizer is a few megabytes
 
 
@@ -38,11 +40,14 @@ def sidecar_files(
     dtype: str | None,
     generation: Path | None = None,
     adapt: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    *,
+    copy_code: bool = False,
 ) -> dict[str, bytes]:
     """Return the files to add to the weights; `dtype` is what the config is to say, None to leave it.
 
     `generation` is the folder that gives generation_config.json and the ids of eos, bos and padding, where it has them;
-    `adapt` returns the donor's config as the tensors need it.
+    `adapt` returns the donor's config as the tensors need it. With `copy_code` the donor's Python files are among them;
+    without, no config names any.
     """
     files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := read_sidecar(donor, name)) is not None}
     more = [] if tokenizer is None else [path for pattern in TOKENIZER_PATTERNS for path in tokenizer.glob(pattern)]
@@ -60,11 +65,28 @@ def sidecar_files(
             files[path.name] = as_json(adapt(_config(read_json(path, str(path)), dtype)) | token_ids(generation))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be written down again: {error}.") from error
+    if copy_code:
+        return files | {name: data for name in code_files(donor) if (data := read_sidecar(donor, name)) is not None}
+    for name, data in files.items():
+        if name.endswith("_config.json") or name == "config.json":
+            config = parse_json(data, Path(name))
+            if names_code(config):
+                files[name] = as_json(_without_code(config))
     return files
 
 
+def names_code(config: Mapping[str, Any]) -> bool:
+    """Whether a config, or a part of it, names Python files of the model."""
+    return any(key in CODE or (isinstance(value, dict) and names_code(value)) for key, value in config.items())
+
+
+def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    parts = {key: value for key, value in config.items() if key not in CODE}
+    return {key: _without_code(value) if isinstance(value, dict) else value for key, value in parts.items()}
+
+
 def code_files(donor: Path | None) -> list[str]:
-    """Return the Python files of a folder, which are neither run nor copied."""
+    """Return the Python files of a folder, which are never run, and copied only where that is asked for."""
     return [] if donor is None else sorted(path.name for path in donor.glob("*.py"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +36,7 @@ def merge(
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
     lora: Annotated[bool, option("Write a LoRA adapter of the base, as the recipe's output: lora.", "--lora")] = False,
     lora_rank: Annotated[int | None, option("Its rank at most; implies --lora.", default="all of the merge")] = None,
+    copy_code: Annotated[bool, option("Copy the base's Python files too, if you trust them.", "--copy-code")] = False,
     any_curvature: options.AnyCurvature = False,
     compat: Annotated[str | None, option("mergekit: its numbers where it departs from the papers.")] = None,
     workers: options.Workers = None,
@@ -45,6 +46,7 @@ def merge(
         str | None,
         option("Where the named merges of a file of several recipes go.", "--intermediate-dir", default="OUT.parts"),
     ] = None,
+    push_to_hub: Annotated[str | None, option("Then upload the folder to this model of the hub, ORG/NAME.")] = None,
     record: Annotated[Path | None, option("Also write the record with timings to this file.")] = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -54,6 +56,8 @@ def merge(
     The folder appears when it is complete. After a kill the same command goes on where it stopped.
     """
     from epimer.api import plan_merge
+    from epimer.checkpoints.hub_upload import check_upload, upload_folder
+    from epimer.checkpoints.object_store import is_store
     from epimer.checkpoints.writer import check_file
     from epimer.engine.options import RunOptions
     from epimer.engine.output import warn_of
@@ -65,11 +69,16 @@ def merge(
     if out is None and not dry_run:
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
+    if push_to_hub is not None and not dry_run:
+        if is_store(out or ""):
+            raise EpimerError("--push-to-hub uploads a folder of this machine; give one instead of an address as OUT.")
+        check_upload(push_to_hub)
     steps = merge_steps(recipe, out or "OUT", intermediate, compat=compat)
     if dry_run and as_json and len(steps) > 1:
         raise EpimerError(
             f"--dry-run --json prints one plan, and {recipe} holds {len(steps)} recipes; leave out --json."
         )
+    how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code}
     failed = False
     for step in steps:
         last = step is steps[-1]
@@ -80,7 +89,14 @@ def merge(
         if (lora or lora_rank is not None) and last:
             loaded = loaded.as_lora(lora_rank)
         with stoppable("nothing was written"):
-            plan = plan_merge(loaded, folder=step.folder, progress=progress, any_curvature=any_curvature)
+            plan = plan_merge(
+                loaded,
+                folder=step.folder,
+                progress=progress,
+                any_curvature=any_curvature,
+                download=not dry_run,
+                before_download=_print_downloads if progress else lambda files: None,
+            )
         if dry_run:
             if not plan.problems:
                 try:
@@ -93,7 +109,7 @@ def merge(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with stoppable("the same command goes on from here"):
-                result = write_output(plan, step.out, run, max_shard_size=max_shard_size, overwrite=overwrite)
+                result = write_output(plan, step.out, run, overwrite=overwrite, **how)
             warn_of(result)
         notes = [*plan.notes, *(str(warning.message) for warning in caught)]
         show = partial(_print_result, result, step.out, notes)
@@ -101,6 +117,23 @@ def merge(
             render.output(result.to_dict(), show, file=record if last else None, as_json=as_json, quiet=quiet)
     if dry_run:
         raise typer.Exit(2 if failed else 0)
+    if push_to_hub is not None and out is not None:
+        with stoppable(f"{out} is complete; the same command uploads it"):
+            place = upload_folder(Path(out).expanduser(), push_to_hub, progress=progress)
+        if progress:
+            render.print_text(f"uploaded to {place}")
+
+
+def _downloads(files: Mapping[str, int]) -> str:
+    """Say how much is to be downloaded, and of which models."""
+    sizes: Counter[str] = Counter()
+    for file, size in files.items():
+        sizes[file.rpartition("/")[0]] += size
+    return f"{render.size(sizes.total())} (" + ", ".join(f"{name} {render.size(n)}" for name, n in sizes.items()) + ")"
+
+
+def _print_downloads(files: Mapping[str, int]) -> None:
+    typer.echo(f"downloading {_downloads(files)} from the hub", err=True)
 
 
 def _print_result(record: MergeRecord, out: str, notes: Sequence[str]) -> None:
@@ -137,6 +170,7 @@ def _print_plan(plan: Plan, run: RunOptions, *, as_json: bool, quiet: bool) -> N
     costs = ("reads", "writes", "memory")
     if as_json:
         totals = {cost: getattr(plan, cost) for cost in costs} | {"seconds": plan.seconds(speeds, workers)}
+        totals["downloads"] = sum(plan.participants.downloads.values())
         record = {"method": plan.method.name, "tensors": tensors, "totals": totals}
         return render.print_json({**record, "notes": plan.notes, "problems": problems})
     if tensors and not quiet:
@@ -158,6 +192,8 @@ def _print_plan(plan: Plan, run: RunOptions, *, as_json: bool, quiet: bool) -> N
             f"about {plan.seconds(speeds, workers):.2g} s with {workers} at a time"
             + (", after a pre-pass over the whole model" if plan.method.prepare else "")
         )
+        if plan.participants.downloads:
+            render.print_text(f"to be downloaded from the hub: {_downloads(plan.participants.downloads)}")
         render.print_notes(plan.notes)
     for problem in problems:
         render.print_text(f"problem: {problem}")

@@ -8,23 +8,27 @@ from collections import Counter
 import yaml
 
 import epimer
-from epimer.checkpoints.hub import REPO
+from epimer.checkpoints.folder import DIFFUSERS
+from epimer.checkpoints.hub import HUB_NAME
+from epimer.plan.cards import agreed_card
 from epimer.plan.jobs import Plan
 from epimer.plan.participants import Participant
 from epimer.records import MergeRecord
 
-HUB_NAME = re.compile(rf"({REPO})@[0-9a-f]{{40}}")
-
 
 def model_card(plan: Plan, record: MergeRecord) -> str:
     """Return README.md with the tags that the hub understands, and no local path."""
-    adapter = plan.recipe is not None and plan.recipe.output == "lora"
-    library, kind = ("peft", ["lora"]) if adapter else ("transformers", [])
-    head: dict[str, object] = {"library_name": library, "tags": ["merge", "epimer", plan.method.name, *kind]}
+    agreed, _ = agreed_card(plan.participants)
+    library = _library(plan, agreed.pop("library_name", "transformers"))
+    kind = ["lora"] if library == "peft" else []
+    tags = ["merge", "epimer", plan.method.name, *kind]
+    head: dict[str, object] = {**agreed, "library_name": library, "tags": tags}
     hub = [match[1] for name in _names(plan) if (match := HUB_NAME.fullmatch(name))]
     if hub:
         head |= {"base_model": list(dict.fromkeys(hub)), "base_model_relation": "merge"}
-    title = plan.participants.donor.name.split("@")[0].split("/")[-1]
+    title = _inert(plan.participants.donor.name.split("@")[0].split("/")[-1])
+    recipe = plan.public_recipe().strip()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
     participants = plan.participants
     count = "one model" if len(participants.models) == 1 else f"{len(participants.models)} models"
     models = "\n".join(f"- {_named(model)}" for model in participants.models)
@@ -45,9 +49,9 @@ Models (the code is a fingerprint of the weights):
 
 ## Recipe
 
-```yaml
-{plan.public_recipe().strip()}
-```
+{fence}yaml
+{recipe}
+{fence}
 
 ## How it went
 
@@ -60,7 +64,23 @@ Models (the code is a fingerprint of the weights):
 
 
 def _named(one: Participant) -> str:
-    return f"{one.checkpoint.name} (`{one.checkpoint.fingerprint}`)"
+    return f"{_inert(one.checkpoint.name)} (`{one.checkpoint.fingerprint}`)"
+
+
+def _inert(name: str) -> str:
+    """Return a name that Markdown shows as it is: neither markup nor a line of its own."""
+    line = " ".join(name.split())
+    return re.sub(r"[\\`*\[\]<>&|!~]|^[#+-]|__|://", lambda it: "".join(f"&#{ord(c)};" for c in it[0]), line)
+
+
+def _library(plan: Plan, named: str) -> str:
+    """Return the library that loads the output; `named` is what the inputs' cards say."""
+    if plan.recipe is not None and plan.recipe.output == "lora":
+        return "peft"
+    if plan.modules is not None:
+        return "sentence-transformers"
+    diffusers = any(path.name.startswith(DIFFUSERS) for path in plan.participants.donor.files)
+    return "diffusers" if diffusers else named
 
 
 def _names(plan: Plan) -> list[str]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,17 @@ import torch
 
 import epimer
 from epimer.checkpoints.folder import DIFFUSERS
+from epimer.checkpoints.hub import HUB_NAME, fetch_code
 from epimer.checkpoints.sentence_modules import sentence_files
-from epimer.checkpoints.sidecar_files import code_files, left_behind, sidecar_files
+from epimer.checkpoints.sidecar_files import (
+    RECIPE,
+    code_files,
+    left_behind,
+    names_code,
+    parse_json,
+    read_sidecar,
+    sidecar_files,
+)
 from epimer.checkpoints.writer import Draft, Shard, as_json, explain_os_errors, plan_shards, recover, shard_index
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
@@ -41,13 +50,20 @@ MergeAll = Callable[[Plan, Engine, Draft, Prepared | None, Progress], dict[str, 
 
 
 def write_merge(
-    plan: Plan, out: Path, run: RunOptions, *, max_shard_size: str | int = "5GB", overwrite: bool = False
+    plan: Plan,
+    out: Path,
+    run: RunOptions,
+    *,
+    max_shard_size: str | int = "5GB",
+    overwrite: bool = False,
+    copy_code: bool = False,
 ) -> MergeRecord:
     """Carry out a plan into a model folder, or find that it has been carried out."""
     plan.check()
     engine = run.start(plan.parts)
     shards = plan_shards(plan.outputs, plan.ties, parse_size(max_shard_size, "max_shard_size"), _stem(plan))
-    return write_files(plan, out, run, engine, shards, _sidecars(plan, shards), _merge_all, overwrite=overwrite)
+    sidecars = _sidecars(plan, shards, copy_code=copy_code)
+    return write_files(plan, out, run, engine, shards, sidecars, _merge_all, overwrite=overwrite)
 
 
 def write_files(
@@ -63,6 +79,7 @@ def write_files(
 ) -> MergeRecord:
     """Carry out a plan into the files of a folder, or find that it has been carried out."""
     started = time.perf_counter()
+    sidecars = sidecars | {RECIPE: plan.public_recipe().encode()}
     out = Path(os.path.abspath(out.expanduser()))
     recover(out)
     if (record := finished(out, plan, shards, sidecars)) is not None:
@@ -268,27 +285,48 @@ def tensor_record(entry: dict[str, Any]) -> TensorRecord:
     return TensorRecord(**{**entry, "shape": tuple(entry["shape"])})
 
 
-def _sidecars(plan: Plan, shards: list[Shard]) -> dict[str, bytes]:
+def _sidecars(plan: Plan, shards: list[Shard], *, copy_code: bool) -> dict[str, bytes]:
     """Return the index and the files that are carried over; note those that are not."""
     dtypes = {str(job.template.dtype).removeprefix("torch.") for job in plan.jobs if job.template.is_floating_point()}
     folder = plan.participants.donor.folder
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     adapt = plan.participants.donor.adapted_config
-    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation, adapt)
+    if copy_code and HUB_NAME.fullmatch(donor := plan.participants.donor.name.split("+")[0]):
+        fetch_code(donor)
+    files = sidecar_files(folder, plan.tokenizer, dtype, plan.generation, adapt, copy_code=copy_code)
     files |= {**plan.tokenizer_files, **sentence_files(plan.modules)}
     merged = merged_modules(plan)
     files = {name: data for name, data in files.items() if _weights_beside(name) not in merged} | merged
     if (index := shard_index(shards, plan.outputs)) is not None:
         files[f"{_stem(plan)}.safetensors.index.json"] = index
-    left = code_files(folder)
-    if left:
-        plan.notes.append(f"Python files are not copied: {', '.join(left)}; add them yourself if you trust them.")
+    plan.notes.extend(_code_notes(folder, plan.tokenizer, copied=copy_code))
     read = [path for one in plan.participants.all for path in one.checkpoint.files]
     if others := left_behind(folder, files, read):
         plan.notes.append(
             f"not carried over from {plan.participants.donor.name}: {listed(others)}; copy what you need."
         )
     return files
+
+
+def _code_notes(donor: Path | None, tokenizer: Path | None, *, copied: bool) -> Iterator[str]:
+    """Say what became of the Python files of a model and of the configs that name them."""
+    code = ", ".join(code_files(donor))
+    if copied and code:
+        yield f"copied, not run: {code}; who loads the model with trust_remote_code runs them."
+        return
+    naming = [
+        name
+        for folder, name in ((donor, "config.json"), (tokenizer, "tokenizer_config.json"))
+        if folder is not None and (data := read_sidecar(folder, name)) and names_code(parse_json(data, folder / name))
+    ]
+    if naming and not copied:
+        files = f" ({code})" if code else ""
+        yield (
+            f"auto_map of {' and '.join(naming)} is dropped, as the Python files{files} are not copied; "
+            "pass --copy-code if you trust them."
+        )
+    elif code:
+        yield f"Python files are not copied: {code}; pass --copy-code if you trust them."
 
 
 def _weights_beside(name: str) -> str:

@@ -25,21 +25,19 @@ LAST = ("config.json", RECORD)
 
 
 def write_output(
-    plan: Plan, out: str | os.PathLike[str], run: RunOptions, *, max_shard_size: str | int = "5GB", overwrite: bool
+    plan: Plan, out: str | os.PathLike[str], run: RunOptions, *, overwrite: bool, **options: Any
 ) -> MergeRecord:
-    """Carry out a plan into a folder here or, where `out` is an address, in an object store."""
+    """Carry out a plan into a folder here or, where `out` is an address, in an object store; options of write_merge."""
     if is_store(str(out)):
-        return merge_into_store(plan, str(out), run, max_shard_size=max_shard_size, overwrite=overwrite)
-    return write_folder(plan, Path(out), run, max_shard_size=max_shard_size, overwrite=overwrite)
+        return merge_into_store(plan, str(out), run, overwrite=overwrite, **options)
+    return write_folder(plan, Path(out), run, overwrite=overwrite, **options)
 
 
-def write_folder(
-    plan: Plan, out: Path, run: RunOptions, *, max_shard_size: str | int = "5GB", overwrite: bool
-) -> MergeRecord:
+def write_folder(plan: Plan, out: Path, run: RunOptions, *, overwrite: bool, **options: Any) -> MergeRecord:
     """Carry out a plan into a folder: of a model, or of an adapter where the recipe says so."""
     if plan.recipe is not None and plan.recipe.output == "lora":
         return write_adapter(plan, out, run, overwrite=overwrite)
-    return write_merge(plan, out, run, max_shard_size=max_shard_size, overwrite=overwrite)
+    return write_merge(plan, out, run, overwrite=overwrite, **options)
 
 
 def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool = False, **options: Any) -> MergeRecord:

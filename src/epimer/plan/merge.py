@@ -13,6 +13,7 @@ from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, ParameterError, RecipeError, TensorError
 from epimer.methods.registry import Method, describe_method
+from epimer.plan.cards import agreed_card
 from epimer.plan.compatibility import compare_folders
 from epimer.plan.curvature_inputs import (
     basis_problems,
@@ -57,20 +58,23 @@ def open_models(
     progress: bool = False,
     any_curvature: bool = False,
     measured: bool = True,
+    download: bool = True,
 ) -> OpenedModels:
     """Open the models that a recipe names, with curvature and basis if `measured`, and check that they fit together.
 
     Relative paths that do not exist here are looked for in `folder`. With `any_curvature`, curvature that was measured
-    on another model is used, and noted.
+    on another model is used, and noted. Without `download` weights that are on the hub stay there, and are read there.
     """
     missing: list[EpimerError] = []
     notes: list[str] = []
-    participants, tokenizer, words = open_participants(recipe, folder, missing, notes, progress=progress)
+    participants, tokenizer, words = open_participants(
+        recipe, folder, missing, notes, progress=progress, download=download
+    )
     curvatures, basis = open_measured(recipe, folder, missing) if measured else (None, None)
     if missing or participants is None:
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in missing) + ".")
     problems: list[EpimerError] = []
-    notes += equal_models(participants)
+    notes += [*equal_models(participants), *agreed_card(participants)[1]]
     own = tokenizer
     tokenizer, generation = settings_source(participants, recipe.tokenizer_source, tokenizer, notes)
     files = words.files if tokenizer is None or vocabulary(tokenizer) != words.tokens else {}

@@ -78,6 +78,8 @@ class Participants:
     """whose config and other files an output gets"""
     names: Mapping[str, str] = field(default_factory=dict)
     """what a recipe calls a model -> what to call it where paths must not be shown"""
+    downloads: Mapping[str, int] = field(default_factory=dict)
+    """files of theirs that are still on the hub -> their bytes"""
 
     @property
     def all(self) -> list[Participant]:
@@ -117,7 +119,7 @@ class Participants:
         """Return the same models without the base, whose files the output still gets."""
         labels = [model.label for model in self.models]
         alone = align(None, [model.checkpoint for model in self.models], labels, donor=self.donor)
-        return replace(alone, names=self.names)
+        return replace(alone, names=self.names, downloads=self.downloads)
 
     def kept_in_memory(self, most: int) -> Participants:
         """Return the same models with tensors that are read once and kept, where they fit in `most` bytes."""
@@ -141,18 +143,25 @@ def state_dict_participants(base: Model | None, models: Sequence[Model]) -> Part
 
 
 def open_participants(
-    recipe: Recipe, folder: Path | None, problems: list[EpimerError], notes: list[str], *, progress: bool
+    recipe: Recipe,
+    folder: Path | None,
+    problems: list[EpimerError],
+    notes: list[str],
+    *,
+    progress: bool,
+    download: bool,
 ) -> tuple[Participants | None, Path | None, Vocabulary]:
     """Open the base and the models that a recipe names, the folder of the output's tokenizer, and its vocabulary.
 
-    What cannot be opened is added to `problems`, and there are no participants then.
+    What cannot be opened is added to `problems`, and there are no participants then. Without `download` weights that
+    are on the hub stay there.
     """
     opened: dict[str, Checkpoint] = {}
 
-    def opening(text: str, label: str) -> None:
+    def opening(text: str, label: str, *, download: bool = download) -> None:
         if text not in opened:
             with collect_errors(problems, label):
-                opened[text] = open_checkpoint(locate(text, folder), progress=progress)
+                opened[text] = open_checkpoint(locate(text, folder), progress=progress, download=download)
 
     if recipe.base_model is not None:
         opening(recipe.base_model, "base_model")
@@ -162,7 +171,7 @@ def open_participants(
     source = recipe.tokenizer_source or "base"
     place = Path(locate(source, folder)).expanduser()
     if source not in ("base", UNION) and not place.is_dir():
-        opening(source, "tokenizer_source")
+        opening(source, "tokenizer_source", download=False)
     if problems:
         return None, None, Vocabulary()
     if source in ("base", UNION):
@@ -185,7 +194,8 @@ def open_participants(
     each = "sources" if recipe.slices else "models"
     labels = [f"{each}[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
     names = {text: checkpoint.name for text, checkpoint in opened.items()}
-    participants = replace(align(base, present, labels, donor=donor), names=names)
+    downloads = {file: size for text in models for file, size in opened[text].downloads.items()}
+    participants = replace(align(base, present, labels, donor=donor), names=names, downloads=downloads)
     return participants, tokenizer, vocabulary
 
 

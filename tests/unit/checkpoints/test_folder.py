@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import open_folder
+from epimer.checkpoints.hub import needed
 from epimer.checkpoints.sidecar_files import sidecar_files
 from epimer.errors import CheckpointError
 from models import make_base, make_models
@@ -414,9 +416,55 @@ def test_a_name_that_is_neither_a_path_nor_a_model(text, monkeypatch, tmp_path):
 
 
 def test_a_file_of_another_kind(tmp_path):
-    (tmp_path / "model.onnx").write_bytes(b"ONNX")
-    with pytest.raises(CheckpointError, match=r"model\.onnx is not a checkpoint: expected \.safetensors, \.bin"):
-        open_checkpoint(str(tmp_path / "model.onnx"))
+    (tmp_path / "model.npz").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"model\.npz is not a checkpoint: expected \.safetensors, \.bin"):
+        open_checkpoint(str(tmp_path / "model.npz"))
+
+
+FORMATS_REFUSED = {
+    "model.onnx": "is an ONNX graph",
+    "onnx/model_quantized.onnx": "is an ONNX graph",
+    "tf_model.h5": "from_tf=True",
+    "flax_model.msgpack": "from_flax=True",
+    "model.gguf": "gguf_file=",
+}
+
+
+@pytest.mark.parametrize("file", FORMATS_REFUSED)
+def test_weights_that_cannot_be_merged_are_refused_by_their_format(tmp_path, file):
+    """A file, a folder of it and a hub repository of it; not where there are weights beside it that can be merged."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes(b"")
+    (tmp_path / "config.json").write_text("{}")
+    way_out = re.escape(FORMATS_REFUSED[file])
+    for place in (tmp_path, tmp_path / file):
+        with pytest.raises(CheckpointError, match=rf"{re.escape(file)} .*{way_out}") as error:
+            open_checkpoint(str(place))
+        assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointError, match=rf"org/name/{re.escape(file)} is "):
+        needed(["config.json", file], "org/name")
+    safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert list(open_checkpoint(str(tmp_path)).headers) == ["w"]
+    assert needed(["config.json", file, "model.safetensors"], "org/name") == ["model.safetensors", "config.json"]
+
+
+def test_a_diffusers_pipeline_names_the_parts_to_merge(tmp_path):
+    """The root also where it holds the whole pipeline in one file, as Stable Diffusion's does; a part is a model."""
+    files = ["model_index.json", "unet/config.json", "unet/diffusion_pytorch_model.safetensors", "vae/config.json"]
+    files += ["vae/diffusion_pytorch_model.bin", "scheduler/scheduler_config.json"]
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "unet" / "diffusion_pytorch_model.safetensors")
+    safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "v1-5.safetensors")
+    reason = "is a diffusers pipeline (model_index.json); merge its parts, each as a model of its own:"
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(str(tmp_path))
+    assert str(error.value) == f"{tmp_path} {reason} {tmp_path}/unet, {tmp_path}/vae."
+    with pytest.raises(CheckpointError) as error:
+        needed([*files, "v1-5.safetensors"], "org/sd@main")
+    assert str(error.value) == f"sd {reason} sd/unet, sd/vae; download it first: hf download org/sd --local-dir sd"
+    assert list(open_checkpoint(str(tmp_path / "unet")).headers) == ["w"]
 
 
 @pytest.mark.parametrize("most", ["5GB", "100B"])

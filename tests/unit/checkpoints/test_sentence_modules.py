@@ -64,7 +64,7 @@ def folder(tmp_path):
 def test_the_whole_folder_is_carried(folder):
     out = folder / "out"
     epimer.merge(recipe(folder), out, progress=False)
-    assert inside(out) == CARRIED | {"README.md", "epimer.json", "model.safetensors"}
+    assert inside(out) == CARRIED | {"README.md", "epimer.json", "model.safetensors", "recipe.yaml"}
     for name in CARRIED - {"config.json"}:
         assert (out / name).read_bytes() == (folder / "base" / name).read_bytes(), name
     one, two = (load_file(folder / name / "model.safetensors")["layer.weight"].double() for name in ("one", "two"))
@@ -77,7 +77,7 @@ def test_an_output_with_folders_is_replaced_unless_something_else_lies_in_them(f
     epimer.merge(recipe(folder), out, progress=False)
     changed = {**recipe(folder), "parameters": {"scale": 0.5}}
     epimer.merge(changed, out, progress=False, overwrite=True)
-    assert inside(out) == CARRIED | {"README.md", "epimer.json", "model.safetensors"}
+    assert inside(out) == CARRIED | {"README.md", "epimer.json", "model.safetensors", "recipe.yaml"}
     (out / "1_Pooling" / "mine.txt").write_text("keep me")
     with pytest.raises(epimer.OutputError, match=r"1_Pooling/mine\.txt"):
         epimer.merge(recipe(folder), out, progress=False, overwrite=True)
@@ -104,7 +104,7 @@ def test_dense_layers_that_differ_are_averaged(folder, method):
     found = load_file(folder / "out" / "2_Dense" / "model.safetensors")
     assert found.keys() == {"linear.weight"}
     torch.testing.assert_close(found["linear.weight"], expected)
-    assert inside(folder / "out") == CARRIED | {"README.md", "epimer.json", "model.safetensors"}
+    assert inside(folder / "out") == CARRIED | {"README.md", "epimer.json", "model.safetensors", "recipe.yaml"}
     assert epimer.merge(settings, folder / "out", progress=False).timings == {}  # already there
 
 
