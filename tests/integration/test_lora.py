@@ -142,7 +142,10 @@ def test_dora_is_read_as_peft_merges_it_in_float64(name, tmp_path):
 @pytest.mark.parametrize("method", ["average", "tsv", "ties"])
 def test_dora_merges_into_a_model_and_not_into_an_adapter(method, tmp_path):
     base = save_base(tmp_path / "base", llama)
-    kinds = {"dora": {"use_dora": True, "target_modules": ["q_proj", "up_proj"]}, "plain": {"target_modules": ["q_proj"]}}
+    kinds = {
+        "dora": {"use_dora": True, "target_modules": ["q_proj", "up_proj"]},
+        "plain": {"target_modules": ["q_proj"]},
+    }
     states = []
     for seed, (name, config) in enumerate(kinds.items(), 1):
         save_adapter(base, tmp_path / name, seed=seed, **config)

@@ -495,16 +495,18 @@ def test_what_is_extracted_has_the_networks_names_where_the_file_has_others(buil
     found = unloaded(model, tmp_path / "out", torch.float64)
     tuned = type(model).from_pretrained(tmp_path / "tuned").double().state_dict()
     base = {name: W.double() for name, W in model.state_dict().items()}
-    still = {name for name, W in tuned.items() if torch.equal(found[name], base[name]) and not torch.equal(W, base[name])}
+    still = {
+        name for name, W in tuned.items() if torch.equal(found[name], base[name]) and not torch.equal(W, base[name])
+    }
     assert still == lost
     assert any("not in the adapter" in str(one.message) for one in caught) == bool(lost)
-    assert_close({n: found[n] for n in base if n not in lost}, {n: tuned[n] for n in base if n not in lost}, base, 1e-5)
-    again = open_checkpoint(f"{tmp_path / 'base'}+{tmp_path / 'out'}")
-    whole = load_file(tmp_path / "tuned" / "model.safetensors")
-    before = load_file(tmp_path / "base" / "model.safetensors")
-    apart = {n for n, W in whole.items() if not torch.allclose(again.read(n), W, rtol=1e-4, atol=1e-5)}
-    assert all(torch.equal(again.read(name), before[name]) for name in apart)
-    assert len(apart) <= 9  # three matrices of three experts
+    held = {name: W for name, W in base.items() if name not in lost}
+    assert_close(found, {name: tuned[name] for name in held}, held, 1e-5)
+    if build is not mixtral:  # whose routers the file keeps in modules of another name
+        again = open_checkpoint(f"{tmp_path / 'base'}+{tmp_path / 'out'}")
+        whole = load_file(tmp_path / "tuned" / "model.safetensors")
+        apart = {name for name, W in whole.items() if not torch.allclose(again.read(name), W, rtol=1e-4, atol=1e-5)}
+        assert len(apart) <= 1  # what is lost
 
 
 def test_names_that_transformers_cannot_tell_are_said_to_be_the_files(tmp_path):

@@ -1,6 +1,6 @@
 """A LoRA adapter over a base model: W + scaling·B·A, kept as factors until a dense tensor is read.
 
-DoRA also gives every output (row of W) a length m: W' = m · (W + scaling·B·A) / ‖W + scaling·B·A‖, which has no factors.
+DoRA also gives every output (row of W) a length m: V = W + scaling·B·A becomes m V / ‖V‖, which has no factors.
 """
 
 from __future__ import annotations

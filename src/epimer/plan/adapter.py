@@ -15,7 +15,7 @@ from epimer.methods.averaging import average
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.rules import is_matrix
 from epimer.plan.jobs import Job, Plan
-from epimer.tasks.module_names import network_names
+from epimer.tasks.module_names import find_network
 
 INNER = (".modules_to_save.default.", ".modules_to_save.", ".base_layer.", ".original_module.")
 FACTORS = 8  # float64 copies of all factors that a merge of them holds at once
@@ -45,9 +45,10 @@ def plan_adapter(plan: Plan) -> Plan:
         return plan
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
-    plan, absent = _with_network_names(plan, changed)
+    plan, absent, other = _with_network_names(plan, changed)
     present = [job for job in changed if job.name not in absent]
-    factors = {job.name: module for job in present if (module := _module(plan, job, rank)) is not None}
+    layers = [job for job in present if job.name not in other]
+    factors = {job.name: module for job in layers if (module := _module(plan, job, rank)) is not None}
     unbounded = [job for job in changed if job.name in factors and rank is None and not _bounded(plan, job)]
     if unbounded:
         return replace(plan, jobs=[], problems=[_unbounded(plan, unbounded)])
@@ -87,21 +88,22 @@ def whole_tensors(plan: Plan) -> WholeTensors:
     return WholeTensors(keys, list(dict.fromkeys(modules)), biases)
 
 
-def _with_network_names(plan: Plan, changed: list[Job]) -> tuple[Plan, set[str]]:
-    """Return the plan with the network's names of tensors, and the changed ones that the network does not have.
+def _with_network_names(plan: Plan, changed: list[Job]) -> tuple[Plan, set[str], set[str]]:
+    """Return the plan with the network's names of tensors, the changed ones that it lacks, those of no linear layer.
 
     Adapters tell the names of what they change or bring. Where whole models change more, transformers tells all.
     """
     found, donor = _brought_names(plan), plan.participants.donor
     others = [job.name for job in changed if _update(plan, job)[0] is None and job.name not in found]
-    names = network_names(donor) if others else None
-    if names is not None:
-        return replace(plan, network_names=names | found), {name for name in others if name not in names}
+    network = find_network(donor) if others else None
+    if network is not None:
+        absent = {name for name in others if name not in network.names}
+        return replace(plan, network_names=network.names | found), absent, {*others} - network.linear - absent
     plan = replace(plan, network_names=found)
     if others and model_config(donor):
         note = "modules have the file's names, which the network's may differ from: transformers could not tell those."
         plan = replace(plan, notes=[*plan.notes, note])
-    return plan, set()
+    return plan, set(), set()
 
 
 def _brought_names(plan: Plan) -> dict[str, str]:

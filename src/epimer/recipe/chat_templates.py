@@ -32,7 +32,8 @@ MISTRAL = (
     "{% if message['role'] == 'system' %}{% set state.system = message['content'] | trim + '\\n\\n' %}"
     "{% elif message['role'] == 'user' %}{{ '[INST] ' + state.system + message['content'] | trim + ' [/INST]' }}"
     "{% set state.system = '' %}"
-    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] | trim }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
 )
 
 TEMPLATES = {"alpaca": ALPACA, "chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL}

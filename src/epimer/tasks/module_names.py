@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.lora import model_config
 from epimer.errors import CheckpointError
 from epimer.tasks.loading import check_folder, ends_with, quiet_transformers, renamed_by_transformers
 
+LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-def network_names(checkpoint: Checkpoint) -> dict[str, str] | None:
-    """Return tensor on disk -> its name in the network; None where transformers knows no network of the checkpoint.
+
+@dataclass(frozen=True)
+class Network:
+    """What transformers calls a checkpoint's tensors."""
+
+    names: dict[str, str]
+    """tensor on disk -> its name in the network"""
+    linear: frozenset[str]
+    """tensors on disk that are weights of linear layers or convolutions"""
+
+
+def find_network(checkpoint: Checkpoint) -> Network | None:
+    """Return the names of tensors in a checkpoint's network; None where transformers knows none.
 
     The network is that of the config's `architectures`, built without weights; no code but transformers' own is run. A
     tensor that the network has in another form (experts that are stacked, parts that are joined) has no name.
@@ -37,7 +50,9 @@ def network_names(checkpoint: Checkpoint) -> dict[str, str] | None:
         ends = [name for name in parameters if ends_with(name, disk) and _fits(parameters[name], W)]
         if disk in ends or len(ends) == 1:
             found[disk] = disk if disk in ends else ends[0]
-    return found
+    kinds = (*LINEAR, import_module("transformers.pytorch_utils").Conv1D)
+    modules = {f"{name}.weight" for name, module in network.named_modules() if isinstance(module, kinds)}
+    return Network(found, frozenset(disk for disk, name in found.items() if name in modules))
 
 
 def _fits(parameter: Tensor | None, W: Tensor) -> bool:

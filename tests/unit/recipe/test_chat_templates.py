@@ -9,9 +9,7 @@ SYSTEM, USER, ANSWER, AGAIN = (
     {"role": role, "content": text}
     for role, text in [("system", "Be brief."), ("user", "Hi!"), ("assistant", "Hello."), ("user", " Bye. ")]
 )
-ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-)
+ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 FORMATS = {
     "alpaca": {
         (False, True): f"<s>{ALPACA}### Instruction:\nHi!\n\n### Response:\n",

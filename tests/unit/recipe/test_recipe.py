@@ -730,8 +730,8 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("merge_method: epimer\n" + TAIL + "parameters: {basis: {w: full}}\n",
      "4: The 'basis' parameter of epimer must be one of 'tagged', 'tensor', 'full'. Got {'w': 'full'} instead."),
     ("merge_method: ties\n" + TAIL + "parameters: {elect: [mass, frequncy]}\n",
-     "4: parameters.elect[1]: The 'elect' parameter of ties must be one of 'mass', 'frequency'. Got 'frequncy' instead. "
-     "Did you mean 'frequency'?"),
+     "4: parameters.elect[1]: The 'elect' parameter of ties must be one of 'mass', 'frequency'. "
+     "Got 'frequncy' instead. Did you mean 'frequency'?"),
     ("merge_method: ties\n" + TAIL + "parameters: {elect: [mass, [frequency]]}\n",
      "4: parameters.elect[1]: The 'elect' parameter of ties must be one of 'mass', 'frequency'. "
      "Got ['frequency'] instead."),
