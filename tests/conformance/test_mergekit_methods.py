@@ -60,6 +60,8 @@ RECIPES = {
     "nuslerp, rows": "merge_method: nuslerp\nbase_model: base\n" + PAIR + "parameters: {nuslerp_flatten: false}\n",
     "nuslerp, columns": "merge_method: nuslerp\n" + PAIR
     + "parameters: {nuslerp_flatten: false, nuslerp_row_wise: true}\n",
+    "nuslerp, truths over the layers": "merge_method: nuslerp\n" + PAIR
+    + "parameters: {nuslerp_flatten: [true, false, true], nuslerp_row_wise: [false, true]}\n",
     "multislerp": "merge_method: multislerp\n" + TASKS.replace("base_model: base\n", ""),
     "multislerp, task vectors": "merge_method: multislerp\n" + TASKS,
     "multislerp, weights as given": "merge_method: multislerp\n" + TASKS + "parameters: {normalize_weights: false}\n",

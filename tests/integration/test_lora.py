@@ -111,6 +111,57 @@ def test_reading_equals_merge_and_unload(name, tmp_path):
             assert torch.equal(found, before[tensor]), tensor
 
 
+DORA = {
+    "linear": (llama, {"target_modules": ["q_proj", "down_proj"], "use_rslora": True}),
+    "conv1d": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True, "bias": "lora_only"}),
+    "table": (llama, {"target_modules": ["embed_tokens", "v_proj"]}),
+    "convolutions": (Convolutions, {"target_modules": ["one", "two", "point", "map"]}),
+}
+
+
+@pytest.mark.parametrize("name", DORA)
+def test_dora_is_read_as_peft_merges_it_in_float64(name, tmp_path):
+    build, config = DORA[name]
+    base = save_base(tmp_path / "base", build, torch.float64)
+    save_adapter(base, tmp_path / "adapter", use_dora=True, **config)
+    save_adapter(base, tmp_path / "plain", **config)
+    expected, plain = (unloaded(base, tmp_path / kind, torch.float64) for kind in ("adapter", "plain"))
+    opened = open_checkpoint(f"{tmp_path / 'base'}+{tmp_path / 'adapter'}")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    changed = [tensor for tensor, W in before.items() if not torch.equal(W, expected[tensor])]
+    assert sum(float((expected[tensor] - plain[tensor]).abs().max()) > 0.01 for tensor in changed) >= 3
+    for tensor, W in before.items():
+        found = opened.read(tensor)
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, expected[tensor], atol=1e-13, rtol=1e-12, msg=lambda m, t=tensor: f"{t}: {m}")
+        rows = (1, len(W) - 1)
+        torch.testing.assert_close(opened.read(tensor, rows), expected[tensor][slice(*rows)], atol=1e-13, rtol=1e-12)
+        assert (opened.delta(tensor, opened.base) is None) == (tensor in changed)
+
+
+@pytest.mark.parametrize("method", ["average", "tsv", "ties"])
+def test_dora_merges_into_a_model_and_not_into_an_adapter(method, tmp_path):
+    base = save_base(tmp_path / "base", llama)
+    kinds = {
+        "dora": {"use_dora": True, "target_modules": ["q_proj", "up_proj"]},
+        "plain": {"target_modules": ["q_proj"]},
+    }
+    states = []
+    for seed, (name, config) in enumerate(kinds.items(), 1):
+        save_adapter(base, tmp_path / name, seed=seed, **config)
+        states.append(unloaded(base, tmp_path / name, torch.float64))
+    models = [{"model": f"{tmp_path / 'base'}+{tmp_path / name}"} for name in kinds]
+    given = {"merge_method": method, "base_model": str(tmp_path / "base"), "models": models}
+    epimer.merge(given, tmp_path / "out", progress=False)
+    before = {name: W.double() for name, W in load_file(tmp_path / "base" / "model.safetensors").items()}
+    expected = epimer.merge_state_dicts(before, [{name: state[name] for name in before} for state in states], method)
+    for name, W in load_file(tmp_path / "out" / "model.safetensors").items():
+        torch.testing.assert_close(W.double(), expected[name], atol=2e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    with pytest.raises(epimer.EpimerError, match=r"dora.*DoRA.*lora_rank"):
+        epimer.merge({**given, "output": "lora"}, tmp_path / "lora", progress=False)
+    assert not (tmp_path / "lora").exists()
+
+
 def test_reading_a_bfloat16_base_is_nearer_the_exact_sum_than_peft(tmp_path):
     """PEFT rounds B·A and then the sum to bfloat16, we return the sum in float32."""
     base = save_base(tmp_path / "base", llama, torch.bfloat16)
@@ -455,10 +506,20 @@ def edited(pair: Path, folder: Path, change) -> Path:
     return folder
 
 
-def test_dora_is_refused(pair, tmp_path):
+def test_lengths_of_dora_that_its_config_or_its_layers_do_not_have_are_refused(pair, tmp_path):
     folder, base = pair
     save_adapter(base, tmp_path / "dora", target_modules=["q_proj"], use_dora=True)
-    refused(folder / "base", tmp_path / "dora", tmp_path / "out", "use_dora", "merge_and_unload")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
+    for change, words in (
+        (lambda tensors: tensors.pop(name), ["use_dora", "lora_magnitude_vector", "0.self_attn.q_proj"]),
+        (lambda tensors: tensors.update({name: torch.ones(31)}), ["31 lengths", "32 outputs", "0.self_attn.q_proj"]),
+    ):
+        shutil.copytree(tmp_path / "dora", tmp_path / "broken")
+        tensors = load_file(tmp_path / "broken" / "adapter_model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "broken" / "adapter_model.safetensors")
+        refused(folder / "base", tmp_path / "broken", tmp_path / "out", *words)
+        shutil.rmtree(tmp_path / "broken")
     config = json.loads((tmp_path / "dora" / "adapter_config.json").read_text())
     (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps({**config, "use_dora": False}))
     refused(folder / "base", tmp_path / "dora", tmp_path / "out", "lora_magnitude_vector")

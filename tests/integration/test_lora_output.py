@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ from adapters import (  # noqa: E402
     ADAPTERS,
     PEFT_REMARKS,
     RANK,
+    SIZES,
+    TOKENS,
     Adapters,
     Convolutions,
     bert,
@@ -457,6 +460,63 @@ def test_an_embedding_that_is_also_the_head_is_said_to_be_left_out(tmp_path):
     lost = [name for name in moved if torch.equal(state[name], base[name])]
     assert lost == ["transformer.wte.weight"]
     assert "not in the adapter: 'transformer.wte.weight', which" in ran.out
+
+
+def without_prefix(folder: Path) -> None:
+    """Store a model as the hub has GPT-2: without the network's first word."""
+    state = load_file(folder / "model.safetensors")
+    state = {name.removeprefix("transformer."): W for name, W in state.items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**SIZES, **TOKENS, num_key_value_heads=2, num_local_experts=3)
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "lost"),
+    [
+        (llava, {"model.vision_tower.embeddings.class_embedding"}),
+        (qwen_vl, set()),
+        (gpt2, {"transformer.wte.weight", "lm_head.weight"}),
+        (mixtral, {f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down")}),
+    ],
+)
+def test_what_is_extracted_has_the_networks_names_where_the_file_has_others(build, lost, tmp_path):
+    """At full rank PEFT's network with the adapter is the fine-tuned one, but for what no adapter holds."""
+    model, _, _ = fine_tuned(tmp_path, build)
+    if build is gpt2:
+        for name in ("base", "tuned"):
+            without_prefix(tmp_path / name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        epimer.extract_lora(str(tmp_path / "tuned"), str(tmp_path / "base"), tmp_path / "out", 48, progress=False)
+    found = unloaded(model, tmp_path / "out", torch.float64)
+    tuned = type(model).from_pretrained(tmp_path / "tuned").double().state_dict()
+    base = {name: W.double() for name, W in model.state_dict().items()}
+    still = {
+        name for name, W in tuned.items() if torch.equal(found[name], base[name]) and not torch.equal(W, base[name])
+    }
+    assert still == lost
+    assert any("not in the adapter" in str(one.message) for one in caught) == bool(lost)
+    held = {name: W for name, W in base.items() if name not in lost}
+    assert_close(found, {name: tuned[name] for name in held}, held, 1e-5)
+    if build is not mixtral:  # whose routers the file keeps in modules of another name
+        again = open_checkpoint(f"{tmp_path / 'base'}+{tmp_path / 'out'}")
+        whole = load_file(tmp_path / "tuned" / "model.safetensors")
+        apart = {name for name, W in whole.items() if not torch.allclose(again.read(name), W, rtol=1e-4, atol=1e-5)}
+        assert len(apart) <= 1  # what is lost
+
+
+def test_names_that_transformers_cannot_tell_are_said_to_be_the_files(tmp_path):
+    fine_tuned(tmp_path, llama)
+    for name in ("base", "tuned"):
+        path = tmp_path / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["OwnNetwork"]}))
+    ran = run("extract-lora", tmp_path / "tuned", "--base", tmp_path / "base", "-r", 4, "-o", tmp_path / "out")
+    assert ran.code == 0, ran.err
+    assert "modules have the file's names" in ran.out
 
 
 def test_extracting_from_the_base_itself_is_refused(tmp_path):

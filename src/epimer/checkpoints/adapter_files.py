@@ -120,10 +120,10 @@ def _last(module: str) -> str:
 
 
 def _last_words(modules: Iterable[str], weights: Iterable[str]) -> set[str]:
-    """Return the last words of modules that no other weight of the base has."""
+    """Return the last words of modules that no other weight of the base has; a number is also the name of a layer."""
     targeted = Counter(map(_last, modules))
     every = Counter(_last(name.removesuffix(".weight")) for name in weights)
-    return {word for word, count in targeted.items() if every[word] == count}
+    return {word for word, count in targeted.items() if every[word] == count and not word.isdigit()}
 
 
 def _agreed(key: str, adapters: Sequence[Adapted]) -> Any:

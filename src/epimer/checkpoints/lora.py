@@ -1,4 +1,7 @@
-"""A LoRA adapter over a base model: W + scaling·B·A, kept as factors until a dense tensor is read."""
+"""A LoRA adapter over a base model: W + scaling·B·A, kept as factors until a dense tensor is read.
+
+DoRA also gives every output (row of W) a length m: V = W + scaling·B·A becomes m V / ‖V‖, which has no factors.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from epimer.geometry.linalg import LowRank, as_compute_dtype
 
 PREFIX = "base_model.model."
 PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
-UNSUPPORTED = ("use_dora", "use_qalora", "use_bdlora", "kasa_config", "layer_replication", "monteclora_config")
+MAGNITUDES = (".lora_magnitude_vector", ".lora_magnitude_vector.weight")
+UNSUPPORTED = ("use_qalora", "use_bdlora", "kasa_config", "layer_replication", "monteclora_config")
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base's weights
 CONV1D = ("gpt2", "imagegpt", "openai-gpt", "decision_transformer")  # models whose linear layers are stored transposed
 
@@ -31,6 +35,8 @@ class Update(NamedTuple):
     B: str
     scaling: float
     transposed: bool
+    magnitude: str | None = None
+    """the name of DoRA's lengths of the outputs"""
 
 
 class Adapted(Checkpoint):
@@ -52,11 +58,15 @@ class Adapted(Checkpoint):
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         W = self.adapter.read(self.replaced[name], rows) if name in self.replaced else self.base.read(name, rows)
-        update = self._factors(name, rows)
+        update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return W
-        W = as_compute_dtype(W)
-        return W + update.dense().to(W.dtype).reshape(W.shape)
+        if update.magnitude is not None and update.transposed and rows is not None:
+            return self.read(name)[slice(*rows)].clone()  # the length of an output is that of a whole column
+        W, factors = as_compute_dtype(W), self._factors(name, rows)
+        assert factors is not None
+        W = W + factors.dense().to(W.dtype).reshape(W.shape)
+        return W if update.magnitude is None else self._with_magnitude(W, update, rows)
 
     @property
     def tokenizer_folder(self) -> Path | None:
@@ -68,7 +78,7 @@ class Adapted(Checkpoint):
         return [*self.base.state, *self.adapter.state]
 
     def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
-        if name in self.replaced:
+        if name in self.replaced or self.has_magnitude(name):
             return None
         update = self._factors(name, rows)
         if base.fingerprint != self.base.fingerprint:  # an adapter on an adapter, or on another model
@@ -81,7 +91,7 @@ class Adapted(Checkpoint):
         return LowRank(torch.zeros(size, 0), torch.zeros(0, W.numel() // size if size else 0))
 
     def delta_rank(self, name: str, base: Checkpoint) -> int | None:
-        if name in self.replaced:
+        if name in self.replaced or self.has_magnitude(name):
             return None
         update = self.updates.get(self.ties.get(name, name))
         own = 0 if update is None else self.adapter.headers[update.A].shape[0]
@@ -98,12 +108,31 @@ class Adapted(Checkpoint):
         factors = factors.T if update.transposed else factors
         return factors if rows is None else LowRank(factors.B[slice(*rows)], factors.A)
 
+    def has_magnitude(self, name: str) -> bool:
+        """Whether a tensor is DoRA's, so that its difference from the base has no factors."""
+        update = self.updates.get(self.ties.get(name, name))
+        return update is not None and update.magnitude is not None
+
+    def _with_magnitude(self, W: Tensor, update: Update, rows: Rows) -> Tensor:
+        """Return W with the lengths of its outputs, rows or columns, that the adapter has."""
+        assert update.magnitude is not None
+        m = self.adapter.read(update.magnitude).flatten().double()
+        V = W.flatten(1)
+        if update.transposed:
+            factor = (m / torch.linalg.vector_norm(V, dim=0, dtype=torch.float64))[None, :]
+        else:
+            m = m if rows is None else m[slice(*rows)]
+            factor = (m / torch.linalg.vector_norm(V, dim=1, dtype=torch.float64))[:, None]
+        return (V * factor.to(V.dtype)).reshape(W.shape)
+
     def sample(self, name: str) -> bytes:
         W = self.adapter.sample(self.replaced[name]) if name in self.replaced else self.base.sample(name)
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return W
-        return W + repr(update[2:]).encode() + self.adapter.sample(update.A) + self.adapter.sample(update.B)
+        lengths = b"" if update.magnitude is None else self.adapter.sample(update.magnitude)
+        factors = self.adapter.sample(update.A) + self.adapter.sample(update.B)
+        return W + repr((update.scaling, update.transposed)).encode() + factors + lengths
 
     def _refuse(self, problem: str) -> CheckpointError:
         remedy = "merge it into its base with PEFT's merge_and_unload() and give the saved model"
@@ -127,11 +156,14 @@ class Adapted(Checkpoint):
     def _match(self) -> None:
         """Match every tensor of the adapter with one of the base."""
         factors: dict[str, dict[str, str]] = {}
+        magnitudes: dict[str, str] = {}
         for key in self.adapter.headers:
             part = next((part for part in PARTS if key.endswith(part)), None)
             module = key.removeprefix(PREFIX)
             if part is not None:
                 factors.setdefault(module.removesuffix(part), {})[part] = key
+            elif self.config.get("use_dora") and key.endswith(MAGNITUDES):
+                magnitudes[module.partition(MAGNITUDES[0])[0]] = key
             elif ".lora_" in key:
                 raise self._refuse(f"has {key!r}, which is not plain LoRA")
             elif ".original_module." not in key:
@@ -148,7 +180,8 @@ class Adapted(Checkpoint):
                 if any(word in name for word in ("lm_head", "embed_out", "decoder.weight")):
                     raise self._refuse(f"changes {name!r}, which the base shares with its embeddings")
                 name = self.base.ties.get(name, name)
-            self.updates[name] = self._update(module, name, parts[A], parts[B], embedding=embedding)
+            update = self._update(module, name, parts[A], parts[B], embedding=embedding)
+            self.updates[name] = self._with_lengths(module, update, magnitudes.get(module))
         if not self.updates and not self.replaced:
             raise CheckpointError(f"{self.where} changes nothing: it holds no LoRA factors; save the adapter again.")
         self._untie()
@@ -196,6 +229,20 @@ class Adapted(Checkpoint):
             raise CheckpointError(f"{self.where}/adapter_config.json has lora_alpha {alpha!r}, expected a number.")
         scaling = alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
         return Update(A, B, scaling, embedding or self._transposed(module, shape == (m, n), shape == (n, m)))
+
+    def _with_lengths(self, module: str, update: Update, key: str | None) -> Update:
+        """Return what an adapter adds to a tensor with the name of DoRA's lengths, where it has use_dora."""
+        if not self.config.get("use_dora"):
+            return update
+        if key is None:
+            raise self._refuse(f"has use_dora, but no lora_magnitude_vector for {module!r}")
+        outputs, lengths = self.adapter.headers[update.B].shape[0], self.adapter.headers[key].numel()
+        if lengths != outputs:
+            raise CheckpointError(
+                f"{self.where} has {lengths} lengths (lora_magnitude_vector) for the {outputs} outputs of {module!r}; "
+                "save the adapter again."
+            )
+        return update._replace(magnitude=key)
 
     def _transposed(self, module: str, fits: bool, fits_transposed: bool) -> bool:
         """Whether the base stores a layer as (in, out); PEFT notes one answer for all layers, so shapes go first."""

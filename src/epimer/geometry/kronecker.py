@@ -21,6 +21,8 @@ ROWS = 32  # of a wide factor, widened at once
 LEADING = 64  # eigenvectors of each factor that a preconditioner may use
 PAIRS = 1024  # products of them that it inverts exactly
 SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
+DOUBLE = 1e-10  # the same where it is in float64
+MIXED = 1 << 12  # unknowns from which single precision with corrections is faster than float64
 FLOOR = 3e-6  # relative residual that single precision reaches without a correction
 
 
@@ -75,18 +77,22 @@ class KroneckerSum(SubspaceOperator):
         if shift == 0 and (damping := self._singular()):  # no preconditioner: it would leave the operator's range
             solution = conjugate_gradients(self.shifted(damping), b, tolerance=1e-8, max_steps=self.max_steps)
             return replace(solution, status=Status.DAMPED, damping=damping)
+        norm = float(torch.linalg.vector_norm(b))
         if self.null > NULL:
-            return self._refined(b, shift)
+            return self._refined(b, shift, max(SINGLE * norm, shift * self.allowed))
+        if b.numel() >= MIXED and self.max_steps is None:
+            solution = self._refined(b, shift, DOUBLE * norm)
+            if solution.status is Status.CONVERGED:
+                return solution
         apply, precondition = _shifted_sum(self.terms, shift, b), _preconditioner(self.terms, shift, b)
         return conjugate_gradients(apply, b, precondition, max_steps=self.max_steps)
 
-    def _refined(self, b: Tensor, shift: float) -> Solution:
-        """Iterate in single precision, in which the factors are known, under a residual that is kept in float64.
+    def _refined(self, b: Tensor, shift: float, goal: float) -> Solution:
+        """Iterate in single precision until the residual, which is kept in float64, is at most `goal`.
 
         No eigenvalue is below `shift`, so that ‖y - y*‖ is at most ‖r‖ / shift.
         """
         size = norm = float(torch.linalg.vector_norm(b))
-        goal = max(SINGLE * norm, shift * self.allowed)
         y, r, single = torch.zeros_like(b), b, b.float()
         apply, precondition = _shifted_sum(self.terms, shift, single), _preconditioner(self.terms, shift, single)
         for _ in range(8 if norm > 0 else 0):

@@ -15,6 +15,7 @@ from epimer.errors import EpimerError, RecipeError, TensorError, listed
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.rules import is_matrix
 from epimer.plan.jobs import Job, Plan
+from epimer.tasks.module_names import find_network
 
 INNER = (".modules_to_save.default.", ".modules_to_save.", ".base_layer.", ".original_module.")
 OTHER_TOKENS = (
@@ -56,11 +57,14 @@ def plan_adapter(plan: Plan) -> Plan:
         return replace(plan, jobs=[], problems=[RecipeError(OTHER_TOKENS)])
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
-    factors = {job.name: module for job in changed if (module := _module(plan, job, rank)) is not None}
+    plan, absent, other = _with_network_names(plan, changed)
+    present = [job for job in changed if job.name not in absent]
+    layers = [job for job in present if job.name not in other]
+    factors = {job.name: module for job in layers if (module := _module(plan, job, rank)) is not None}
     unbounded = [job for job in changed if job.name in factors and rank is None and not _bounded(plan, job)]
     if unbounded:
         return replace(plan, jobs=[], problems=[_unbounded(plan, unbounded)])
-    whole = {job.name for job in changed if job.name not in factors and _is_parameter(job)}
+    whole = {job.name for job in present if job.name not in factors and _is_parameter(job)}
     tied = _tied(plan)
     lost = [job.name for job in changed if job.name not in factors and (job.name not in whole or job.name in tied)]
     whole |= {name for name in _siblings(plan, whole - {*lost}) if name not in factors}
@@ -83,7 +87,7 @@ def plan_adapter(plan: Plan) -> Plan:
 
 def whole_tensors(plan: Plan) -> WholeTensors:
     """Return under which names the tensors of a planned adapter are written that are not factors."""
-    spelled = _spelling(plan)
+    spelled = plan.network_names
     targets = {job.lora.module for job in plan.jobs if job.lora is not None}
     names = [job.name for job in plan.jobs if job.lora is None]
     modules, biases, keys = list[str](), list[str](), dict[str, str]()
@@ -96,7 +100,25 @@ def whole_tensors(plan: Plan) -> WholeTensors:
     return WholeTensors(keys, list(dict.fromkeys(modules)), biases)
 
 
-def _spelling(plan: Plan) -> dict[str, str]:
+def _with_network_names(plan: Plan, changed: list[Job]) -> tuple[Plan, set[str], set[str]]:
+    """Return the plan with the network's names of tensors, the changed ones that it lacks, those of no linear layer.
+
+    Adapters tell the names of what they change or bring. Where whole models change more, transformers tells all.
+    """
+    found, donor = _brought_names(plan), plan.participants.donor
+    others = [job.name for job in changed if _update(plan, job)[0] is None and job.name not in found]
+    network = find_network(donor) if others else None
+    if network is not None:
+        absent = {name for name in others if name not in network.names}
+        return replace(plan, network_names=network.names | found), absent, {*others} - network.linear - absent
+    plan = replace(plan, network_names=found)
+    if others and model_config(donor):
+        note = "modules have the file's names, which the network's may differ from: transformers could not tell those."
+        plan = replace(plan, notes=[*plan.notes, note])
+    return plan, set(), set()
+
+
+def _brought_names(plan: Plan) -> dict[str, str]:
     """Return the network's names of tensors that adapters bring, where the base's differ."""
     found: dict[str, str] = {}
     for model in plan.participants.models:
@@ -149,7 +171,9 @@ def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
     most = sum(one or 0 for one in ranks) if _bounded(plan, job) else min(m, n)
     transposed = update.transposed if update is not None else job.inputs == 0
     return LoraModule(
-        module=job.name.removesuffix(".weight") if update is None else module_of(update),
+        module=plan.network_names.get(job.name, job.name).removesuffix(".weight")
+        if update is None
+        else module_of(update),
         shape=tuple(W.shape),
         rank=min(most if rank is None else rank, most, min(m, n)),
         dtype=_dtype(plan) or (_widest(dtypes) if dtypes and not dense else job.precision),
@@ -207,7 +231,10 @@ def _unbounded(plan: Plan, jobs: list[Job]) -> RecipeError:
     job, ranks = jobs[0], _ranks(plan, jobs[0])
     dense = [t for t, rank in zip(job.models, ranks, strict=True) if rank is None]
     if dense:
-        why = f"{plan.participants.models[dense[0]].label} is not an adapter of this base"
+        model = plan.participants.models[dense[0]]
+        stored = model.stored.get(job.name, job.name)
+        dora = any(adapter.has_magnitude(stored) for adapter in adapters_of(model.checkpoint))
+        why = f"{model.label} is {'DoRA, which no LoRA equals' if dora else 'not an adapter of this base'}"
     elif isinstance(job.options, FrechetOptions) and plan.method.bounded_rank(replace(job.options, basis="tensor")):
         why = f"{plan.method.name} in the full space does not keep the rank of adapters"
     else:

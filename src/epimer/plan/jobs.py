@@ -191,6 +191,8 @@ class Plan:
     """what was chosen and by what, in words"""
     corrections: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> what is added to the merged tensor: the steps of its refinement"""
+    network_names: Mapping[str, str] = field(default_factory=dict)
+    """name -> its name in the network, where an adapter is written and the file has another"""
     whole_model: Sequence[Job] | None = None
     """the jobs of the whole model where `jobs` are those of an adapter, for methods that look at all of it first"""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from epimer.errors import ParameterError, RecipeError, nearest
-from epimer.recipe.model import AUTO, Filtered, ModelEntry, Recipe, Scalar, Slice, Source, Value, known_parameters
+from epimer.recipe.model import AUTO, Filtered, ModelEntry, Recipe, Scalar, Slice, Source, Value, Word, known_parameters
 from epimer.recipe.slices import read_slices
 from epimer.recipe.tokenizer import read_chat_template, read_tokenizer
 from epimer.recipe.yaml_lines import Location, YamlFile, spell
@@ -91,6 +91,13 @@ def _number(value: Any) -> Any:
         except ValueError:
             continue
     return value
+
+
+def _spelled(parameter: Parameter, value: Any) -> Any:
+    """Return what YAML has for a parameter in the parameter's type: mergekit writes 1.0 for true."""
+    if parameter.kind == "boolean" and isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    return _number(value) if parameter.kind in ("number", "integer") else value
 
 
 class Reader:
@@ -289,11 +296,7 @@ class Reader:
                 if entry.curvature:
                     remedy = f"which {self.method_name} does not merge; remove it from 'models'."
                     raise self.error(("models", t), f"models[{t}] is the base model, {remedy}")
-                if entry.parameters:
-                    names = ", ".join(sorted(entry.parameters))
-                    self.notes[f"models[{t}] is the base model: its own {names} changes nothing, as in mergekit."] = (
-                        None
-                    )
+                self.note_base(("models", t), entry.parameters)
                 del models[t]
         if not models:
             raise self.error(("models",), "models lists only the base model; add the models to merge.")
@@ -306,6 +309,12 @@ class Reader:
                 raise self.error(("curvature",), f"curvature is given here and in models[{t}]; remove one of the two.")
             models[t] = entry.model_copy(update={"curvature": self.text(("curvature", i), path)})
         return models
+
+    def note_base(self, path: Location, parameters: Mapping[str, Value]) -> None:
+        """Note that the parameters of a base that is listed among the models change nothing."""
+        if parameters:
+            names = ", ".join(sorted(parameters))
+            self.notes[f"{spell(path)} is the base model: its own {names} changes nothing, as in mergekit."] = None
 
     def slice_models(self, slices: tuple[Slice, ...], base: str | None) -> dict[int, ModelEntry]:
         """Return one entry for every source that a slice can have, with the models that stand there in turn."""
@@ -424,16 +433,14 @@ class Reader:
         text = None if raw.get("filter") in ("*", "") else self.text((*path, "filter"), raw.get("filter"))
         return Filtered(filter=text, value=self.leaf((*path, "value"), parameter, raw["value"]))
 
-    def leaf(self, path: Location, parameter: Parameter, raw: Any) -> Scalar | tuple[int | float, ...]:
-        numeric = parameter.kind in ("number", "integer")
+    def leaf(self, path: Location, parameter: Parameter, raw: Any) -> Scalar | tuple[Word, ...]:
+        """Return one value, or what it is over the layers: numbers, or words that are stepped through."""
         if not isinstance(raw, list):
-            if parameter.kind == "boolean" and isinstance(raw, int | float) and raw in (0, 1):
-                raw = bool(raw)  # mergekit writes 1.0 for true
-            return self.checked(path, parameter, _number(raw) if numeric else raw)
-        if not raw or not numeric:
-            many = ", or a list of such over the layers" if numeric else ""
-            raise self.wrong(path, raw, f"{parameter.expected}{many}, or a list of {{filter: ..., value: ...}}")
-        return tuple(self.checked((*path, i), parameter, _number(x)) for i, x in enumerate(raw))
+            return self.checked(path, parameter, _spelled(parameter, raw))
+        if not raw or None in raw:
+            many = "or a list of such over the layers, or a list of {filter: ..., value: ...}"
+            raise self.wrong(path, raw, f"{parameter.expected}, {many}")
+        return tuple(self.checked((*path, i), parameter, _spelled(parameter, x)) for i, x in enumerate(raw))
 
     def checked(self, path: Location, parameter: Parameter, value: Any) -> Any:
         try:

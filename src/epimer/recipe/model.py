@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # the registry imports torch; functions import it when they m
 AUTO = "auto"
 UNION = "union"
 
-Scalar = bool | int | float | str | None
+Word = bool | int | float | str
+Scalar = Word | None
 
 
 class _Frozen(BaseModel):
@@ -32,10 +33,10 @@ class Filtered(_Frozen):
     """A value for the tensors whose name contains `filter`; for all where there is none."""
 
     filter: str | None = None
-    value: Scalar | tuple[int | float, ...]
+    value: Scalar | tuple[Word, ...]
 
 
-Value = Scalar | tuple[int | float, ...] | tuple[Filtered, ...]
+Value = Scalar | tuple[Word, ...] | tuple[Filtered, ...]
 """One value for all tensors, a gradient over the layers, or the first filter that matches."""
 
 
@@ -353,8 +354,10 @@ class Recipe(_Frozen):
             return list(leaf) if isinstance(leaf, tuple) else leaf
         position = t * (len(leaf) - 1)
         low = int(position)
-        high, part = min(low + 1, len(leaf) - 1), position - low
-        value = (1 - part) * leaf[low] + part * leaf[high]
+        if kind not in ("number", "integer"):
+            return leaf[low]  # words hold until the next one begins
+        here, following = float(leaf[low]), float(leaf[min(low + 1, len(leaf) - 1)])
+        value = (1 - (position - low)) * here + (position - low) * following
         return round(value) if kind == "integer" else value
 
 

@@ -56,6 +56,9 @@ def _slice(reader: Reader, path: Location, raw: Any, module: str, base: str | No
         raise reader.wrong(where, sources, "a list of models, each with the key 'model'")
     ranged, alone = key == "sources", len(sources) == 1
     found = [_source(reader, (*where, i), item, ranged=ranged, alone=alone) for i, item in enumerate(sources)]
+    for i, source in enumerate(found):
+        if reader.needs_base and source.model == base:
+            reader.note_base((*where, i), source.parameters)
     ranges = [source.layer_range for source in found if source.layer_range]
     if len({stop - start for start, stop in ranges}) > 1:
         shown = ", ".join(map(str, map(list, ranges)))

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from epimer.recipe.chat_templates import TEMPLATES
 from epimer.recipe.model import AUTO, UNION, TokenizerOptions, TokenSource
 from epimer.recipe.yaml_lines import Location, spell
 
 if TYPE_CHECKING:
     from epimer.recipe.load import Reader
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
-    "'\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 def read_tokenizer(reader: Reader, data: Mapping[str, Any]) -> tuple[str | None, TokenizerOptions | None]:
@@ -64,10 +60,11 @@ def _token(reader: Reader, path: Location, raw: Any) -> TokenSource:
 
 
 def read_chat_template(reader: Reader, data: Mapping[str, Any]) -> str | None:
-    """Return the chat template: its text, or auto; of mergekit's names, chatml is known."""
+    """Return the chat template: its text, or auto; of mergekit's names all but exaone are known."""
     template = reader.text(("chat_template",), data.get("chat_template"))
     if template is None or template == AUTO or "{" in template:
         return template
-    if template == "chatml":
-        return CHATML
-    raise reader.wrong(("chat_template",), template, "auto, chatml, or the text of a Jinja template")
+    if template not in TEMPLATES:
+        known = f"auto, {', '.join(TEMPLATES)}, or the text of a Jinja template: paste that of a model's"
+        raise reader.wrong(("chat_template",), template, f"{known} chat_template.jinja or tokenizer_config.json")
+    return TEMPLATES[template]

@@ -278,7 +278,7 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str
     A tensor matches a parameter by name, by transformers' table of renamings, or as the only one on disk of which one
     name ends with the other; shapes and some of the values must agree as well.
     """
-    renamed, used = _renamed(model, checkpoint)
+    renamed, used = renamed_by_transformers(model, checkpoint)
     aliases: dict[int, list[str]] = {}
     for name, W in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(W), []).append(name)
@@ -291,7 +291,7 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str
     for name, W in model.named_parameters():
         if name in matched:
             continue
-        likely = (disk for disk in free if any(_is_end(disk, alias) for alias in aliases[id(W)]))
+        likely = (disk for disk in free if any(ends_with(disk, alias) for alias in aliases[id(W)]))
         fitting = [disk for disk in likely if holds(checkpoint, disk, W)]
         if len(fitting) == 1:
             matched[name] = fitting[0]
@@ -300,12 +300,12 @@ def match_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str
     return matched, unmatched, used | set(matched.values())
 
 
-def _is_end(one: str, other: str) -> bool:
+def ends_with(one: str, other: str) -> bool:
     """Whether one of two dotted names ends with the other."""
     return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
 
-def _renamed(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], set[str]]:
+def renamed_by_transformers(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], set[str]]:
     """Return name in memory -> name on disk by transformers' table of renamings, and the names on disk it loads."""
     try:
         mapping = import_module("transformers.conversion_mapping")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from epimer.geometry import kronecker
 from epimer.geometry.aggregator import Anchored, Mean
 from epimer.geometry.frechet import MERGE_TOLERANCE, build_problem
 from epimer.geometry.metric import Kronecker
@@ -63,6 +64,27 @@ def test_a_mean_is_the_dense_one(dtype, allowed, shape):
     solution = Mean(1e-2).aggregate(build_problem(Full(torch.float64), metrics, deltas, WEIGHTS))
     assert solution.status == "converged"
     assert relative(solution.value, dense(deltas, metrics, 1e-2)) < allowed
+
+
+def test_corrected_single_precision_is_as_exact_as_float64(monkeypatch):
+    """Large systems in float64 are iterated in float32 under a residual in float64, without a solve in float64."""
+    deltas, metrics = layer(torch.float64)
+    monkeypatch.setattr(kronecker, "MIXED", 1)
+    monkeypatch.setattr(kronecker, "conjugate_gradients", None)
+    solution = Mean(1e-2).aggregate(build_problem(Full(torch.float64), metrics, deltas, WEIGHTS))
+    assert solution.status == "converged"
+    assert solution.residual <= 1e-10
+    assert relative(solution.value, dense(deltas, metrics, 1e-2)) < 1e-8
+
+
+def test_what_single_precision_cannot_solve_is_solved_in_float64(monkeypatch):
+    deltas, metrics = layer(torch.float64)
+    monkeypatch.setattr(kronecker, "MIXED", 1)
+    own, called = kronecker.conjugate_gradients, []
+    monkeypatch.setattr(kronecker, "conjugate_gradients", lambda *a, **k: called.append(1) or own(*a, **k))
+    solution = Mean(1e-9).aggregate(build_problem(Full(torch.float64), metrics, deltas, WEIGHTS))
+    assert called
+    assert relative(solution.value, dense(deltas, metrics, 1e-9)) < 1e-5
 
 
 def test_an_error_that_the_merge_cannot_feel_ends_the_solve_and_the_record_has_the_residual():

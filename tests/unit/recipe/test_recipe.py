@@ -170,6 +170,36 @@ def test_varying_sees_what_is_overridden_and_what_is_constant():
     assert recipe(parameters={"density": default}).varying() == frozenset()  # 0.2 is the default anyway
 
 
+STEPS = {  # what mergekit 0.1.5 takes from a, b, … in each layer, by layers
+    2: {2: "ab", 3: "aab", 5: "aaaab"},
+    3: {2: "ac", 3: "abc", 4: "aabc", 5: "aabbc", 7: "aaabbbc"},
+    4: {2: "ad", 4: "abcd", 5: "aabcd", 7: "aabbccd", 8: "aaabbccd"},
+}
+
+
+@pytest.mark.parametrize("count", STEPS)
+def test_a_gradient_over_words_steps_through_them_and_the_last_is_for_the_last_layer(count):
+    every = ["mass", "frequency", "frequency", "mass"][:count]
+    found = recipe(parameters={"elect": every})
+    for layers, letters in STEPS[count].items():
+        names = [f"model.layers.{i}.w" for i in range(layers)]
+        t = depths(names)
+        expected = [every["abcd".index(letter)] for letter in letters]
+        assert [found.settings(name, t[name]).parameters["elect"] for name in names] == expected
+    assert found.settings("lm_head", 0).parameters == {"elect": "mass"}
+    assert found.varying() == {"elect"}
+    assert load_recipe(found.to_dict()) == found
+
+
+def test_truths_are_words_too_and_filters_may_have_gradients_over_words():
+    found = recipe("nuslerp", models=["a", "b"], parameters={"nuslerp_row_wise": [1.0, False]})
+    assert [found.settings("x", t).parameters["nuslerp_row_wise"] for t in (0, 0.9, 1)] == [True, True, False]
+    filters = [{"filter": "mlp", "value": ["frequency", "mass"]}, {"value": "mass"}]
+    found = recipe(parameters={"elect": filters})
+    at = [found.settings(name, t).parameters["elect"] for name in ("mlp", "attn") for t in (0.4, 1)]
+    assert at == ["frequency", "mass", "mass", "mass"]
+
+
 def test_integers_are_rounded_between_the_numbers_of_a_gradient():
     found = recipe("epimer_free", parameters={"rank": [8, 17]})
     assert [found.settings("x", t).parameters["rank"] for t in (0, 0.3, 0.6, 1)] == [8, 11, 13, 17]  # 10.7, 13.4
@@ -699,9 +729,18 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
      "Did you mean 'tagged'?"),
     ("merge_method: epimer\n" + TAIL + "parameters: {basis: {w: full}}\n",
      "4: The 'basis' parameter of epimer must be one of 'tagged', 'tensor', 'full'. Got {'w': 'full'} instead."),
-    ("merge_method: epimer\n" + TAIL + "parameters: {basis: [tagged, full]}\n",
-     "4: parameters.basis must be one of 'tagged', 'tensor', 'full', or a list of {filter: ..., value: ...}. "
-     "Got ['tagged', 'full'] instead."),
+    ("merge_method: ties\n" + TAIL + "parameters: {elect: [mass, frequncy]}\n",
+     "4: parameters.elect[1]: The 'elect' parameter of ties must be one of 'mass', 'frequency'. "
+     "Got 'frequncy' instead. Did you mean 'frequency'?"),
+    ("merge_method: ties\n" + TAIL + "parameters: {elect: [mass, [frequency]]}\n",
+     "4: parameters.elect[1]: The 'elect' parameter of ties must be one of 'mass', 'frequency'. "
+     "Got ['frequency'] instead."),
+    ("merge_method: ties\n" + TAIL + "parameters: {elect: []}\n",
+     "4: parameters.elect must be one of 'mass', 'frequency', or a list of such over the layers, "
+     "or a list of {filter: ..., value: ...}. Got [] instead."),
+    ("merge_method: ties\n" + TAIL + "chat_template: exaone\n",
+     "4: chat_template must be auto, alpaca, chatml, llama3, mistral, or the text of a Jinja template: paste that of a "
+     "model's chat_template.jinja or tokenizer_config.json. Got 'exaone' instead."),
     ("merge_method: ties\n" + TAIL + "parameters: {seed: [1, 2]}\n",
      "4: parameters.seed must be one integer for all tensors. Got [1, 2] instead."),
     ("merge_method: ties\n" + TAIL + "parameters: {seed: 1.5}\n",
@@ -861,6 +900,21 @@ def test_what_changes_no_number_is_accepted_and_noted():
     assert found.notes == ("models[0] is the base model: its own density, weight changes nothing, as in mergekit.",)
     assert [entry.model for entry in found.models] == ["a", "b"]
     assert [entry.model for entry in recipe("nuslerp", models=["base", "a", "b"]).models] == ["a", "b"]
+
+
+def test_parameters_of_a_base_that_slices_list_are_noted():
+    sources = [
+        {"model": "base", "layer_range": [0, 2], "parameters": {"weight": 1, "density": 0.5}},
+        {"model": "a", "layer_range": [0, 2], "parameters": {"weight": 1}},
+    ]
+    given = {"merge_method": "ties", "base_model": "base", "compat": "mergekit"}
+    found = load_recipe(given | {"slices": [{"sources": sources}]})
+    why = "is the base model: its own density, weight changes nothing, as in mergekit."
+    assert found.notes == (f"slices[0].sources[0] {why}",)
+    modules = {"decoder": {"models": [{k: v for k, v in one.items() if k != "layer_range"} for one in sources]}}
+    assert load_recipe(given | {"modules": modules}).notes == (f"modules.decoder.models[0] {why}",)
+    sources[0].pop("parameters")
+    assert load_recipe(given | {"slices": [{"sources": sources}]}).notes == ()
 
 
 def test_a_models_own_gamma_and_epsilon_and_the_only_models_parameters():
