@@ -23,12 +23,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import nbytes
-from epimer.checkpoints.safetensors import PART, as_bytes, encode_header
+from epimer.checkpoints.safetensors import as_bytes, encode_header
 from epimer.errors import OutputError
 
 OURS = ("journal.jsonl", "model", "old", "gone")
 FLUSH_BYTES = 1 << 28
 FLUSH_SECONDS = 1.0
+PART = 1 << 18  # bytes per write call: for more, Linux looks for large pages, which takes longer than the writing
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,8 @@ STREAMED = 1 << 20  # entries that are read at a time where entries stand alone
 PROBE = 1 << 10  # entries that are compared with the base's before the others
 
 Merged = tuple[Job, Tensor, TensorRecord]
+Sink = Callable[[Job, Tensor], None]
+"""takes the next rows of a job's result, in memory that is used again afterwards"""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,18 @@ class MergeWalk:
                 return list(self._as_one(batch, loaded, device))
         return [(job, *self._merge(job, loaded.pop(0), device)) for job in batch.jobs]
 
+    def work_into(self, sink: Sink, batch: Batch, loaded: list[Tensors], device: torch.device) -> list[TensorRecord]:
+        """Merge as `work` does and hand on what is merged; of a tensor that is streamed, some rows at a time."""
+        job = self._weighted(batch.jobs[0])
+        if loaded[0].streamed and self._in_chunks(job, device):
+            started = time.perf_counter()
+            return [_record(job, *self._merge_rows(job, loaded[0], None, sink), started)]
+        records = []
+        for job, result, record in self.work(batch, loaded, device):
+            sink(job, result)
+            records.append(record)
+        return records
+
     def _common(self, job: Job, tensors: Tensors) -> object:
         """Return what jobs must have in common to be done as one; a job that cannot has itself."""
         corrected = job.name in self.plan.corrections
@@ -118,15 +132,12 @@ class MergeWalk:
         if job.method is None:
             result = self._copy(job, tensors)
         else:
-            if self.prepared is not None:
-                job = replace(job, weights=self.prepared.weights or job.weights)
+            job = self._weighted(job)
             if tensors.base is not None and not any(isinstance(W, Tensor) for W in tensors.models):
                 check_finite("base", job.name, tensors.base)
-            if job.entrywise and device.type == "cpu" and job.name not in self.plan.corrections:
-                result, unchanged = allocate(job.template.shape, job.template.dtype), True
-                for target, part in self._pieces(job, tensors, result):
-                    solution = self._merge_in_chunks(job, part, target)
-                    unchanged = unchanged and equals_base(target, part.base)
+            if self._in_chunks(job, device):
+                result = allocate(job.template.shape, job.template.dtype)
+                solution, unchanged = self._merge_rows(job, tensors, result)
             else:
                 if tensors.streamed:
                     tensors = read_tensors(self.plan.participants, job, job.rows)
@@ -138,9 +149,11 @@ class MergeWalk:
                 result = torch.empty(job.template.shape, dtype=job.template.dtype, device=device)
                 solution = self._merge_deltas(job, start, deltas, result, curvature)
                 unchanged = equals_base(result, start)
-        shape, seconds = tuple(job.template.shape), time.perf_counter() - started
-        found = solution.status, solution.rank, solution.residual, solution.eta, solution.note
-        return result.to(job.device), TensorRecord(job.rule, shape, *found, seconds, unchanged)
+        return result.to(job.device), _record(job, solution, unchanged, started)
+
+    def _weighted(self, job: Job) -> Job:
+        """Return a job with the weights that the pre-pass found, if it did."""
+        return replace(job, weights=self.prepared.weights) if self.prepared and self.prepared.weights else job
 
     def _copy(self, job: Job, tensors: Tensors) -> Tensor:
         W = tensors.base
@@ -150,16 +163,42 @@ class MergeWalk:
             raise TensorError(f"{job.name!r} does not fit in {result.dtype}, to which it is copied; widen the dtype.")
         return result
 
-    def _pieces(self, job: Job, tensors: Tensors, result: Tensor) -> Iterator[tuple[Tensor, Tensors]]:
+    def _in_chunks(self, job: Job, device: torch.device) -> bool:
+        """Whether a job is merged a part at a time because its entries do not depend on each other."""
+        return job.entrywise and device.type == "cpu" and job.name not in self.plan.corrections
+
+    def _merge_rows(
+        self, job: Job, tensors: Tensors, result: Tensor | None, sink: Sink | None = None
+    ) -> tuple[Solution, bool]:
+        """Merge a tensor some rows at a time, and return whether it equals the base's.
+
+        Args:
+            job: whose entries do not depend on each other.
+            tensors: what has been read, or that it is to be streamed.
+            result: where to write; None for memory that the next rows use again.
+            sink: gets the rows as they are merged.
+        """
+        solution, unchanged = Solution(job.template), True
+        for target, part in self._pieces(job, tensors, result):
+            solution = self._merge_in_chunks(job, part, target)
+            unchanged = unchanged and equals_base(target, part.base)
+            if sink is not None:
+                sink(job, target)
+        return solution, unchanged
+
+    def _pieces(self, job: Job, tensors: Tensors, result: Tensor | None) -> Iterator[tuple[Tensor, Tensors]]:
         """Yield blocks of rows of the result with what they are merged from; all of it if that has been read."""
         if not tensors.streamed:
+            assert result is not None
             yield result, tensors
             return
-        step, first = max(1, STREAMED // max(1, result[:1].numel())), job.rows[0] if job.rows else 0
-        for start in range(0, len(result), step):
-            target = result[start : start + step]
-            rows = (first + start, first + start + len(target))
-            yield target, read_tensors(self.plan.participants, job, rows)
+        W, first = job.template, job.rows[0] if job.rows else 0
+        step = max(1, STREAMED // max(1, W[:1].numel()))
+        room = allocate((min(step, len(W)), *W.shape[1:]), W.dtype) if result is None else None
+        for start in range(0, len(W), step):
+            stop = min(start + step, len(W))
+            target = room[: stop - start] if room is not None else result[start:stop]
+            yield target, read_tensors(self.plan.participants, job, (first + start, first + stop))
 
     def _merge_in_chunks(self, job: Job, tensors: Tensors, result: Tensor) -> Solution:
         """Merge entries that stand alone a part at a time, in memory that never leaves the processor's cache."""
@@ -211,6 +250,12 @@ class MergeWalk:
                 f"the merged {job.name!r} does not fit in {result.dtype}; lower scale, or widen its dtype."
             )
         return solution
+
+
+def _record(job: Job, solution: Solution, unchanged: bool, started: float) -> TensorRecord:
+    """Return the record of a tensor whose merge began at `started`."""
+    found = solution.status, solution.rank, solution.residual, solution.eta, solution.note
+    return TensorRecord(job.rule, tuple(job.template.shape), *found, time.perf_counter() - started, unchanged)
 
 
 def equals_base(result: Tensor, base: Tensor | None) -> bool:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import CHUNK, LowRank, chunks, dense, nonfinite
+from epimer.geometry.linalg import LowRank, dense, nonfinite
+
+PART = 1 << 18  # entries at a time: few enough for the cache, and so many that workers do not wait for the interpreter
 
 
 def add_weighted_sum(
@@ -31,11 +33,11 @@ def add_weighted_sum(
         scale: multiplies the sum.
         precision: of all arithmetic.
     """
-    columns = [chunks(dense(W).reshape(-1)) for W in models]
-    starts = None if base is None else chunks(base.reshape(-1))
-    scratch = torch.empty(3, min(CHUNK, result.numel()), dtype=precision)
+    columns = [dense(W).reshape(-1).split(PART) for W in models]
+    starts = None if base is None else base.reshape(-1).split(PART)
+    scratch = torch.empty(3, min(PART, result.numel()), dtype=precision)
     finite = True
-    for i, target in enumerate(chunks(result.reshape(-1))):
+    for i, target in enumerate(result.reshape(-1).split(PART)):
         total, term, start = scratch[:, : len(target)].unbind()
         W0 = None if starts is None else in_precision(starts[i], start)
         for t, (column, weight) in enumerate(zip(columns, weights, strict=True)):

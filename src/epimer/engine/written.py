@@ -1,6 +1,6 @@
 """A merge whose tensors are written by the worker that computes them, each to its byte range of the unfinished output.
 
-So writing is shared out as computing is, and a tensor is gone before the next one is merged in its place.
+So writing is shared out as computing is, and rows are gone before the next ones are merged in their place.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from epimer.checkpoints.safetensors import as_bytes
 from epimer.checkpoints.writer import Draft, write_at
@@ -46,24 +47,27 @@ class WritingWalk:
         self, batch: Batch, loaded: list[Tensors], device: torch.device
     ) -> list[tuple[Job, Written, TensorRecord]]:
         """Merge the tensors of every job and write them."""
-        merged = self.walk.work(batch, loaded, device)
-        self._check_run()
         files: dict[str, int] = {}
+        written = {job.key: Written(0, 0) for job in batch.jobs}
+
+        def write(job: Job, W: Tensor) -> None:
+            name, start = self.places[job.name]
+            if not files:
+                self._check_run()  # a run that begins from now on has files of its own, or wants the same bytes
+            if name not in files:
+                files[name] = _open(self.folder / name)
+            data, (size, crc) = memoryview(as_bytes(W.contiguous())), written[job.key]
+            write_at(files[name], data, start + job.skip + size)
+            written[job.key] = Written(size + len(data), zlib.crc32(data, crc))
+
         try:
-            written = []
-            for job, W, record in merged:
-                name, start = self.places[job.name]
-                if name not in files:
-                    files[name] = _open(self.folder / name)
-                data = memoryview(as_bytes(W.contiguous()))
-                write_at(files[name], data, start + job.skip)
-                written.append((job, Written(len(data), zlib.crc32(data)), record))
+            records = self.walk.work_into(write, batch, loaded, device)
             for file in files.values() if self.sync else ():
                 os.fdatasync(file)
-            return written
         finally:
             for file in files.values():
                 os.close(file)
+        return [(job, written[job.key], record) for job, record in zip(batch.jobs, records, strict=True)]
 
     def _check_run(self) -> None:
         """Refuse to write into what another run has begun since: this job's driver is gone then."""

@@ -55,6 +55,25 @@ def test_wide_tensors_are_streamed_and_small_ones_are_read_ahead(tmp_path):
     assert streamed == {"table": True, "row": True, "vector": True, "bias": False}
 
 
+def test_rows_are_handed_on_as_they_are_merged_in_memory_that_is_used_again(tmp_path):
+    states = save_models(tmp_path, torch.bfloat16)
+    recipe, folder = open_recipe(recipe_of(tmp_path, "average"))
+    plan = plan_recipe(recipe, open_models(recipe, folder=folder))
+    walk, cpu = MergeWalk(plan, plan.parts), torch.device("cpu")
+    (table,) = [batch for batch in walk.jobs if batch.name == "table"]
+    rows, places = [], set()
+
+    def sink(job, W):
+        rows.append(W.clone())
+        places.add(W.data_ptr())
+
+    (record,) = walk.work_into(sink, table, walk.read(table), cpu)
+    expected = sum(weight * state["table"].double() for weight, state in zip(WEIGHTS, states[1:], strict=True))
+    assert len(rows) == 3 and max(W.numel() for W in rows) <= STREAMED and len(places) == 1
+    assert record.shape == SHAPES["table"]
+    torch.testing.assert_close(torch.cat(rows).double(), expected, rtol=2**-8, atol=1e-7)
+
+
 @pytest.mark.parametrize("method", ["average", "task_arithmetic", "ties"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_is_found_wherever_it_lies(tmp_path, method, value):
