@@ -194,10 +194,10 @@ class MergeWalk:
             return
         W, first = job.template, job.rows[0] if job.rows else 0
         step = max(1, STREAMED // max(1, W[:1].numel()))
-        room = allocate((min(step, len(W)), *W.shape[1:]), W.dtype) if result is None else None
+        room = allocate((min(step, len(W)), *W.shape[1:]), W.dtype) if result is None else result
         for start in range(0, len(W), step):
             stop = min(start + step, len(W))
-            target = room[: stop - start] if room is not None else result[start:stop]
+            target = room[: stop - start] if result is None else room[start:stop]
             yield target, read_tensors(self.plan.participants, job, (first + start, first + stop))
 
     def _merge_in_chunks(self, job: Job, tensors: Tensors, result: Tensor) -> Solution:

@@ -33,11 +33,11 @@ def add_weighted_sum(
         scale: multiplies the sum.
         precision: of all arithmetic.
     """
-    columns = [dense(W).reshape(-1).split(PART) for W in models]
-    starts = None if base is None else base.reshape(-1).split(PART)
+    columns = [torch.split(dense(W).reshape(-1), PART) for W in models]
+    starts = None if base is None else torch.split(base.reshape(-1), PART)
     scratch = torch.empty(3, min(PART, result.numel()), dtype=precision)
     finite = True
-    for i, target in enumerate(result.reshape(-1).split(PART)):
+    for i, target in enumerate(torch.split(result.reshape(-1), PART)):
         total, term, start = scratch[:, : len(target)].unbind()
         W0 = None if starts is None else in_precision(starts[i], start)
         for t, (column, weight) in enumerate(zip(columns, weights, strict=True)):
