@@ -29,7 +29,7 @@ from epimer.errors import OutputError
 OURS = ("journal.jsonl", "model", "old", "gone")
 FLUSH_BYTES = 1 << 28
 FLUSH_SECONDS = 1.0
-PART = 1 << 18  # bytes per write call: for more, Linux looks for large pages, which takes longer than the writing
+PART = 1 << 18  # bytes per write call: on ext4, calls of 2 MB were seen to take several times as long
 
 
 @dataclass(frozen=True)
