@@ -39,6 +39,8 @@ def main() -> None:
     rows = []
     for name in epimer.list_methods():
         method = epimer.describe_method(name)
+        if not method.models[0] <= TASKS <= (method.models[1] or TASKS):
+            continue  # merges two models, or one
         options = {"evaluate": lambda state: -sum(kept(state))} if name == "greedy_soup" else {}
         options |= {"curvature": curvature[method.curvature]} if method.needs_curvature else {}
         options |= {"rank": 8} if any(p.name == "rank" for p in method.parameters) else {}

