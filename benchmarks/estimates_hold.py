@@ -75,9 +75,10 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 kind, curvature = row.curvature, None
                 curvature = [{NAME: curvature_of(str(kind), shape, generator)} for _ in models]
             used = curvature if row.needs_curvature else None
-            participants = state_dict_participants(base, models)
+            merged = models[: row.models[1]]
+            participants = state_dict_participants(base, merged)
             plan = plan_state_dicts(participants, row, row.resolve({}), None, used)
-            told = {"method": row.name, "shape": text, "tasks": options.tasks, "memory": plan.memory}
+            told = {"method": row.name, "shape": text, "tasks": len(merged), "memory": plan.memory}
             told["estimated"] = plan.seconds(speeds, 1)
             if told["estimated"] > options.most:
                 yield told | {"taken": None}
@@ -85,7 +86,7 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             started = time.perf_counter()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                epimer.merge_state_dicts(base, models, row.name, curvature=used)
+                epimer.merge_state_dicts(base, merged, row.name, curvature=used)
             yield told | {"taken": time.perf_counter() - started}
 
 
