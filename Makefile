@@ -40,7 +40,7 @@ coverage: $(STAMP)  ## run the tests and show which lines they miss
 bench: $(STAMP) $(PEERS_STAMP)  ## speed on one page, beside FusionBench, mergekit and a plain copy: a quarter of an hour
 	$(PEERS)/bin/python benchmarks/faster_than_fusionbench.py --no-difference
 	$(BIN)/python benchmarks/faster_than_mergekit.py --mergekit $(PEERS)/bin/mergekit-yaml --repeats 1
-	$(BIN)/python benchmarks/seven_billion.py --layers 1
+	$(BIN)/python benchmarks/seven_billion.py --layers 1 --methods average ties
 	$(BIN)/python benchmarks/growth.py --methods tsv epimer_free epimer_kron --project
 	$(BIN)/python benchmarks/ray_overhead.py
 
