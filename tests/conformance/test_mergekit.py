@@ -6,9 +6,6 @@ mergekit runs in a process of its own and only its output is looked at. Runs in 
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,21 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import epimer
+from peer_mergekit import run_mergekit
 
 if importlib.util.find_spec("mergekit") is None:
     pytest.skip("mergekit is installed by `make conformance`", allow_module_level=True)
-
-# The console script `mergekit-yaml`, called once per recipe without starting Python each time.
-MERGEKIT = """
-import importlib.metadata, sys
-command = importlib.metadata.entry_points(group="console_scripts", name="mergekit-yaml")["mergekit-yaml"].load()
-for recipe in sys.argv[1:]:
-    out = recipe.removesuffix(".yaml") + ".mergekit"
-    try:
-        command([recipe, out, "--no-copy-tokenizer", "--no-write-model-card", "--quiet"], standalone_mode=False)
-    except Exception as error:
-        print(f"{recipe}: {type(error).__name__}: {error}", file=sys.stderr)
-"""
 
 LINEAR = """
 merge_method: linear
@@ -259,9 +245,7 @@ def merged(folder):
     files = {name: folder / f"{i}.yaml" for i, name in enumerate(recipes)}
     for name, file in files.items():
         file.write_text(recipes[name])
-    settings = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", MERGEKIT, *map(str, files.values())]
-    said = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True).stderr
+    said = run_mergekit(files.values(), folder, "--no-copy-tokenizer")
 
     def both(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         ours, theirs = files[name].with_suffix(".epimer"), files[name].with_suffix(".mergekit")

@@ -6,9 +6,6 @@ mergekit runs in a process of its own and only its output is looked at. Runs in 
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,21 +15,10 @@ from torch import Tensor
 
 import epimer
 from epimer.methods.registry import ALIASES, MERGEKIT
+from peer_mergekit import run_mergekit
 
 if importlib.util.find_spec("mergekit") is None:
     pytest.skip("mergekit is installed by `make conformance`", allow_module_level=True)
-
-# The console script `mergekit-yaml`, called once per recipe without starting Python each time.
-COMMAND = """
-import importlib.metadata, sys
-command = importlib.metadata.entry_points(group="console_scripts", name="mergekit-yaml")["mergekit-yaml"].load()
-for recipe in sys.argv[1:]:
-    out = recipe.removesuffix(".yaml") + ".mergekit"
-    try:
-        command([recipe, out, "--no-copy-tokenizer", "--no-write-model-card", "--quiet"], standalone_mode=False)
-    except Exception as error:
-        print(f"{recipe}: {type(error).__name__}: {error}", file=sys.stderr)
-"""
 
 TWO = "models: [{model: base}, {model: a}]\nbase_model: base\n"
 TASKS = """base_model: base
@@ -154,9 +140,7 @@ def merged(tmp_path_factory):
         file.write_text(texts[key])
     for place in {key[0] for key in files}:
         chosen = [file for key, file in files.items() if key[0] == place]
-        settings = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", COMMAND, *map(str, chosen)]
-        said += subprocess.run(command, cwd=folder / place, env=settings, capture_output=True, text=True).stderr
+        said += run_mergekit(chosen, folder / place, "--no-copy-tokenizer")
 
     def both(place: str, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         file = files[place, name]

@@ -5,9 +5,6 @@ The two may number the tokens of a union differently, so rows are compared token
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,20 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import epimer
+from peer_mergekit import run_mergekit
 
 if importlib.util.find_spec("mergekit") is None:
     pytest.skip("mergekit is installed by `make conformance`", allow_module_level=True)
 
-MERGEKIT = """
-import importlib.metadata, sys
-command = importlib.metadata.entry_points(group="console_scripts", name="mergekit-yaml")["mergekit-yaml"].load()
-for recipe in sys.argv[1:]:
-    try:
-        command([recipe, recipe.removesuffix(".yaml") + ".mergekit", "--no-write-model-card", "--quiet"],
-                standalone_mode=False)
-    except Exception as error:
-        print(f"{recipe}: {type(error).__name__}: {error}", file=sys.stderr)
-"""
 WORDS = ["<s>", "</s>", *"abcdefghijkl", "ab", "cd"]
 MODELS = {  # name -> words of the vocabulary, added tokens, rows of the table
     "base": (WORDS, ["<u>"], 17),
@@ -101,9 +89,7 @@ def merged(folder):
     files = {name: folder / f"{i}.yaml" for i, name in enumerate(RECIPES)}
     for name, file in files.items():
         file.write_text(RECIPES[name])
-    settings = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", MERGEKIT, *map(str, files.values())]
-    said = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True).stderr
+    said = run_mergekit(files.values(), folder)
 
     def both(name: str) -> tuple[Path, Path]:
         ours, theirs = files[name].with_suffix(".epimer"), files[name].with_suffix(".mergekit")
