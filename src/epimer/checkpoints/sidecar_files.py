@@ -150,6 +150,18 @@ def vocabulary(folder: Path) -> dict[int, str]:
     return {}
 
 
+def vocabularies(folders: Iterable[Path]) -> dict[Path, dict[int, str]]:
+    """Return every folder's `vocabulary`; equal files, as most fine-tuned models have, are read into one mapping."""
+    parsed: dict[tuple[bytes | None, ...], dict[int, str]] = {}
+    found = {}
+    for folder in folders:
+        files = tuple(read_sidecar(folder, name) for name in VOCABULARY)
+        if files not in parsed:
+            parsed[files] = vocabulary(folder)
+        found[folder] = parsed[files]
+    return found
+
+
 def _tokens(table: Any, where: Path) -> dict[int, str]:
     """Return id -> token of a mapping from tokens to ids, or of a list of tokens with their scores."""
     if isinstance(table, dict) and all(isinstance(i, int) for i in table.values()):

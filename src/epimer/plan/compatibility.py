@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from epimer.checkpoints.sentence_modules import MODULES, missing_modules, module_differences
-from epimer.checkpoints.sidecar_files import VOCABULARY, parse_json, read_sidecar, vocabulary
+from epimer.checkpoints.sidecar_files import parse_json, read_sidecar, vocabularies
 from epimer.errors import CheckpointError, EpimerError, listed, short
 from epimer.methods.options import Rules
 from epimer.methods.rules import matching
@@ -216,15 +216,9 @@ def _module_problems(folders: Sequence[Folder]) -> Iterator[CheckpointError]:
 
 
 def _vocabularies(folders: Sequence[Folder]) -> dict[Folder, dict[int, str]]:
-    """Return the tokens by id of every folder that lists them; equal files are read into one mapping."""
-    parsed: dict[tuple[bytes | None, ...], dict[int, str]] = {}
-    found = {}
-    for one in folders:
-        files = tuple(read_sidecar(one.path, name) for name in VOCABULARY)
-        if files not in parsed:
-            parsed[files] = vocabulary(one.path)
-        found[one] = parsed[files]
-    return {one: ids for one, ids in found.items() if ids}
+    """Return the tokens by id of every folder that lists them."""
+    found = vocabularies(one.path for one in folders)
+    return {one: found[one.path] for one in folders if found[one.path]}
 
 
 def _order_problems(

@@ -77,7 +77,7 @@ def open_models(
     notes += [*equal_models(participants), *agreed_card(participants)[1]]
     own = tokenizer
     tokenizer, generation = settings_source(participants, recipe.tokenizer_source, tokenizer, notes)
-    files = words.files if tokenizer is None or vocabulary(tokenizer) != words.tokens else {}
+    files = words.files if words.files and (tokenizer is None or vocabulary(tokenizer) != words.tokens) else {}
     tokenizer = own if files else tokenizer
     files = chat_template_files(recipe.chat_template, participants, tokenizer, files)
     compare_folders(participants, tokenizer, recipe.rules, problems, notes, aligned=bool(words.tokens))

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from epimer.checkpoints.checkpoint import Checkpoint
-from epimer.checkpoints.sidecar_files import vocabulary
+from epimer.checkpoints.sidecar_files import vocabularies, vocabulary
 from epimer.checkpoints.tokenizer_files import with_tokens
 from epimer.checkpoints.vocabulary import Aligned, Origin, token_tables
 from epimer.errors import RecipeError, listed
@@ -100,13 +100,12 @@ def align_vocabularies(
 
 def _words(models: Mapping[str, Checkpoint]) -> Iterator[Words]:
     """Yield every model's vocabulary; a model without a tokenizer has the first one's."""
-    read: dict[Path, dict[int, str]] = {}
+    folders = {text: checkpoint.tokenizer_folder for text, checkpoint in models.items()}
+    read = vocabularies(dict.fromkeys(folder for folder in folders.values() if folder is not None))
     first: dict[int, str] = {}
     for text, checkpoint in models.items():
-        folder = checkpoint.tokenizer_folder
-        if folder is not None and folder not in read:
-            read[folder] = vocabulary(folder)
-        found = read.get(folder, {}) if folder is not None else {}
+        folder = folders[text]
+        found = {} if folder is None else read[folder]
         first = first or found
         yield Words(text, checkpoint, found or first)
 
