@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 def read_header(folder: Path, file: str, what: str, remedy: str, where: str) -> dict[str, Any]:
     """Return the JSON header in a folder; what is no such folder is refused with its remedy."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError(f"{where} is not a {what} folder: it does not exist or is not a folder.")
     if not (folder / file).exists():
         raise CheckpointError(f"{where} is not a {what} folder: it has no {file}; {remedy}.")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import epimer
-from epimer.checkpoints.folder import DIFFUSERS
+from epimer.checkpoints.folder import DIFFUSERS, parse_json
 from epimer.checkpoints.hub import HUB_NAME, fetch_code
 from epimer.checkpoints.sentence_modules import sentence_files
 from epimer.checkpoints.sidecar_files import (
@@ -22,11 +22,19 @@ from epimer.checkpoints.sidecar_files import (
     code_files,
     left_behind,
     names_code,
-    parse_json,
     read_sidecar,
     sidecar_files,
 )
-from epimer.checkpoints.writer import Draft, Shard, as_json, explain_os_errors, plan_shards, recover, shard_index
+from epimer.checkpoints.writer import (
+    Draft,
+    Shard,
+    as_json,
+    explain_os_errors,
+    output_path,
+    plan_shards,
+    recover,
+    shard_index,
+)
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
 from epimer.engine.model_card import model_card
@@ -80,7 +88,7 @@ def write_files(
     """Carry out a plan into the files of a folder, or find that it has been carried out."""
     started = time.perf_counter()
     sidecars = sidecars | {RECIPE: plan.public_recipe().encode()}
-    out = Path(os.path.abspath(out.expanduser()))
+    out = output_path(out)
     recover(out)
     if (record := finished(out, plan, shards, sidecars)) is not None:
         return record

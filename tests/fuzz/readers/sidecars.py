@@ -9,6 +9,7 @@ from random import Random
 import torch
 from safetensors.torch import save_file
 
+from epimer.checkpoints.sidecar_files import vocabulary
 from fuzz.harness import Reader
 from fuzz.mutations import NAMES, YAML_LITERALS, mutated_bytes, mutated_json
 from fuzz.readers.models import CONFIG, damage_files, damage_header, damage_json, merge, merge_and_compare, recipe, write_models
@@ -103,14 +104,15 @@ def _read_tokenizer(folder: Path) -> None:
     tokens = {"<y>": {"source": str(folder / "two")}, "a": {"source": {"kind": "zero"}}}
     union = {"source": "union", "tokens": tokens, "pad_to_multiple_of": 4}
     found = merge(recipe(folder, "average", tokenizer=union, chat_template="auto"), folder / "union")
-    vocabulary = json.loads((folder / "union" / "tokenizer.json").read_bytes())
     rows = found["model.embed_tokens.weight"].shape[0]
-    largest = max([*vocabulary["model"]["vocab"].values(), *(one["id"] for one in vocabulary["added_tokens"])])
-    assert rows > largest, f"the table has {rows} rows, and a token has the id {largest}"
+    ids = vocabulary(folder / "union")
+    assert rows > max(ids), f"the table has {rows} rows, and a token has the id {max(ids)}"
     for name in ("base", "one", "two"):
         for file in (folder / name).glob("*token*"):
-            file.unlink()
-        (folder / f"unigram-{name}" / "tokenizer.json").rename(folder / name / "tokenizer.json")
+            if file.is_file():
+                file.unlink()
+        if (folder / f"unigram-{name}" / "tokenizer.json").is_file() and not (folder / name / "tokenizer.json").exists():
+            (folder / f"unigram-{name}" / "tokenizer.json").rename(folder / name / "tokenizer.json")
     merge(recipe(folder, tokenizer_source="union"), folder / "unigram")
 
 
