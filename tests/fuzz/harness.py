@@ -24,7 +24,8 @@ from types import FrameType
 from typing import Any
 
 SECONDS = 10.0  # a case may take
-ROOM = 2 << 30  # bytes of address space a case may take
+MEMORY = 400 << 20  # bytes it may use at most
+ROOM = 2 << 30  # bytes of address space it may take; more is refused by the system
 COMMAND = "PYTHONPATH=src:tests python -m fuzz {reader} --seed {seed} --case {case}"
 
 
@@ -71,6 +72,7 @@ def run_case(reader: Reader, seed: int, case: int, template: Path) -> str | None
     from epimer.errors import EpimerError
 
     folder = Path(tempfile.mkdtemp(prefix="case-", dir=template.parent))
+    before = _peak_memory(reset=True)
     try:
         place = folder / "files"
         shutil.copytree(template, place, symlinks=True)
@@ -78,7 +80,11 @@ def run_case(reader: Reader, seed: int, case: int, template: Path) -> str | None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                reader.read(place)
+                try:
+                    reader.read(place)
+                finally:
+                    used = _peak_memory() - before
+                    assert used <= MEMORY, f"it used {used / 2**20:.0f} MiB of memory"
         except EpimerError as error:
             text = str(error)
             if len(text.splitlines()) != 1 or any(ord(c) < 32 or ord(c) == 127 for c in text):
@@ -128,6 +134,17 @@ def serve(reader_name: str, seed: int, first: int, last: int, pipe: Any) -> None
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise TooLongError(f"took longer than {SECONDS:.0f} seconds")
+
+
+def _peak_memory(*, reset: bool = False) -> int:
+    """Return the most bytes that this process had in memory since the last reset; 0 where the system does not tell."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def _address_space() -> int:

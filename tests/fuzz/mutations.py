@@ -216,7 +216,7 @@ BYTES: list[Callable[[Random, bytes], bytes]] = [_flip, _overwrite, _insert, _cu
 
 OPCODES = [
     b"\x96" + struct.pack("<Q", 2**40),  # a bytearray of a terabyte
-    b"\x96" + struct.pack("<Q", 2**34) + b"abc",
+    b"\x96" + struct.pack("<Q", 2**30) + b"abc",
     b"\x8e" + struct.pack("<Q", 2**40),  # bytes
     b"\x8d" + struct.pack("<Q", 2**36) + b"abc",  # a text
     b"X" + struct.pack("<I", 2**32 - 1),

@@ -81,6 +81,8 @@ class SafeUnpickler(pickle._Unpickler):
     It is the unpickler in Python, whose memo is a dict: the one in C can be made to fill the memory by a few bytes.
     """
 
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, encoding="utf-8")
         self._known: dict[tuple[str, str], type[Placeholder]] = {}
@@ -95,6 +97,12 @@ class SafeUnpickler(pickle._Unpickler):
     def get_extension(self, code: int) -> None:
         """Refuse names by number, which a registry of this process would give."""
         raise pickle.UnpicklingError(f"extension {code} is not known")
+
+    def load_bytearray8(self) -> None:
+        """Refuse a bytearray, for which the unpickler would take as much memory as the file says that it has."""
+        raise pickle.UnpicklingError("bytearrays are not read")
+
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
     def persistent_load(self, pid: Any) -> Any:
         """Return a reference to a storage; for a class with its source, as old files have them, the class."""

@@ -39,7 +39,7 @@ def _damaged_state(rng: Random, state: dict[Any, Any]) -> Any:
         state[rng.choice((*NAMES, 3, None, ("a",), b"x"))] = state.pop(name)
     elif kind == 2:
         del state[name]
-    elif kind == 3:
+    elif kind == 3 and W.is_floating_point():
         W = W.clone()
         W.view(-1)[rng.randrange(W.numel())] = rng.choice(VALUES)
         state[name] = W
@@ -56,7 +56,7 @@ def _damaged_state(rng: Random, state: dict[Any, Any]) -> Any:
         state[rng.choice(NAMES)] = W.clone()
     elif kind == 9:
         state[name] = state[rng.choice(sorted(state))]  # tied
-    elif kind == 10:
+    elif kind == 10 and W.is_floating_point():
         state[name] = torch.full_like(W, rng.choice(VALUES))
     elif kind == 11:
         return rng.choice((*ODD, list(state.items()), {}))

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from random import Random
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 import yaml
@@ -267,6 +268,8 @@ def _read_records(folder: Path) -> None:
     for path in written:
         text = path.read_bytes().decode("utf-8")
         assert text.rstrip().endswith(("</html>", "</svg>"))
+        if path.suffix == ".svg":
+            ElementTree.fromstring(text)
 
 
 READERS = [
