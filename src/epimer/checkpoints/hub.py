@@ -93,7 +93,9 @@ def sensible(text: str, failure: type[EpimerError]) -> Iterator[None]:
     """Turn what huggingface_hub raises at an answer that is none of the hub's into one line."""
     try:
         yield
-    except (EpimerError, *http_failures()):
+    except EpimerError:
+        raise
+    except http_failures():
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         if type(error).__module__.startswith("huggingface_hub"):  # a refusal of its own, which others explain
