@@ -229,7 +229,12 @@ class Measured(State):
             torch.manual_seed(t)
             batches = [(torch.randn(6, 10), torch.randint(8, (6,))) for _ in range(3)]
             curvature = epimer.estimate_curvature(
-                Network(states[t]), batches, nn.CrossEntropyLoss(reduction="sum"), kind=self.kind, basis=basis, progress=False
+                Network(states[t]),
+                batches,
+                nn.CrossEntropyLoss(reduction="sum"),
+                kind=self.kind,
+                basis=basis,
+                progress=False,
             )
             ids = torch.randint(5, (3, 4), dtype=torch.int32)
             ones = torch.ones(3, 4, dtype=torch.uint8)
@@ -248,7 +253,8 @@ class Measured(State):
         inputs = curvature.inputs
         kept = [] if inputs is None else [(name, W.tolist()) for name, W in inputs.tensors.items()]
         sizes = [curvature.nbytes, sorted(curvature.clipped.items()), repr(curvature), sorted(curvature), kept]
-        recipe = self.recipe(self.method, parameters={"rank": 2} if self.basis else {})
+        rules = {"*.bias": "fisher"} if self.kind == "diagonal" else {}  # so that all of it is read
+        recipe = self.recipe(self.method, rules=rules, parameters={"rank": 2} if self.basis else {})
         for t in (1, 2):
             recipe["models"][t - 1]["curvature"] = str(folder / f"c{t}")
         if self.basis:
