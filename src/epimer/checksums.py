@@ -22,7 +22,7 @@ def is_intact(data: Mapping[str, Any]) -> bool:
 
 
 def is_text(data: Any) -> bool:
-    """Whether plain data can be written as UTF-8: JSON may hold half a character, as `\\ud800`."""
+    """Whether plain data can be written as UTF-8: JSON may hold an escaped half of a character."""
     try:
         json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -35,7 +35,8 @@ class Journal:
                 return None
             os.truncate(self.path, sum(map(len, lines)))
             self._hash = _hash_of(lines[-1])
-            return [json.loads(line.partition(b" ")[2]) for line in lines[1:]]
+            entries = [json.loads(line.partition(b" ")[2]) for line in lines[1:]]
+            return [entry for entry in entries if isinstance(entry, dict)]
         except (OSError, ValueError, RecursionError):
             return None
 

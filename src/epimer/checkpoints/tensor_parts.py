@@ -1,6 +1,6 @@
 """Folders with several arrays per tensor: a JSON header, and a safetensors file with `<tensor>.<part>` keys.
 
-The header holds a checksum of itself and of every array. Folders of earlier versions have none and are read all the same.
+The header holds a checksum of itself and of every array. Folders of earlier versions have none, and are read too.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def basis_problem(basis: Basis) -> str | None:
     if not count or atoms.U.shape[1] != count or atoms.V.shape[1] != count:
         shapes = f"{tuple(atoms.U.shape)} and {tuple(atoms.V.shape)}"
         return f"U and V have shapes {shapes}, expected {count} columns each, one per atom, and one at least"
-    if atoms.mix is not None and not (len(atoms.mix) == count >= atoms.mix.shape[1] > 0):
+    if atoms.mix is not None and not (len(atoms.mix) == count >= atoms.mix.shape[1]):
         return f"mix has shape {tuple(atoms.mix.shape)}, expected {count} rows and no more columns"
     if (len(basis.U), len(basis.V)) != (len(atoms.U), len(atoms.V)):
         return f"left and right have {len(basis.U)} and {len(basis.V)} rows, expected {len(atoms.U)} and {len(atoms.V)}"

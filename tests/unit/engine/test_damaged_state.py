@@ -1,7 +1,8 @@
 """Our own files, damaged: what does not verify is not used, so a result is the undamaged one's or there is none.
 
-Each kind of state is made by a real run, damaged at random (seeded), and used again. `python
-tests/unit/engine/test_damaged_state.py 2000` tries that many cases of each.
+Each kind of state is made by a real run, damaged at random (seeded), and used again. Without checksums, as earlier
+versions wrote it, or with ones that a stranger made to fit, damage may go unnoticed, but is never an internal error.
+`python tests/unit/engine/test_damaged_state.py 2000` tries that many cases of each.
 """
 
 import contextlib
@@ -23,15 +24,19 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where this file is run as a script
 
 import epimer
+from commands import assert_refused, run
 from damage import damaged_bytes, damaged_data, damaged_json, damaged_lines, damaged_safetensors
 from epimer.checkpoints import open_checkpoint
+from epimer.checkpoints.journal import Journal as JournalFile
 from epimer.checkpoints.writer import Draft
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.kept_inputs import KeptInputs
-from epimer.errors import EpimerError
+from epimer.errors import EpimerError, OutputError
 
 SHAPES = {"0.weight": (12, 10), "0.bias": (12,), "2.weight": (8, 12), "2.bias": (8,)}
-CASES = 60
+CASES = 40
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own use of it
 
 
 class State:
@@ -54,6 +59,10 @@ class State:
         models = [{"model": str(self.models / f"m{t}")} for t in (1, 2)]
         return {"merge_method": method, "base_model": str(self.models / "m0"), "models": models, **more}
 
+    def recipe_in(self, folder: Path) -> dict:
+        """Return the recipe that uses the state of a folder."""
+        return self.recipe()
+
     def make(self, folder: Path) -> None:
         """Make the state in an empty folder."""
         raise NotImplementedError
@@ -66,10 +75,21 @@ class State:
         """Return what is made of it."""
         raise NotImplementedError
 
-    def failure(self, place: Path, seed: int) -> str | None:
+    def without_checksums(self, folder: Path) -> None:
+        """Remove the checksums."""
+        for file in folder.rglob("*.json"):
+            data = json.loads(file.read_bytes())
+            data = {key: value for key, value in data.items() if key not in ("checksum", "checksums")}
+            if isinstance(data.get("inputs"), dict):
+                data["inputs"].pop("checksums", None)
+            file.write_text(json.dumps(data))
+
+    def failure(self, place: Path, seed: int, *, checksums: bool = True) -> str | None:
         """Return what is wrong with a use of damaged state, if anything is."""
-        rng = random.Random(seed)
+        rng, self.checksums = random.Random(seed), checksums
         folder = self.copy(place)
+        if not checksums:
+            self.without_checksums(folder)
         self.damage(folder, rng)
         try:
             with warnings.catch_warnings():
@@ -78,9 +98,9 @@ class State:
                 result = self.use(folder)
         except EpimerError as error:
             return None if one_line(str(error)) else f"more than a line: {error!r}"
-        except BaseException as error:
-            return f"{type(error).__name__}"
-        return None if result == self.expected else "another result"
+        except Exception as error:
+            return type(error).__name__
+        return None if result == self.expected or not checksums else "another result"
 
 
 def one_line(text: str) -> bool:
@@ -128,6 +148,8 @@ class Journal(State):
         root = folder / ".out.epimer"
         journal, (shard,) = root / "journal.jsonl", root.glob("model/*.safetensors")
         lines = journal.read_bytes().splitlines(keepends=True)
+        if not self.checksums:
+            return forge(journal, [json.loads(line[line.index(b"{") :]) for line in lines], rng)
         match rng.randrange(8):
             case 0:
                 shard.write_bytes(damaged_bytes(shard.read_bytes(), rng))
@@ -137,13 +159,20 @@ class Journal(State):
                 journal.write_bytes(damaged_bytes(journal.read_bytes(), rng))
             case _:
                 i = rng.randrange(len(lines))
-                with contextlib.suppress(ValueError):  # a line that is not JSON is damaged as bytes
-                    lines[i] = damaged_line(lines[i], rng)
+                lines[i] = damaged_line(lines[i], rng)
                 journal.write_bytes(b"".join(lines))
 
     def use(self, folder):
         epimer.merge(self.recipe(self.method, **self.more), folder / "out", progress=False, workers=1)
         return contents(folder / "out")
+
+
+def forge(journal: Path, entries: list[dict], rng: random.Random) -> None:
+    """Write a journal of damaged entries whose lines verify."""
+    forged = JournalFile(journal, entries[0]["key"])
+    forged.begin()
+    notes = [entry for entry in entries if "note" in entry]  # a method's own values, which only its checksum tells
+    forged.append([*notes, *damaged_data([entry for entry in entries[1:] if entry not in notes], rng)])
 
 
 def damaged_line(line: bytes, rng: random.Random) -> bytes:
@@ -221,7 +250,7 @@ class Measured(State):
 
     def make(self, folder):
         states = [open_state(self.models / f"m{t}") for t in range(3)]
-        basis = None
+        basis, loss = None, nn.CrossEntropyLoss(reduction="sum")
         if self.basis:
             epimer.make_basis(self.recipe(self.method), folder / "basis", kind=self.basis, rank=2, progress=False)
             basis = StoredBasis(folder / "basis")
@@ -229,12 +258,7 @@ class Measured(State):
             torch.manual_seed(t)
             batches = [(torch.randn(6, 10), torch.randint(8, (6,))) for _ in range(3)]
             curvature = epimer.estimate_curvature(
-                Network(states[t]),
-                batches,
-                nn.CrossEntropyLoss(reduction="sum"),
-                kind=self.kind,
-                basis=basis,
-                progress=False,
+                Network(states[t]), batches, loss, kind=self.kind, basis=basis, progress=False
             )
             ids = torch.randint(5, (3, 4), dtype=torch.int32)
             ones = torch.ones(3, 4, dtype=torch.uint8)
@@ -253,14 +277,15 @@ class Measured(State):
         inputs = curvature.inputs
         kept = [] if inputs is None else [(name, W.tolist()) for name, W in inputs.tensors.items()]
         sizes = [curvature.nbytes, sorted(curvature.clipped.items()), repr(curvature), sorted(curvature), kept]
+        epimer.merge(self.recipe_in(folder), folder / "out", progress=False)
+        return sizes, contents(folder / "out")
+
+    def recipe_in(self, folder):
         rules = {"*.bias": "fisher"} if self.kind == "diagonal" else {}  # so that all of it is read
         recipe = self.recipe(self.method, rules=rules, parameters={"rank": 2} if self.basis else {})
         for t in (1, 2):
             recipe["models"][t - 1]["curvature"] = str(folder / f"c{t}")
-        if self.basis:
-            recipe["basis"] = str(folder / "basis")
-        epimer.merge(recipe, folder / "out", progress=False)
-        return sizes, contents(folder / "out")
+        return recipe | ({"basis": str(folder / "basis")} if self.basis else {})
 
 
 class Kronecker(Measured):
@@ -305,10 +330,12 @@ class Basis(State):
         file.write_bytes(damaged(file.read_bytes(), rng))
 
     def use(self, folder):
-        parameters = {"rank": 2, "basis": self.kind}
-        recipe = self.recipe("epimer_free", basis=str(folder / "basis"), parameters=parameters)
-        epimer.merge(recipe, folder / "out", progress=False)
+        epimer.merge(self.recipe_in(folder), folder / "out", progress=False)
         return contents(folder / "out")
+
+    def recipe_in(self, folder):
+        parameters = {"rank": 2, "basis": self.kind}
+        return self.recipe("epimer_free", basis=str(folder / "basis"), parameters=parameters)
 
 
 class TensorBasis(Basis):
@@ -328,10 +355,10 @@ KINDS = [
 ]  # fmt: skip
 
 
-def failures(kind: type[State], root: Path, cases: int) -> Counter[str]:
+def failures(kind: type[State], root: Path, cases: int, *, checksums: bool = True) -> Counter[str]:
     """Return what went wrong in how many cases."""
     state = kind(root)
-    found = (state.failure(root / "case", seed) for seed in range(cases))
+    found = (state.failure(root / "case", seed, checksums=checksums) for seed in range(cases))
     return Counter(text for text in found if text)
 
 
@@ -340,7 +367,54 @@ def test_damaged_state_is_not_used(kind, tmp_path):
     assert not failures(kind, tmp_path, CASES)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_that_no_checksum_tells_is_no_internal_error(kind, tmp_path):
+    assert not failures(kind, tmp_path, CASES, checksums=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "words"),
+    [
+        (Kronecker, "c1/curvature.json", "curvature of models[0]: "),
+        (Kronecker, "c1/curvature.safetensors", "is damaged: its checksum does not fit; measure it again"),
+        (Basis, "basis/basis.json", "basis: "),
+        (Basis, "basis/basis.safetensors", "is damaged: its checksum does not fit; build it again"),
+        (Record, "out/epimer.json", "choose another name, or pass --overwrite"),
+    ],
+)
+def test_a_command_says_it_in_a_line(kind, file, words, tmp_path):
+    state = kind(tmp_path)
+    folder = state.copy(tmp_path / "case")
+    data = bytearray((folder / file).read_bytes())
+    data[-5] ^= 1  # in the last tensor, or in the checksum of a header
+    (folder / file).write_bytes(data)
+    (folder / "recipe.yaml").write_text(json.dumps(state.recipe_in(folder)))
+    ran = run("merge", folder / "recipe.yaml", folder / "out")
+    assert_refused(ran, words)
+    assert (folder / "out").exists() == (kind is Record)
+    assert not list(folder.glob(".out*"))
+
+
+def test_a_damaged_record_is_not_replaced(tmp_path):
+    state = Record(tmp_path)
+    file = tmp_path / "first" / "out" / "epimer.json"
+    file.write_bytes(file.read_bytes().replace(b'"method": "average"', b'"method": "tsv"'))
+    with pytest.raises(OutputError, match=r"is not replaced: .*epimer\.json is damaged: its checksum does not fit"):
+        epimer.merge(state.recipe("tsv"), tmp_path / "first" / "out", progress=False, overwrite=True)
+
+
+def test_a_record_of_an_earlier_version_is_read(tmp_path):
+    state = Record(tmp_path)
+    state.without_checksums(tmp_path / "first")
+    assert b"checksum" not in (tmp_path / "first" / "out" / "epimer.json").read_bytes()
+    assert state.use(tmp_path / "first") == state.expected
+
+
 if __name__ == "__main__":
     for kind in KINDS:
-        with tempfile.TemporaryDirectory() as root:
-            print(kind.__name__, sys.argv[1], dict(failures(kind, Path(root), int(sys.argv[1]))), flush=True)
+        for checksums in (True, False):
+            with tempfile.TemporaryDirectory() as folder:
+                found = failures(kind, Path(folder), int(sys.argv[1]), checksums=checksums)
+            told = "" if checksums else ", without checksums"
+            sys.stdout.write(f"{kind.__name__}{told}: {found.total()} of {sys.argv[1]} {dict(found)}\n")
+            sys.stdout.flush()
