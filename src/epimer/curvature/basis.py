@@ -19,7 +19,7 @@ from epimer.checkpoints.tensor_parts import CHECKSUMS, TensorParts, check_header
 from epimer.checkpoints.writer import as_json, atomic_folder, save_tensors
 from epimer.checksums import sealed
 from epimer.curvature.format import model_fingerprint
-from epimer.errors import CurvatureError, ParameterError
+from epimer.errors import CurvatureError, ParameterError, short
 from epimer.geometry.subspace import Basis, Tagged, TensorProduct, atoms_of, basis_problem, owner_problem
 from epimer.records import checked
 
@@ -48,7 +48,7 @@ class StoredBasis(TensorParts[Basis]):
         self.kind = header.get("kind")
         if header.get("format") != FORMAT or self.kind not in ("tagged", "tensor"):
             raise CurvatureError(
-                f"{self.where} holds a {self.kind!r} basis in format {header.get('format')!r}; "
+                f"{self.where} holds a {short(self.kind)} basis in format {short(header.get('format'))}; "
                 f"expected format {FORMAT}, tagged or tensor: build it again, or update epimer."
             )
         said = f"{self.where}/{HEADER}"

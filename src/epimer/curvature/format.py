@@ -68,8 +68,8 @@ class StoredMetrics(TensorParts[Metric]):
         kind = header.get("kind")
         if header.get("format") != FORMAT or kind not in tuple(KINDS):
             raise CurvatureError(
-                f"{self.where} holds {kind!r} curvature in format {header.get('format')!r}; expected format {FORMAT} "
-                f"and one of {', '.join(KINDS)}: measure it again, or update epimer."
+                f"{self.where} holds {short(kind)} curvature in format {short(header.get('format'))}; "
+                f"expected format {FORMAT} and one of {', '.join(KINDS)}: measure it again, or update epimer."
             )
         self.folder, self.inputs_header = folder, header.get("inputs")
         said = f"{self.where}/{HEADER}"
@@ -80,9 +80,10 @@ class StoredMetrics(TensorParts[Metric]):
         check_header(header, said, REMEDY)
         self.inputs_first = header.get("inputs_first", [])
         self.fields = {field.name for field in fields(self.metric)}  # type: ignore[arg-type]
-        numbers = f"{self.where}/{NUMBERS}"
-        super().__init__(inside(folder, NUMBERS), numbers, self.fields, header.get(CHECKSUMS), REMEDY)
-        if not isinstance(self.inputs_first, list) or any(name not in tuple(self) for name in self.inputs_first):
+        known, numbers = self.fields - {"inputs", "basis"}, f"{self.where}/{NUMBERS}"
+        super().__init__(inside(folder, NUMBERS), numbers, known, header.get(CHECKSUMS), REMEDY)
+        names = self.inputs_first if isinstance(self.inputs_first, list) else [None]
+        if not all(isinstance(name, str) and name in self for name in names):
             raise CurvatureError(f"{said}: inputs_first cannot be {short(self.inputs_first)}; {REMEDY}.")
         for name in self:
             self._check(name)

@@ -34,7 +34,7 @@ from epimer.curvature.kept_inputs import KeptInputs
 from epimer.errors import EpimerError, OutputError
 
 SHAPES = {"0.weight": (12, 10), "0.bias": (12,), "2.weight": (8, 12), "2.bias": (8,)}
-CASES = 40
+CASES = 20
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own use of it
 
