@@ -111,7 +111,7 @@ def frechet(load: Workload) -> Work:
 def equation(load: Workload) -> Work:
     """Return the work around a solve: the basis with the tasks' coordinates, an anchor, a calibration."""
     options, p = load.options, load.directions
-    anchor = options.anchor if options.aggregator == "anchored" else None
+    anchor = options.anchored_at(load.basis)
     counts = Work()
     if (load.basis != "full" or anchor == "tsv") and isinstance(options.basis, str):
         counts += basis(load)
@@ -120,7 +120,7 @@ def equation(load: Workload) -> Work:
     if anchor == "iso_c":
         counts += iso_c(load)
     if options.calibrate is not None:
-        tensor = load.basis == "tensor" and options.stays_in_subspace
+        tensor = load.basis == "tensor" and options.stays_in_subspace(load.basis)
         side = p if tensor else min(load.shape)
         counts += Work(
             svd=side**3 if tensor else load.entries * side, single=2 * (load.tasks + 2) * load.entries * side
