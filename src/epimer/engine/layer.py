@@ -21,10 +21,11 @@ from epimer.plan.layer_curvature import LayerCurvature
 from epimer.records import Status
 
 
-def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
+def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature, *, wide: bool = False) -> Solution:
     """Return the merged task vector of one tensor under its rule; its curvature is in the task vectors' precision.
 
-    What overflows or does not converge in float32 is merged once more in float64; the solution's note says so.
+    What overflows or does not converge in float32 is merged once more in float64, or at once with `wide`; the
+    solution's note says so.
     """
     models = job.models
     if len(models) < len(job.weights):
@@ -32,6 +33,8 @@ def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
     dtype = layer.deltas[0].dtype
     with named_failure(job.matrix, layer.deltas, models), fallbacks() as retried:
         try:
+            if wide:
+                raise NumericalError("its merge overflowed")
             solution = _merge_once(job, layer, curvature)
         except NumericalError as error:
             if dtype == torch.float64:

@@ -233,22 +233,23 @@ class MergeWalk:
         context = None if self.prepared is None else self.prepared.context
         start = None if W0 is None else as_compute_dtype(W0)
         layer = Layer(job.matrix, deltas, job.weights, context=context, inputs=job.inputs, base=start)
-        if job.rule == "statistic":
-            solution = convex_combination(layer, job.options.scale, based=W0 is not None)
-            total = solution.value.reshape(result.shape)
-        else:
-            solution = merge_layer(job, layer, curvature)
-            total = job.options.scale * dense(solution.value).reshape(result.shape)
-        if start is not None:
-            total += start
-        if (correction := self.plan.corrections.get(job.name)) is not None:
-            total += (correction if job.rows is None else correction[slice(*job.rows)]).to(total)
-        if nonfinite(result.copy_(total)):
+        for wide in (False, True):
+            if job.rule == "statistic":
+                solution = convex_combination(layer, job.options.scale, based=W0 is not None)
+                total = solution.value.reshape(result.shape)
+            else:
+                solution = merge_layer(job, layer, curvature, wide=wide)
+                total = job.options.scale * dense(solution.value).reshape(result.shape)
+            if start is not None:
+                total += start
+            if (correction := self.plan.corrections.get(job.name)) is not None:
+                total += (correction if job.rows is None else correction[slice(*job.rows)]).to(total)
+            if not nonfinite(result.copy_(total)):
+                return solution
             check_deltas(self.plan.participants, job, deltas)
-            raise TensorError(
-                f"the merged {job.name!r} does not fit in {result.dtype}; lower scale, or widen its dtype."
-            )
-        return solution
+            if job.precision == torch.float64 or job.rule == "statistic" or not nonfinite(total):
+                break
+        raise TensorError(f"the merged {job.name!r} does not fit in {result.dtype}; lower scale, or widen its dtype.")
 
 
 def _record(job: Job, solution: Solution, unchanged: bool, started: float) -> TensorRecord:

@@ -24,7 +24,7 @@ PAIRS = 1024  # products of them that it inverts exactly
 SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
 DOUBLE = 1e-10  # the same where it is in float64
 MIXED = 1 << 12  # unknowns from which single precision with corrections is faster than float64
-BEARABLE = 1e30  # factor that single precision multiplies by without an overflow
+BEARABLE = 1e30  # size of factors and coefficients up to which, and down to whose inverse, single precision bears them
 FLOOR = 3e-6  # relative residual that single precision reaches without a correction
 
 
@@ -80,7 +80,7 @@ class KroneckerSum(SubspaceOperator):
             solution = conjugate_gradients(self.shifted(damping), b, tolerance=1e-8, max_steps=self.max_steps)
             return replace(solution, status=Status.DAMPED, damping=damping)
         norm = float(torch.linalg.vector_norm(b))
-        single = max(shift, *(c for c, _, _ in self.terms)) < BEARABLE
+        single = self._fits_single(shift)
         if self.null > NULL and single:
             return self._refined(b, shift, max(SINGLE * norm, shift * self.allowed))
         if b.numel() >= MIXED and self.max_steps is None and single:
@@ -89,6 +89,12 @@ class KroneckerSum(SubspaceOperator):
                 return solution
         apply, precondition = _shifted_sum(self.terms, shift, b), _preconditioner(self.terms, shift, b)
         return conjugate_gradients(apply, b, precondition, max_steps=self.max_steps)
+
+    def _fits_single(self, shift: float) -> bool:
+        """Whether single precision can hold the factors and multiply by them and by their coefficients."""
+        sizes = [(c, _mean_diagonal(G), _mean_diagonal(A)) for c, G, A in self.terms]
+        values = [shift, *(x for c, g, a in sizes for x in (c, g, a, g * a))]
+        return all(x == 0 or 1 / BEARABLE < x < BEARABLE for x in values)
 
     def _refined(self, b: Tensor, shift: float, goal: float) -> Solution:
         """Iterate in single precision until the residual, which is kept in float64, is at most `goal`.
