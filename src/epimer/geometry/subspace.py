@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import eigh
 from epimer.geometry.linalg import NEARLY_SQUARE, NULL, atom_coefficients, column_basis, polar, stack_gram, sum_of_atoms
 from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
@@ -202,7 +203,7 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
     mix = None
     if not (left.full_rank and right.full_rank):
         U, V = left.factor.double(), right.factor.double()
-        values, vectors = torch.linalg.eigh((U.T @ U) * (V.T @ V))
+        values, vectors = eigh((U.T @ U) * (V.T @ V))
         kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
     atoms = Tagged(left.factor, right.factor, sigma, owner, mix)
