@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import allocate, header
+from epimer.engine.layer import merge_layer
 from epimer.engine.protocol import Engine
 from epimer.engine.task_vectors import Tensors, check_deltas, read_tensors, task_vectors
 from epimer.engine.weighted_sums import add_weighted_sum, in_precision
-from epimer.errors import CurvatureError, TensorError
+from epimer.errors import TensorError
 from epimer.geometry.linalg import CHUNK, LowRank, as_compute_dtype, chunks, dense, nonfinite
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import owned_by
-from epimer.methods.averaging import average, convex_combination
-from epimer.methods.full_space import FISHER, fisher
+from epimer.methods.averaging import convex_combination
 from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_method
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job, Plan, precision
@@ -234,22 +233,23 @@ class MergeWalk:
         context = None if self.prepared is None else self.prepared.context
         start = None if W0 is None else as_compute_dtype(W0)
         layer = Layer(job.matrix, deltas, job.weights, context=context, inputs=job.inputs, base=start)
-        if job.rule == "statistic":
-            solution = convex_combination(layer, job.options.scale, based=W0 is not None)
-            total = solution.value.reshape(result.shape)
-        else:
-            solution = merge_layer(job, layer, curvature)
-            total = job.options.scale * dense(solution.value).reshape(result.shape)
-        if start is not None:
-            total += start
-        if (correction := self.plan.corrections.get(job.name)) is not None:
-            total += (correction if job.rows is None else correction[slice(*job.rows)]).to(total)
-        if nonfinite(result.copy_(total)):
+        for wide in (False, True):
+            if job.rule == "statistic":
+                solution = convex_combination(layer, job.options.scale, based=W0 is not None)
+                total = solution.value.reshape(result.shape)
+            else:
+                solution = merge_layer(job, layer, curvature, wide=wide)
+                total = job.options.scale * dense(solution.value).reshape(result.shape)
+            if start is not None:
+                total += start
+            if (correction := self.plan.corrections.get(job.name)) is not None:
+                total += (correction if job.rows is None else correction[slice(*job.rows)]).to(total)
+            if not nonfinite(result.copy_(total)):
+                return solution
             check_deltas(self.plan.participants, job, deltas)
-            raise TensorError(
-                f"the merged {job.name!r} does not fit in {result.dtype}; lower scale, or widen its dtype."
-            )
-        return solution
+            if job.precision == torch.float64 or job.rule == "statistic" or not nonfinite(total):
+                break
+        raise TensorError(f"the merged {job.name!r} does not fit in {result.dtype}; lower scale, or widen its dtype.")
 
 
 def _record(job: Job, solution: Solution, unchanged: bool, started: float) -> TensorRecord:
@@ -264,43 +264,6 @@ def equals_base(result: Tensor, base: Tensor | None) -> bool:
         return False
     W, W0 = result.reshape(-1), base.reshape(-1)
     return all(torch.equal(W[:end], W0[:end].to(W)) for end in (min(len(W), PROBE), len(W)))
-
-
-def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
-    """Return the merged task vector of one tensor under its rule; its curvature is in the task vectors' precision."""
-    if len(job.models) < len(job.weights):
-        job, layer, curvature = without_zero_weights(job, layer, curvature)
-    assert job.method is not None
-    if job.rule == "average":
-        return average(layer, job.options)
-    if job.method.needs_curvature and not curvature.metrics:
-        return replace(average(layer, job.options), note="no curvature: averaged")
-    layer = replace(layer, metrics=curvature.metrics, base_metric=curvature.base_metric, basis=curvature.basis)
-    return fisher(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
-
-
-def without_zero_weights(job: Job, layer: Layer, curvature: LayerCurvature) -> tuple[Job, Layer, LayerCurvature]:
-    """Return the merge of one tensor without the models of weight 0, which thus shape neither basis nor count."""
-    assert job.method is not None
-    models, basis = job.models, curvature.basis
-    if basis is not None:
-        basis = owned_by(basis, models)
-        if basis is None:
-            zero = ", ".join(f"models[{t}]" for t, weight in enumerate(job.weights) if not weight)
-            raise CurvatureError(
-                f"the basis of {job.matrix!r} was built with {zero} of weight 0; leave that model out, or build "
-                "the basis from the recipe with these weights (`epimer basis`)."
-            )
-    weights = [job.weights[t] for t in models]
-    layer = replace(
-        layer,
-        deltas=[layer.deltas[t] for t in models],
-        weights=weights,
-        context=None if layer.context is None else [layer.context[t] for t in models],
-    )
-    metrics = [curvature.metrics[t] for t in models] if curvature.metrics else []
-    job = replace(job, weights=weights, options=job.method.options_of(job.options, models))
-    return job, layer, replace(curvature, metrics=metrics, basis=basis)
 
 
 def batches(jobs: Sequence[Job]) -> Iterator[Batch]:

@@ -13,6 +13,7 @@ import torch
 
 from epimer.engine.protocol import JobT, LoadedT, ResultT, Walk
 from epimer.errors import OutputError, ParameterError
+from epimer.geometry.decompositions import eigh
 
 J = TypeVar("J")
 L = TypeVar("L")
@@ -41,7 +42,7 @@ class Threads:
         """Yield every job with its result, in the order of the jobs."""
         for device in set(self.devices):
             if device.type == "cuda":
-                torch.linalg.eigh(torch.eye(2, device=device))  # loads a library, which two threads must not do at once
+                eigh(torch.eye(2, device=device))  # loads a library, which two threads must not do at once
         budget = Budget(self.memory, IN_FLIGHT * len(self.devices))
         run: _Run[Any, Any, Any] = _Run(walk, self.devices, self.threads, budget)
         with torch_threads(self.threads):

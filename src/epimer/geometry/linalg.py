@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import cholesky, cholesky_solve, eigh, thin_svd
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
 
@@ -158,9 +160,11 @@ def sandwich(M_nn: Tensor, U_np: Tensor) -> Tensor:
 def small_eigh(H: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of symmetric matrices; a GPU's small ones from the CPU, a thread each."""
     if H.shape[-1] > SMALL_EIGH or not H.is_cuda:
-        return torch.linalg.eigh(H)
+        return eigh(H)
     stack = H.cpu().reshape(-1, *H.shape[-2:])
-    pairs = list(_cpu_threads().map(torch.linalg.eigh, stack)) if len(stack) > 1 else [torch.linalg.eigh(stack[0])]
+    contexts = [copy_context() for _ in stack]  # in which a thread notes what it had to try again
+    threads = _cpu_threads().map if len(stack) > 1 else map
+    pairs = list(threads(lambda context, M: context.run(eigh, M), contexts, stack))
     values, vectors = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     return values.reshape(H.shape[:-1]).to(H.device), vectors.reshape(H.shape).to(H.device)
 
@@ -214,7 +218,7 @@ def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Pola
                 factor = _newton_schulz(factor)
             return Polar(factor, True, *_sensitivity(values, len(X_mp)))
     X = X_mp.double()
-    U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
+    U, sigma, Vh = thin_svd(X)
     kept = sigma > math.sqrt(NULL) * sigma[0]
     shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
     factor = ((U[:, kept] * shrunk) @ Vh[kept]).to(X_mp.dtype)
@@ -277,7 +281,7 @@ def _sensitivity(values: Tensor, m: int) -> tuple[float, float]:
 
 def column_basis(X_mp: Tensor) -> Tensor:
     """Return an orthonormal basis of the columns of a partial isometry."""
-    U, sigma, _ = torch.linalg.svd(X_mp, full_matrices=False)
+    U, sigma, _ = thin_svd(X_mp)
     return U[:, sigma > 0.5]
 
 
@@ -312,12 +316,12 @@ def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL) -
         return Solution(b.clone())
     H_pp = (H_pp + H_pp.T).mul_(0.5)
     H_pp.diagonal().add_(shift)
-    L, info = torch.linalg.cholesky_ex(H_pp)
+    L, info = cholesky(H_pp)
     pivots = L.diagonal().square()
     noise = null * float(pivots.max())
     if not info and (pivots.min() > noise or (shift > noise and pivots.min() > NULL * float(pivots.max()))):
-        return Solution(torch.cholesky_solve(b, L))
-    values, vectors = torch.linalg.eigh(H_pp)
+        return Solution(cholesky_solve(b, L))
+    values, vectors = eigh(H_pp)
     largest = float(values[-1])
     if largest <= 0:
         return Solution(torch.zeros_like(b))

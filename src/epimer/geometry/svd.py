@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import cholesky, eigh, of_task, qr, solve_triangular, thin_svd
 from epimer.geometry.linalg import Delta, LowRank, gram, rounding_share, small_eigh
 
 BLOCK = 16  # the search space's columns are a multiple of this, which matrix products like
@@ -61,7 +62,11 @@ def top_svds(matrices: Sequence[Delta], k: int, tolerance: float = SVD_TOLERANCE
         for t, svd, error in zip(group, *_search([matrices[t] for t in group], k, tolerance), strict=True):
             if error <= tolerance:
                 triples[t], worst = _nonzero(svd, matrices[t]), max(worst, error)
-    return [triples[t] if t in triples else _decompose(A, k) for t, A in enumerate(matrices)], worst
+    for t, A in enumerate(matrices):
+        if t not in triples:
+            with of_task(t if len(matrices) > 1 else None):
+                triples[t] = _decompose(A, k)
+    return [triples[t] for t in range(len(matrices))], worst
 
 
 def searches(A_mn: Delta, k: int) -> bool:
@@ -94,14 +99,14 @@ def _decompose(A_mn: Delta, k: int) -> Svd:
     a full SVD; large float32 matrices the eigenvectors of their Gram matrix in float64.
     """
     if isinstance(A_mn, LowRank):
-        left, right = torch.linalg.qr(A_mn.B.double()), torch.linalg.qr(A_mn.A.T.double())
-        U, sigma, Vh = torch.linalg.svd(left.R @ right.R.T)
-        return _nonzero(Svd(left.Q @ U[:, :k], sigma[:k], right.Q @ Vh[:k].T), A_mn)
+        (P, left), (Q, right) = qr(A_mn.B.double()), qr(A_mn.A.T.double())
+        U, sigma, Vh = thin_svd(left @ right.T)
+        return _nonzero(Svd(P @ U[:, :k], sigma[:k], Q @ Vh[:k].T), A_mn)
     n = A_mn.shape[1]
     if k == 0:
         return Svd(A_mn[:, :0], A_mn.new_zeros(0), A_mn.new_zeros(n, 0))
     if A_mn.dtype == torch.float64 or n <= SMALL:
-        U, sigma, Vh = torch.linalg.svd(A_mn.double(), full_matrices=False)
+        U, sigma, Vh = thin_svd(A_mn.double())
         return _nonzero(Svd(U[:, :k], sigma[:k], Vh[:k].T), A_mn)
     return _nonzero(_gram_svd(A_mn, k), A_mn)
 
@@ -109,7 +114,7 @@ def _decompose(A_mn: Delta, k: int) -> Svd:
 def _gram_svd(A_mn: Tensor, k: int) -> Svd:
     """Take the SVD from the eigenvectors of AᵀA in float64, where squaring loses nothing of float32."""
     A = A_mn.double()
-    V = torch.linalg.eigh(gram(A)).eigenvectors.flip(-1)[:, :k]
+    V = eigh(gram(A)).vectors.flip(-1)[:, :k]
     U = A @ V
     sigma = torch.linalg.vector_norm(U, dim=0)
     return Svd(U / sigma.clamp_min(torch.finfo(torch.float64).tiny), sigma, V)
@@ -182,7 +187,7 @@ def _lanczos(A_mn: Tensor, k: int, tolerance: float) -> tuple[Tensor, Tensor, Te
         W = W - Q[:, :d] @ along
         if step == check or d + b > Q.shape[1]:
             check += 1 + check // 8
-            values, vectors = torch.linalg.eigh(torch.nan_to_num(H[:d, :d]))
+            values, vectors = eigh(torch.nan_to_num(H[:d, :d]))
             theta, R = values.flip(-1)[:width].to(W.dtype), vectors.flip(-1)[:, :k].to(W.dtype)
             residual = torch.linalg.vector_norm(W @ R[d - b :], dim=0)
             error = _mean_angle(theta, residual, n, k)
@@ -258,8 +263,8 @@ def _orthonormal(Y: Tensor) -> Tensor:
     wide = Y.double()
     inner = gram(wide)
     inner.diagonal(dim1=-2, dim2=-1).add_(1e-12)
-    L, _ = torch.linalg.cholesky_ex(inner)
-    return torch.linalg.solve_triangular(L, wide.mT, upper=False).mT.to(Y.dtype)
+    L, _ = cholesky(inner)
+    return solve_triangular(L, wide.mT, upper=False).mT.to(Y.dtype)
 
 
 def _chebyshev(product: Callable[[Tensor], Tensor], X: Tensor, image: Tensor, theta: Tensor, degree: int) -> Tensor:

@@ -72,7 +72,7 @@ def _beyond(common: Svd, D: Tensor, rank: int, inputs: int) -> Svd:
     """Return the leading triples of a task vector without its part in the common outputs, rounding apart."""
     shared = common.U @ (common.U.T @ D) if inputs else (D @ common.V) @ common.V.T
     U, sigma, V = top_svd(D - shared, rank)
-    kept = sigma > rounding_share(D) * float(torch.linalg.vector_norm(D))
+    kept = sigma > rounding_share(D) * float(torch.linalg.vector_norm(D, dtype=torch.float64))
     return Svd(U[:, kept], sigma[kept], V[:, kept])
 
 
