@@ -23,9 +23,9 @@ class RepeatedKeyError(ValueError):
 def json_value(data: bytes | str, *, strict: bool = False) -> Any:
     """Return the value of a JSON text, bytes being UTF-8; a ValueError says in a line why there is none.
 
-    Refused, besides what is not JSON, are nesting without end, integers of more than 300 digits and texts with half a
-    surrogate pair; with `strict`, as headers of safetensors files are, also a key that an object has twice, an integer
-    with a sign, NaN and infinity.
+    Refused, besides what is not JSON, are nesting without end, integers of more than 300 digits and half characters
+    (a lone surrogate, which no file can hold). With `strict`, as headers of safetensors files are read, so are a key
+    that an object has twice, an integer with a sign, NaN and infinity.
     """
     raw, text = (data.encode(), data) if isinstance(data, str) else (data, data.decode("utf-8-sig"))
     long = b"0" * (MOST_DIGITS + 1) in raw.translate(ZEROS)  # a function that is called for every number costs time
@@ -76,4 +76,4 @@ def _check_text(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"it holds half a surrogate pair, {error.object[error.start]!r}, which is no text") from error
+        raise ValueError(f"it holds half a character, {error.object[error.start]!r}") from error

@@ -43,7 +43,7 @@ from epimer.engine.modules import merged_modules
 from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
 from epimer.engine.written import WritingWalk
-from epimer.errors import DataError, EpimerWarning, OutputError, listed, warn
+from epimer.errors import DataError, EpimerError, EpimerWarning, OutputError, listed, warn
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
 from epimer.plan.participants import Participants
@@ -201,7 +201,7 @@ def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, byt
     """Return the record of an output that is already what the plan would make."""
     try:
         record = _recorded(out)
-    except DataError:
+    except EpimerError:
         return None
     sizes = {shard.file: shard.size for shard in shards}
     if record is None or record.request != plan.request or not sizes.items() <= record.files.items():
@@ -216,11 +216,8 @@ def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, byt
 
 def _recorded(out: Path) -> MergeRecord | None:
     """Return the record in a folder; None where there is none."""
-    try:
-        data = (out / RECORD).read_bytes()
-    except OSError:
-        return None
-    return MergeRecord.from_json(data, str(out / RECORD))
+    data = read_sidecar(out, RECORD)
+    return None if data is None else MergeRecord.from_json(data, str(out / RECORD))
 
 
 def check_output(out: Path, participants: Participants, *, overwrite: bool) -> None:
@@ -246,7 +243,7 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         )
     try:
         record = _recorded(out)
-    except DataError as error:
+    except EpimerError as error:
         raise OutputError(f"{out} is not replaced: {error}") from error
     if record is None:
         raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 from random import Random
 
@@ -15,11 +17,13 @@ from epimer.checkpoints.writer import Draft
 from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kept_inputs import KeptInputs
 from epimer.curvature.optimizer_state import moments
+from epimer.checksums import sealed
 from epimer.errors import EpimerError
+from epimer.json_values import json_value
 from fuzz.harness import Reader
 from fuzz.mutations import as_python, as_text, mutated, mutated_bytes
 from fuzz.readers.checkpoints import damaged_torch_file
-from fuzz.readers.models import SHAPES, damage_files, damage_header, damage_json, merge_and_compare, recipe, same_file, tensors, write_models
+from fuzz.readers.models import SHAPES, damage_files, damage_header, damage_json, merge_and_compare, recipe, same_files, tensors, write_models
 
 MATRICES = [name for name, shape in SHAPES.items() if len(shape) == 2]
 
@@ -64,6 +68,8 @@ def _damage_curvature(rng: Random, folder: Path) -> None:
     kind = rng.choice(tuple(METHODS))
     (folder / "which").write_text(kind)
     place = folder / f"{kind}-{rng.choice(('one', 'two'))}"
+    if rng.random() < 0.5:
+        _without_checksums(place / "curvature.json")
     dice = rng.random()
     if dice < 0.4:
         damage_json(rng, place / "curvature.json")
@@ -75,6 +81,15 @@ def _damage_curvature(rng: Random, folder: Path) -> None:
         damage_header(rng, place / "inputs.safetensors")
     else:
         damage_files(rng, rng.choice(sorted(place.iterdir())))
+
+
+def _without_checksums(path: Path) -> None:
+    """Make a header as earlier versions wrote it, which is why damage to it reaches further."""
+    header = json.loads(path.read_text())
+    for part in (header, header.get("inputs") or {}):
+        part.pop("checksum", None)
+        part.pop("checksums", None)
+    path.write_text(json.dumps(header))
 
 
 def _damage_numbers(rng: Random, path: Path) -> None:
@@ -135,6 +150,8 @@ def _damage_basis(rng: Random, folder: Path) -> None:
     kind = rng.choice(("tagged", "tensor"))
     (folder / "which").write_text(kind)
     place = folder / f"basis-{kind}"
+    if rng.random() < 0.5:
+        _without_checksums(place / "basis.json")
     dice = rng.random()
     if dice < 0.35:
         damage_json(rng, place / "basis.json")
@@ -203,22 +220,40 @@ def _damage_journal(rng: Random, folder: Path) -> None:
     if rng.random() < 0.15:
         lines[i : i + 1] = rng.choice(([], [lines[i]] * 2, [rng.choice(lines), lines[i]]))
     else:
-        try:
-            lines[i] = as_text(mutated(rng, json.loads(lines[i]))).encode()
-        except ValueError:
-            lines[i] = mutated_bytes(rng, lines[i])
+        checksum, _, text = lines[i].partition(b" ")
+        lines[i] = checksum + b" " + as_text(mutated(rng, json.loads(text))).encode()
+    if rng.random() < 0.5:  # with checksums that fit: it need not be the same merge then, but may not end in a traceback
+        lines = _chained([line.partition(b" ")[2] for line in lines])
+        shutil.rmtree(folder / "whole")
     path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def _chained(entries: list[bytes]) -> list[bytes]:
+    """Return the lines of a journal with these entries."""
+    lines, before = [], b""
+    for entry in entries:
+        before = hashlib.blake2b(before + entry, digest_size=8).hexdigest().encode()
+        lines.append(before + b" " + entry)
+    return lines
 
 
 def _read_journal(folder: Path) -> None:
     epimer.merge(recipe(folder, "ties"), folder / "out", progress=False, workers=1)
     if (folder / "whole").exists():
-        assert same_file(folder / "whole", folder / "out"), "the resumed merge is another than the uninterrupted one"
+        assert same_files(folder / "whole", folder / "out"), "the resumed merge is another than the uninterrupted one"
 
 
 def _damage_finished(rng: Random, folder: Path) -> None:
     path = folder / "whole" / "epimer.json"
     (damage_files if rng.random() < 0.1 else damage_json)(rng, path)
+    if rng.random() < 0.3 and path.is_file():  # with a checksum that fits, where it is still a record
+        try:
+            record = json_value(path.read_bytes())
+        except ValueError:
+            return
+        if isinstance(record, dict):
+            path.write_text(json.dumps(sealed(record)))
+            (folder / "sealed").touch()
 
 
 def _read_finished(folder: Path) -> None:
@@ -232,8 +267,10 @@ def _read_finished(folder: Path) -> None:
             if overwrite:
                 raise
             continue
+        if (folder / "sealed").exists() and not overwrite:  # whoever can write a checksum can write a record
+            return
         assert again.lasting() == fresh, "the record that was returned is another"
-        assert same_file(folder / "whole", folder / "fresh"), "the folder is another than a new merge's"
+        assert same_files(folder / "whole", folder / "fresh"), "the folder is another than a new merge's"
 
 
 # optimisers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from epimer.records import EvaluationRecord, HarnessRecord, OverallScore, TaskScore
 from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Table, cells
 from epimer.report.charts.bars import Row, ranges
