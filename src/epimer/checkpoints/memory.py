@@ -45,8 +45,6 @@ class StateDict(Checkpoint):
         W = self.headers[name]
         if W.is_meta:
             return "has no data (it is on the meta device)"
-        if W.is_quantized:
-            return "is quantized"
         return f"is stored as {W.layout}" if W.layout != torch.strided else None
 
     def read(self, name: str, rows: Rows = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,7 @@ def carried(folder: Path | None, name: str) -> bytes | None:
 
 def read_sidecar(folder: Path | None, name: str) -> bytes | None:
     """Return a small file of a folder; None where there is none."""
-    if folder is None or not (folder / name).is_file():
+    if folder is None or not os.path.isfile(folder / name):
         return None
     path = inside(folder, name)
     try:

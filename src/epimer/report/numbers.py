@@ -136,7 +136,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if span / (power * factor) <= most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
+    return list(dict.fromkeys(float(f"{step * i:.12g}") for i in range(first, last + 1)))
 
 
 def decades(low: float, high: float) -> list[float]:
