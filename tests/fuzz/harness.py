@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 SECONDS = 10.0  # a case may take
+START = 60.0  # a process may take to begin
 MEMORY = 400 << 20  # bytes it may use at most
 ROOM = 2 << 30  # bytes of address space it may take; more is refused by the system
 COMMAND = "PYTHONPATH=src:tests python -m fuzz {reader} --seed {seed} --case {case}"
@@ -100,11 +101,12 @@ def place_for_files() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def serve(reader_name: str, seed: int, first: int, last: int, pipe: Any) -> None:
+def serve(reader_name: str, seed: int, first: int, last: int, seconds: float, pipe: Any) -> None:
     """Run cases in this process, which has its limits set for that; tell each one's start and end."""
     import torch
 
     from fuzz.readers import READERS
+    from fuzz.readers.faulty import FAULTY
 
     quiet_environment()
     torch.set_num_threads(1)
@@ -113,14 +115,14 @@ def serve(reader_name: str, seed: int, first: int, last: int, pipe: Any) -> None
     limit = _address_space() + ROOM
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    reader = READERS[reader_name]
+    reader = (READERS | {FAULTY.name: FAULTY})[reader_name]
     with tempfile.TemporaryDirectory(prefix="epimer-fuzz-", dir=place_for_files()) as root:
         template = Path(root) / "template"
         template.mkdir()
         reader.build(template)
         for case in range(first, last):
             pipe.send(("begin", case, ""))
-            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
             try:
                 refused = run_case(reader, seed, case, template)
                 answer = ("accepted" if refused is None else "refused", case, "")
@@ -133,7 +135,7 @@ def serve(reader_name: str, seed: int, first: int, last: int, pipe: Any) -> None
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise TooLongError(f"took longer than {SECONDS:.0f} seconds")
+    raise TooLongError("it took too long")
 
 
 def _peak_memory(*, reset: bool = False) -> int:
@@ -162,11 +164,11 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}{place}: {text[0][:300] if text else ''}"
 
 
-def run_cases(reader: str, seed: int, first: int, last: int) -> Outcome:
+def run_cases(reader: str, seed: int, first: int, last: int, seconds: float = SECONDS) -> Outcome:
     """Run the cases from `first` to before `last` of a reader; a process that dies or hangs is replaced."""
     outcome = Outcome(reader)
     while first < last:
-        for kind, case, text in _answers(reader, seed, first, last):
+        for kind, case, text in _answers(reader, seed, first, last, seconds):
             first = case + 1
             outcome.cases += 1
             outcome.accepted += kind == "accepted"
@@ -175,19 +177,19 @@ def run_cases(reader: str, seed: int, first: int, last: int) -> Outcome:
     return outcome
 
 
-def _answers(reader: str, seed: int, first: int, last: int) -> Iterator[tuple[str, int, str]]:
+def _answers(reader: str, seed: int, first: int, last: int, seconds: float) -> Iterator[tuple[str, int, str]]:
     """Yield (kind, case, text) of every case until all are done, or until one ended its process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fuzz.readers"])
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(reader, seed, first, last, theirs), daemon=True)
+    process = context.Process(target=serve, args=(reader, seed, first, last, seconds, theirs), daemon=True)
     process.start()
     theirs.close()
     current = first
     try:
         while True:
-            if not ours.poll(6 * SECONDS):
-                yield "escaped", current, f"hung: no answer in {6 * SECONDS:.0f} seconds"
+            if not ours.poll(START + 2 * seconds):
+                yield "escaped", current, "it hung, and could not be interrupted"
                 return
             try:
                 kind, case, text = ours.recv()
