@@ -68,6 +68,7 @@ class Answer(BaseHTTPRequestHandler):
     """Answers for one model from the folder of the case, as its `answers.json` says."""
 
     protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # headers and content in one packet, for which nobody waits
     folder: Path
 
     def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
