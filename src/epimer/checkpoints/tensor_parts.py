@@ -1,6 +1,7 @@
 """Folders with several arrays per tensor: a JSON header, and a safetensors file with `<tensor>.<part>` keys.
 
-The header holds a checksum of itself and of every array. Folders of earlier versions have none, and are read too.
+The header holds a hash of itself and a checksum of every array; those of earlier versions have
+neither and are read too.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def read_header(folder: Path, file: str, what: str, remedy: str, where: str) -> 
 
 
 def check_header(header: Mapping[str, Any], where: str, remedy: str) -> None:
-    """Refuse a header whose checksum does not fit; for after its values were checked, which says more."""
+    """Refuse a header whose hash does not fit; for after its values were checked, which says more."""
     if not is_intact(header):
-        raise CurvatureError(f"{where} is damaged: its checksum does not fit; {remedy}.")
+        raise CurvatureError(f"{where} was damaged or edited: its sha256 does not fit; {remedy}.")
 
 
 def check_files(files: Sequence[SafetensorsFile], checksums: Any, remedy: str) -> None:

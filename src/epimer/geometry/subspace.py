@@ -269,9 +269,8 @@ def basis_problem(basis: Basis) -> str | None:
             return f"{name} has shape {tuple(M.shape)}, expected a {'vector' if name == 'sigma' else 'matrix'}"
     if atoms.owner.dtype != torch.int64 or atoms.owner.shape != (count,):
         return f"owner is {atoms.owner.dtype} of shape {tuple(atoms.owner.shape)}, expected {count} of torch.int64"
-    if not count or atoms.U.shape[1] != count or atoms.V.shape[1] != count:
-        shapes = f"{tuple(atoms.U.shape)} and {tuple(atoms.V.shape)}"
-        return f"U and V have shapes {shapes}, expected {count} columns each, one per atom, and one at least"
+    if atoms.U.shape[1] != count or atoms.V.shape[1] != count:
+        return f"U and V have shapes {tuple(atoms.U.shape)} and {tuple(atoms.V.shape)}, expected {count} columns each"
     if atoms.mix is not None and not (len(atoms.mix) == count >= atoms.mix.shape[1]):
         return f"mix has shape {tuple(atoms.mix.shape)}, expected {count} rows and no more columns"
     if (len(basis.U), len(basis.V)) != (len(atoms.U), len(atoms.V)):
@@ -281,7 +280,7 @@ def basis_problem(basis: Basis) -> str | None:
 
 def owner_problem(owner: Tensor, tasks: int | None) -> str | None:
     """Return that an atom's owner is none of the tasks, by number, or None; `tasks` is None where it is not known."""
-    lowest, highest = int(owner.min()), int(owner.max())
+    lowest, highest = (int(owner.min()), int(owner.max())) if len(owner) else (0, -1)
     if lowest >= 0 and (tasks is None or highest < tasks):
         return None
     return f"owner reaches from {lowest} to {highest}, expected {'0 or more' if tasks is None else f'0 to {tasks - 1}'}"

@@ -48,7 +48,7 @@ class Record:
     def from_dict(cls, data: Mapping[str, Any], where: str = "the record") -> Self:
         """Return the record that `to_dict` wrote, or raise a DataError that names the file `where`."""
         if not is_intact(data):
-            raise DataError(f"{where} is damaged: its checksum does not fit; make it again.")
+            raise DataError(f"{where} was damaged or edited: its sha256 does not fit; make it again.")
         if data.get("format") != cls.format:
             raise DataError(
                 f"{where} is of format {short(data.get('format'))}, and this epimer reads {cls.format}; "

@@ -17,7 +17,7 @@ from epimer.checkpoints.writer import Draft
 from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kept_inputs import KeptInputs
 from epimer.curvature.optimizer_state import moments
-from epimer.checksums import sealed
+from epimer.checksums import HASH, sealed
 from epimer.errors import EpimerError
 from epimer.json_values import json_value
 from fuzz.harness import Reader
@@ -87,7 +87,7 @@ def _without_checksums(path: Path) -> None:
     """Make a header as earlier versions wrote it, which is why damage to it reaches further."""
     header = json.loads(path.read_text())
     for part in (header, header.get("inputs") or {}):
-        part.pop("checksum", None)
+        part.pop(HASH, None)
         part.pop("checksums", None)
     path.write_text(json.dumps(header))
 

@@ -26,7 +26,7 @@ def stored(folder, kind="tagged", copies=False):
     made = epimer.build_basis(base, given[:1] * 2 if copies else given, rank=RANK, basis=kind)
     save_basis(made.items(), folder, about={"rank": RANK, "models": ["base", "one", "two"]})
     header = json.loads((folder / "basis.json").read_text())
-    header = {key: value for key, value in header.items() if not key.startswith("checksum")}
+    header = {key: value for key, value in header.items() if key not in ("sha256", "checksums")}
     (folder / "basis.json").write_text(json.dumps(header))
     return made
 
