@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 
-from fuzz.harness import place_for_files, quiet_environment, run_case, run_cases, shares, table
+from fuzz.harness import Reader, place_for_files, quiet_environment, run_case, run_cases, shares, table
 
 PIECE = 250  # cases of one reader in one process
 
@@ -21,7 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--case", type=int, help="only this case of one reader, in this process")
-    parser.add_argument("--keep", type=Path, help="with --case: write the damaged files to this folder")
+    parser.add_argument("--keep", type=Path, help="with --case: write the damaged files to this new folder")
     options = parser.parse_args()
     quiet_environment()
     from fuzz.readers import READERS
@@ -30,11 +33,11 @@ def main() -> int:
         parser.error(f"unknown reader {unknown[0]!r}; known: {', '.join(READERS)}")
     chosen = {name: READERS[name] for name in options.readers or READERS}
     if options.case is not None:
-        return _one(chosen[options.readers[0]], options)
+        return _one(next(iter(chosen.values())), options.seed, options.case, options.keep)
     pieces = []
     for name, count in shares(chosen, options.cases).items():
         ends = [*range(options.first, options.first + count, PIECE), options.first + count]
-        pieces += [(name, options.seed, a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        pieces += [(name, options.seed, first, last) for first, last in pairwise(ends)]
     with ThreadPoolExecutor(options.jobs) as pool:
         outcomes = list(pool.map(lambda piece: run_cases(*piece), pieces))
     for outcome in outcomes:
@@ -44,19 +47,16 @@ def main() -> int:
     return 1 if any(outcome.escapes for outcome in outcomes) else 0
 
 
-def _one(reader, options) -> int:
-    from random import Random
-
+def _one(reader: Reader, seed: int, case: int, keep: Path | None) -> int:
+    """Run one case; its error, if it is none of epimer's, comes with its traceback."""
     with tempfile.TemporaryDirectory(prefix="epimer-fuzz-", dir=place_for_files()) as root:
         template = Path(root) / "template"
         template.mkdir()
         reader.build(template)
-        if options.keep is not None:
-            import shutil
-
-            shutil.copytree(template, options.keep)
-            reader.damage(Random(f"{reader.name} {options.seed} {options.case}"), options.keep)
-        refused = run_case(reader, options.seed, options.case, template)
+        if keep is not None:
+            shutil.copytree(template, keep)
+            reader.damage(Random(f"{reader.name} {seed} {case}"), keep)
+        refused = run_case(reader, seed, case, template)
     print("accepted" if refused is None else f"refused: {refused}")
     return 0
 

@@ -61,7 +61,9 @@ class Outcome:
 
 def quiet_environment() -> None:
     """Keep every library of a case off the network, on one thread and silent."""
-    os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_DISABLE_TELEMETRY="1")
+    os.environ.update(
+        HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_DISABLE_TELEMETRY="1"
+    )
     warnings.simplefilter("ignore")
 
 

@@ -26,10 +26,11 @@ NUMBERS: list[Any] = [
     Literal("1e400"), Literal("-1e400"), Literal("1" + "0" * 309), Literal("0." + "3" * 5000),
 ]  # fmt: skip
 NAMES = [
-    "", " ", ".", "..", "../x", "../../etc/passwd", "/etc/passwd", "~", "~/x", "~nobody-here/x", "a/../../b", "a//b", "\0", "a\0b",
-    "\ud800", "x\udfff", "\udc80y", "\u2028", "a\nb", "\r\n", "\x1b[31m", "\x7f", "é" * 200, "a" * 300, "a" * 5000,
-    "a/" * 3000, "con", "-", "--help", "*", "[", "(", "(?:a*)*b", "\\", "%s", "{}", "{0}", "<script>", "🙂", "\ufeff",
-    "https://x", "file:///etc/passwd", "org/name", "x+y", "model", "__metadata__", "0", "1e5", "true", "null", "NaN",
+    "", " ", ".", "..", "../x", "../../etc/passwd", "/etc/passwd", "~", "~/x", "~nobody-here/x", "a/../../b", "a//b",
+    "\0", "a\0b", "\ud800", "x\udfff", "\udc80y", "\u2028", "a\nb", "\r\n", "\x1b[31m", "\x7f", "é" * 200, "a" * 300,
+    "a" * 5000, "a/" * 3000, "con", "-", "--help", "*", "[", "(", "(?:a*)*b", "(.*)*x", ".*" * 12 + "x", "\\", "%s", "{}",
+    "{0}", "<script>", "🙂", "\ufeff", "https://x", "file:///etc/passwd", "org/name", "x+y", "model", "__metadata__", "0",
+    "1e5", "true", "null", "NaN",
 ]  # fmt: skip
 CONSTANTS: list[Any] = [None, True, False, [], {}, [[]], [{}], {"": None}, [None], ["a", 1], {"a": {"b": [1, {}]}}]
 YAML_LITERALS = [
@@ -37,8 +38,9 @@ YAML_LITERALS = [
     for text in (
         "0x" + "f" * 4000, "0b" + "1" * 20000, "0o7", "190:20:30", "9" * 4000 + ":1", "2001-01-01", "99999-99-99",
         "2001-13-45", ".nan", "-.inf", "!!python/object/apply:os.system ['x']", "!!binary aGk=", "!!float x", "!!int x",
-        "!!set {a}", "*a", "&a [*a]", "<<", "'", '"\\ud800"', '"\\x00"', "? [a]", "%", "@", "~", "=", "1_0", "0x", "- -",
-        "!!bool maybe", "!!null x", "!!omap [a: 1]", "!!timestamp 2001-99-99", "!<x> y", "| \n a", "!!str 1", "0.e",
+        "!!set {a}", "*a", "&a [*a]", "<<", "'", '"\\ud800"', '"\\x00"', "? [a]", "%", "@", "~", "=", "1_0", "0x",
+        "!!bool maybe", "!!timestamp x", "!!int ''", "!!float ''", "!!null x", "!!omap [a: 1]", "- -", "!<x> y", "0.e",
+        "!!timestamp 2001-99-99", "| \n a", "!!str 1",
     )
 ]  # fmt: skip
 
@@ -186,7 +188,10 @@ def _overwrite(rng: Random, data: bytes) -> bytes:
 
 
 def _insert(rng: Random, data: bytes) -> bytes:
-    at, words = _place(rng, data), (b"\0", b"\xff", b"\xed\xa0\x80", b"\n", b'"', b"}", b"]", b"\\ud800", b"-", b"9" * 4500)
+    at, words = (
+        _place(rng, data),
+        (b"\0", b"\xff", b"\xed\xa0\x80", b"\n", b'"', b"}", b"]", b"\\ud800", b"-", b"9" * 4500),
+    )
     return data[:at] + rng.choice(words) * rng.choice((1, 1, 5)) + data[at:]
 
 
@@ -202,7 +207,9 @@ def _double(rng: Random, data: bytes) -> bytes:
 
 def _number(rng: Random, data: bytes) -> bytes:
     """Overwrite eight, four or two bytes by a number that no size or offset can be."""
-    form, values = rng.choice((("<Q", (0, 2**63, 2**64 - 1, 2**40, 100_000_001)), ("<I", (0, 2**31, 2**32 - 1)), ("<H", (0, 65535))))
+    form, values = rng.choice(
+        (("<Q", (0, 2**63, 2**64 - 1, 2**40, 100_000_001)), ("<I", (0, 2**31, 2**32 - 1)), ("<H", (0, 65535)))
+    )
     new, at = struct.pack(form, rng.choice(values)), _place(rng, data)
     return data[:at] + new + data[at + len(new) :]
 

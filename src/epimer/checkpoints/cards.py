@@ -25,7 +25,7 @@ def card_head(folder: Path) -> dict[str, str]:
         return {}
     try:
         head: Any = yaml.safe_load("\n".join(rest[: rest.index("---")]))
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # PyYAML's own of odd tags
         return {}
     found: dict[str, str] = {}
     for key in KEYS if isinstance(head, dict) else ():

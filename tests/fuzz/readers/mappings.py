@@ -21,7 +21,21 @@ from fuzz.readers.models import tensors, write_models
 from fuzz.readers.texts import RECIPES
 
 METHODS = ("average", "task_arithmetic", "ties", "slerp", "tsv", "epimer_free", "linear", "iso_c", "dare_ties")
-ODD: list[Any] = [None, 3, 0.5, "text", b"bytes", [], {}, object(), (1, 2), {1}, torch.nn.Linear(2, 2), lambda: None, 1j]
+ODD: list[Any] = [
+    None,
+    3,
+    0.5,
+    "text",
+    b"bytes",
+    [],
+    {},
+    object(),
+    (1, 2),
+    {1},
+    torch.nn.Linear(2, 2),
+    lambda: None,
+    1j,
+]
 VALUES = (float("nan"), float("inf"), 1e38, -1e38, 1e-40, 0.0)
 
 _CASES: dict[Path, Any] = {}  # what a case hands from its damage to its reading: values that no file can hold
@@ -44,12 +58,25 @@ def _damaged_state(rng: Random, state: dict[Any, Any]) -> Any:
         W.view(-1)[rng.randrange(W.numel())] = rng.choice(VALUES)
         state[name] = W
     elif kind == 4:
-        state[name] = rng.choice((W.flatten(), W[..., :0], torch.zeros(()), W.unsqueeze(0), W.mT if W.dim() > 1 else W[::2]))
+        state[name] = rng.choice(
+            (W.flatten(), W[..., :0], torch.zeros(()), W.unsqueeze(0), W.mT if W.dim() > 1 else W[::2])
+        )
     elif kind == 5:
-        dtypes = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+        dtypes = (
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.int64,
+            torch.uint8,
+            torch.bool,
+            torch.complex64,
+            torch.float8_e4m3fn,
+        )
         state[name] = W.to(rng.choice(dtypes))
     elif kind == 6:
-        state[name] = rng.choice((W.to_sparse(), W.to("meta"), W.requires_grad_(), torch.nn.Parameter(W), W.expand(2, *W.shape)[0]))
+        state[name] = rng.choice(
+            (W.to_sparse(), W.to("meta"), W.requires_grad_(), torch.nn.Parameter(W), W.expand(2, *W.shape)[0])
+        )
     elif kind == 7:
         state[name] = torch.quantize_per_tensor(W, 0.1, 0, torch.qint8)
     elif kind == 8:
@@ -71,14 +98,31 @@ def _damage_states(rng: Random, folder: Path) -> None:
     states: list[Any] = [tensors(i) for i in range(3)]
     for _ in range(rng.choice((1, 1, 2))):
         i = rng.randrange(3)
-        if isinstance(states[i], dict) and states[i] and all(isinstance(W, torch.Tensor) for W in states[i].values()) and all(isinstance(n, str) for n in states[i]):
+        if (
+            isinstance(states[i], dict)
+            and states[i]
+            and all(isinstance(W, torch.Tensor) for W in states[i].values())
+            and all(isinstance(n, str) for n in states[i])
+        ):
             states[i] = _damaged_state(rng, states[i])
     models: Any = states[1:]
     if rng.random() < 0.05:
         models = rng.choice((*ODD, [], states[1], models * 30, models[:1]))
     options: dict[str, Any] = {}
     if rng.random() < 0.3:
-        value = as_python(mutated(rng, {"weights": [0.5, 0.5], "scale": 1.0, "rank": 2, "density": 0.5, "seed": 0, "rules": [["*", "average"]]}))
+        value = as_python(
+            mutated(
+                rng,
+                {
+                    "weights": [0.5, 0.5],
+                    "scale": 1.0,
+                    "rank": 2,
+                    "density": 0.5,
+                    "seed": 0,
+                    "rules": [["*", "average"]],
+                },
+            )
+        )
         options = {str(k): v for k, v in value.items()} if isinstance(value, dict) else {}
         options = {k: v for k, v in options.items() if k.isidentifier() and k not in ("base", "models", "method")}
     method = rng.choice(METHODS) if rng.random() < 0.95 else rng.choice((*NAMES, *ODD))
@@ -121,7 +165,19 @@ def _build_names(folder: Path) -> None:
 
 def _damage_names(rng: Random, folder: Path) -> None:
     name = rng.choice(NAMES)
-    text = rng.choice((name, f"{folder}/{name}", f"{folder}/one/{name}", f"{folder}/base+{name}", f"{name}+{folder}/one", f"{name}.yaml", f"memory://{name}", f"{name}.safetensors", f"{name}.jsonl"))
+    text = rng.choice(
+        (
+            name,
+            f"{folder}/{name}",
+            f"{folder}/one/{name}",
+            f"{folder}/base+{name}",
+            f"{name}+{folder}/one",
+            f"{name}.yaml",
+            f"memory://{name}",
+            f"{name}.safetensors",
+            f"{name}.jsonl",
+        )
+    )
     _CASES[folder] = (rng.randrange(8), text)
 
 
@@ -143,7 +199,11 @@ def _read_names(folder: Path) -> None:
         read_records([text])
     elif which == 6:
         entry = {"model": str(folder / "one"), "curvature": text}
-        epimer.merge({"merge_method": "epimer", "base_model": str(folder / "base"), "models": [entry, entry], "basis": text}, folder / "out", progress=False)
+        epimer.merge(
+            {"merge_method": "epimer", "base_model": str(folder / "base"), "models": [entry, entry], "basis": text},
+            folder / "out",
+            progress=False,
+        )
     else:
         before = os.getcwd()
         os.chdir(folder)

@@ -14,16 +14,26 @@ from torch import nn
 
 import epimer
 from epimer.checkpoints.writer import Draft
+from epimer.checksums import HASH, sealed
 from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kept_inputs import KeptInputs
 from epimer.curvature.optimizer_state import moments
-from epimer.checksums import HASH, sealed
 from epimer.errors import EpimerError
 from epimer.json_values import json_value
 from fuzz.harness import Reader
 from fuzz.mutations import as_python, as_text, mutated, mutated_bytes
 from fuzz.readers.checkpoints import damaged_torch_file
-from fuzz.readers.models import SHAPES, damage_files, damage_header, damage_json, merge_and_compare, recipe, same_files, tensors, write_models
+from fuzz.readers.models import (
+    SHAPES,
+    damage_files,
+    damage_header,
+    damage_json,
+    merge_and_compare,
+    recipe,
+    same_files,
+    tensors,
+    write_models,
+)
 
 MATRICES = [name for name, shape in SHAPES.items() if len(shape) == 2]
 
@@ -48,11 +58,9 @@ METHODS = {"diagonal": "epimer", "kronecker": "epimer_kron", "samples": "epimer_
 
 def _build_curvature(folder: Path) -> None:
     write_models(folder, "base", "one", "two")
-    kept = KeptInputs(
-        "causal-lm", "auto",
-        {"input_ids": torch.tensor([[1, 2, 3]], dtype=torch.int32), "attention_mask": torch.ones(1, 3, dtype=torch.uint8)},
-        torch.tensor([[True, True, False]]),
-    )  # fmt: skip
+    ids, mask = torch.tensor([[1, 2, 3]], dtype=torch.int32), torch.ones(1, 3, dtype=torch.uint8)
+    counted = torch.tensor([[True, True, False]])
+    kept = KeptInputs("causal-lm", "auto", {"input_ids": ids, "attention_mask": mask}, counted)
     for kind in METHODS:
         for t, name in enumerate(("one", "two"), 1):
             metrics = {key: _metric(kind, SHAPES[key], 10 * t + i) for i, key in enumerate(MATRICES)}
@@ -106,11 +114,19 @@ def _damage_numbers(rng: Random, path: Path) -> None:
             W.view(-1)[rng.randrange(W.numel())] = rng.choice((-1, 100, 3, 0))
             state[name] = W
         elif kind == 3:
-            state[name] = rng.choice((W.flatten(), W.reshape(1, *W.shape), W[..., :0], torch.zeros(()), W.mT if W.dim() > 1 else W)).contiguous().clone()
+            state[name] = (
+                rng.choice(
+                    (W.flatten(), W.reshape(1, *W.shape), W[..., :0], torch.zeros(()), W.mT if W.dim() > 1 else W)
+                )
+                .contiguous()
+                .clone()
+            )
         elif kind == 4:
             state[name] = torch.cat([W, W]) if W.dim() else W
         elif kind == 5:
-            state[name] = W.to(rng.choice((torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool, torch.bfloat16)))
+            state[name] = W.to(
+                rng.choice((torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool, torch.bfloat16))
+            )
         elif kind == 6:
             del state[name]
         elif kind == 7:
@@ -127,7 +143,8 @@ def _read_curvature(folder: Path) -> None:
     for name in ("one", "two"):
         curvature = epimer.Curvature.load(folder / f"{kind}-{name}")
         assert curvature.nbytes >= 0
-        assert curvature.inputs is not None or True
+        if curvature.inputs is not None:
+            assert len(curvature.inputs) >= 1
         for key in curvature:
             curvature[key]
     made = recipe(folder, METHODS[kind])
@@ -222,7 +239,9 @@ def _damage_journal(rng: Random, folder: Path) -> None:
     else:
         checksum, _, text = lines[i].partition(b" ")
         lines[i] = checksum + b" " + as_text(mutated(rng, json.loads(text))).encode()
-    if rng.random() < 0.5:  # with checksums that fit: it need not be the same merge then, but may not end in a traceback
+    if (
+        rng.random() < 0.5
+    ):  # with checksums that fit: it need not be the same merge then, but may not end in a traceback
         lines = _chained([line.partition(b" ")[2] for line in lines])
         shutil.rmtree(folder / "whole")
     path.write_bytes(b"\n".join(lines) + b"\n")
@@ -291,7 +310,9 @@ def _build_optimizer(folder: Path) -> None:
         net.two(net.norm(net.one(torch.randn(5, 3)))).square().sum().backward()
         optimizer.step()
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    torch.save({"optimizer": optimizer.state_dict(), "step": 2}, folder / "nested.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"optimizer": optimizer.state_dict(), "step": 2}, folder / "nested.pt", _use_new_zipfile_serialization=False
+    )
 
 
 def _damage_optimizer(rng: Random, folder: Path) -> None:

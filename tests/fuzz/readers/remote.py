@@ -71,7 +71,7 @@ class Answer(BaseHTTPRequestHandler):
     wbufsize = 1 << 16  # headers and content in one packet, for which nobody waits
     folder: Path
 
-    def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
+    def do_GET(self) -> None:
         odd = json.loads((self.folder / "answers.json").read_text())
         file = re.fullmatch(r"/org/model/resolve/[^/]+/(.+)", self.path)
         if self.path.startswith("/api/models/org/model/tree/"):
@@ -93,7 +93,8 @@ class Answer(BaseHTTPRequestHandler):
         content = content[: odd["short"]] if "short" in odd else content + b"x" * odd.get("long", 0)
         return self._reply(odd.get("status", 206), content, headers)
 
-    do_HEAD = do_GET
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _reply(self, status: int, data: bytes, headers: dict[str, str], size: str | None = None) -> None:
         self.send_response(status)
@@ -119,7 +120,13 @@ def _serve(folder: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         _SERVERS.append(server)
         address = f"http://127.0.0.1:{server.server_port}"
-        os.environ.update(HF_ENDPOINT=address, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1", HF_HUB_DOWNLOAD_TIMEOUT="2", HF_HUB_ETAG_TIMEOUT="2")
+        os.environ.update(
+            HF_ENDPOINT=address,
+            HF_HUB_OFFLINE="0",
+            HF_HUB_DISABLE_XET="1",
+            HF_HUB_DOWNLOAD_TIMEOUT="2",
+            HF_HUB_ETAG_TIMEOUT="2",
+        )
         from huggingface_hub import constants
 
         constants.ENDPOINT, constants.HF_HUB_OFFLINE = address, False
@@ -131,7 +138,9 @@ def _build_hub(folder: Path) -> None:
     files = sorted(path.name for path in (folder / "model").iterdir())
     about = {"id": "org/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files], "private": False}
     (folder / "about.json").write_text(json.dumps(about))
-    tree = [{"type": "file", "path": name, "oid": "abc", "size": (folder / "model" / name).stat().st_size} for name in files]
+    tree = [
+        {"type": "file", "path": name, "oid": "abc", "size": (folder / "model" / name).stat().st_size} for name in files
+    ]
     (folder / "tree.json").write_text(json.dumps(tree))
     (folder / "answers.json").write_text("{}")
 

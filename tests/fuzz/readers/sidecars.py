@@ -12,7 +12,16 @@ from safetensors.torch import save_file
 from epimer.checkpoints.sidecar_files import vocabulary
 from fuzz.harness import Reader
 from fuzz.mutations import NAMES, YAML_LITERALS, mutated_bytes, mutated_json
-from fuzz.readers.models import CONFIG, damage_files, damage_header, damage_json, merge, merge_and_compare, recipe, write_models
+from fuzz.readers.models import (
+    CONFIG,
+    damage_files,
+    damage_header,
+    damage_json,
+    merge,
+    merge_and_compare,
+    recipe,
+    write_models,
+)
 
 WORDS = ["<unk>", "<eos>", "a", "b", "c"]
 GENERATION = {"eos_token_id": 1, "bos_token_id": None, "temperature": 0.7, "transformers_version": "4.0"}
@@ -45,7 +54,10 @@ def _damage_config(rng: Random, folder: Path) -> None:
 def _read_config(folder: Path) -> None:
     merge_and_compare(recipe(folder), folder / "out")
     (folder / "stack").mkdir()
-    sources = [{"model": str(folder / "one"), "layer_range": [0, 1]}, {"model": str(folder / "two"), "layer_range": [1, 2]}]
+    sources = [
+        {"model": str(folder / "one"), "layer_range": [0, 1]},
+        {"model": str(folder / "two"), "layer_range": [1, 2]},
+    ]
     slices = [{"sources": [source]} for source in sources]
     found = merge({"merge_method": "passthrough", "slices": slices}, folder / "stack" / "out")
     assert len(found) == 6
@@ -111,7 +123,9 @@ def _read_tokenizer(folder: Path) -> None:
         for file in (folder / name).glob("*token*"):
             if file.is_file():
                 file.unlink()
-        if (folder / f"unigram-{name}" / "tokenizer.json").is_file() and not (folder / name / "tokenizer.json").exists():
+        if (folder / f"unigram-{name}" / "tokenizer.json").is_file() and not (
+            folder / name / "tokenizer.json"
+        ).exists():
             (folder / f"unigram-{name}" / "tokenizer.json").rename(folder / name / "tokenizer.json")
     merge(recipe(folder, tokenizer_source="union"), folder / "unigram")
 
@@ -162,7 +176,14 @@ def _read_sentence(folder: Path) -> None:
 
 # model cards
 
-CARD = "---\nlicense: mit\nlicense_link: https://x.org\npipeline_tag: text-generation\nlibrary_name: transformers\n---\n# A\n"
+CARD = """---
+license: mit
+license_link: https://x.org
+pipeline_tag: text-generation
+library_name: transformers
+---
+# A
+"""
 
 
 def _build_card(folder: Path) -> None:
@@ -179,7 +200,9 @@ def _damage_card(rng: Random, folder: Path) -> None:
         return
     for _ in range(rng.choice((1, 2))):
         i = rng.randrange(len(lines))
-        value = rng.choice((*map(str, YAML_LITERALS), *NAMES, mutated_json(rng, b'{"a": ["mit"]}').decode("utf-8", "replace")))
+        value = rng.choice(
+            (*map(str, YAML_LITERALS), *NAMES, mutated_json(rng, b'{"a": ["mit"]}').decode("utf-8", "replace"))
+        )
         lines[i] = f"{lines[i].split(':')[0]}: {value}"
     path.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
 
@@ -188,5 +211,11 @@ READERS = [
     Reader("config", _build_config, _damage_config, _read_config, share=4),
     Reader("tokenizer", _build_tokenizer, _damage_tokenizer, _read_tokenizer, share=5),
     Reader("sentence-modules", _build_sentence, _damage_sentence, _read_sentence, share=3),
-    Reader("model-card", _build_card, _damage_card, lambda folder: merge_and_compare(recipe(folder), folder / "out"), share=2),
+    Reader(
+        "model-card",
+        _build_card,
+        _damage_card,
+        lambda folder: merge_and_compare(recipe(folder), folder / "out"),
+        share=2,
+    ),
 ]

@@ -168,11 +168,12 @@ def _read_suite(folder: Path) -> None:
 
 # data
 
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 ROWS: list[dict[str, Any]] = [
-    {"text": "one two", "label": 0, "score": 0.5, "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]},
-    {"text": "three", "label": 1, "score": -1.0, "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    {"text": "one two", "label": 0, "score": 0.5, "messages": TALK},
+    {"text": "three", "label": 1, "score": -1.0, "messages": TALK * 2},
     {"text": "ünï", "label": 1, "score": 2.0, "messages": []},
-]  # fmt: skip
+]
 
 
 def _build_data(folder: Path) -> None:
@@ -199,7 +200,9 @@ def _build_data(folder: Path) -> None:
 
 
 def _damage_data(rng: Random, folder: Path) -> None:
-    name = rng.choice(("rows.jsonl", "rows.jsonl", "rows.json", "rows.csv", "rows.tsv", "rows.txt", "rows.parquet", "images"))
+    name = rng.choice(
+        ("rows.jsonl", "rows.jsonl", "rows.json", "rows.csv", "rows.tsv", "rows.txt", "rows.parquet", "images")
+    )
     (folder / "which").write_text(name)
     if name == "images":
         path = rng.choice(sorted((folder / "images").rglob("*.*")))

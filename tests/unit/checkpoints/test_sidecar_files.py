@@ -70,12 +70,20 @@ def test_what_could_not_be_written_down_is_refused(recipe, tmp_path, file, case)
 )
 def test_a_vocabulary_that_maps_no_tokens_to_ids_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="vocabulary that maps no tokens to ids|added_tokens without id or content"):
+    with pytest.raises(
+        CheckpointError, match=r"vocabulary that maps no tokens to ids|added_tokens without id or content"
+    ):
         vocabulary(tmp_path)
 
 
 def test_an_unusual_but_valid_config_is_carried_over(recipe, tmp_path):
-    config = {"model_type": "llama", "vocab_size": 3, "limit": [0.0, float("inf")], "most": 10**30, "name": "é\U0001f600"}
+    config = {
+        "model_type": "llama",
+        "vocab_size": 3,
+        "limit": [0.0, float("inf")],
+        "most": 10**30,
+        "name": "é\U0001f600",
+    }
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     epimer.merge(recipe, tmp_path / "out", progress=False)
     assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8")) == config
@@ -113,3 +121,21 @@ def test_names_in_a_recipe_that_no_file_can_have_are_refused(recipe, tmp_path, n
         with pytest.raises(EpimerError) as error:
             epimer.merge({**recipe, **changes}, tmp_path / "out", progress=False)
         assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("pattern", ["(.*)*x", "(a|b)+x", ".*.*.*.*x", "(?:a*){9}"])
+def test_a_pattern_of_an_adapter_that_could_match_without_end_is_refused(recipe, tmp_path, pattern):
+    (tmp_path / "lora").mkdir()
+    name = "model.embed_tokens"
+    factors = {f"base_model.model.{name}.lora_embedding_A": torch.ones(2, 3)}
+    factors[f"base_model.model.{name}.lora_embedding_B"] = torch.ones(4, 2)
+    save_file(factors, tmp_path / "lora" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    model = f"{tmp_path / 'base'}+{tmp_path / 'lora'}"
+    for patterns, words in (({"embed_tokens": 4}, None), ({pattern: 4}, "may match without end; name the modules")):
+        (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": patterns}))
+        if words is None:
+            assert epimer.merge({**recipe, "models": [{"model": model}]}, tmp_path / "out", progress=False).tensors
+            continue
+        with pytest.raises(EpimerError, match=words):
+            epimer.merge({**recipe, "models": [{"model": model}]}, tmp_path / "out", progress=False)

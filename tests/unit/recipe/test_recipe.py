@@ -927,6 +927,7 @@ def test_a_models_own_gamma_and_epsilon_and_the_only_models_parameters():
     assert [found.settings(name, 0).parameters for name in ("mlp.w", "w")] == [{"scale": 0.0}, {"scale": 0.5}]
     assert found.models[0].parameters == {}
 
+
 MODELS = "models: [{model: a}, {model: b}]"
 
 

@@ -121,7 +121,7 @@ def card_names(readme: Path) -> list[str] | None:
         features = (info[0] if isinstance(info, list) else info)["features"]
         names = next(f["dtype"]["class_label"]["names"] for f in features if f["name"] in LABELS)
         return _texts([names[key] for key in sorted(names, key=int)] if isinstance(names, dict) else names)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, StopIteration, yaml.YAMLError):
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, StopIteration, yaml.YAMLError):
         return None
 
 
