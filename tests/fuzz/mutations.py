@@ -28,9 +28,9 @@ NUMBERS: list[Any] = [
 NAMES = [
     "", " ", ".", "..", "../x", "../../etc/passwd", "/etc/passwd", "~", "~/x", "~nobody-here/x", "a/../../b", "a//b",
     "\0", "a\0b", "\ud800", "x\udfff", "\udc80y", "\u2028", "a\nb", "\r\n", "\x1b[31m", "\x7f", "é" * 200, "a" * 300,
-    "a" * 5000, "a/" * 3000, "con", "-", "--help", "*", "[", "(", "(?:a*)*b", "(.*)*x", ".*" * 12 + "x", "\\", "%s", "{}",
-    "{0}", "<script>", "🙂", "\ufeff", "https://x", "file:///etc/passwd", "org/name", "x+y", "model", "__metadata__", "0",
-    "1e5", "true", "null", "NaN",
+    "a" * 5000, "a/" * 3000, "con", "-", "--help", "*", "[", "(", "(?:a*)*b", "(.*)*x", ".*" * 12 + "x", "\\", "%s",
+    "{}", "{0}", "<script>", "🙂", "\ufeff", "https://x", "file:///etc/passwd", "org/name", "x+y", "model",
+    "__metadata__", "0", "1e5", "true", "null", "NaN",
 ]  # fmt: skip
 CONSTANTS: list[Any] = [None, True, False, [], {}, [[]], [{}], {"": None}, [None], ["a", 1], {"a": {"b": [1, {}]}}]
 YAML_LITERALS = [
