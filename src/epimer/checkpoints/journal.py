@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from epimer.checksums import is_text
+
 
 class Journal:
     """A journal that begins with a key, which says what it is of."""
@@ -36,7 +38,7 @@ class Journal:
             os.truncate(self.path, sum(map(len, lines)))
             self._hash = _hash_of(lines[-1])
             entries = [json.loads(line.partition(b" ")[2]) for line in lines[1:]]
-            return [entry for entry in entries if isinstance(entry, dict)]
+            return [entry for entry in entries if isinstance(entry, dict) and is_text(entry)]
         except (OSError, ValueError, RecursionError):
             return None
 
