@@ -201,7 +201,7 @@ class Draft:
 
     def wrote(self, key: str, name: str, skip: int, size: int, crc: int, record: TensorRecord) -> None:
         """Take note of a part of a tensor that is in its place; done after the next flush."""
-        self._pending.append(asdict(WrittenPart(key, name, skip, size, crc, record)))
+        self._pending.append({**vars(WrittenPart(key, name, skip, size, crc, record)), "record": asdict(record)})
         self._bytes += size
         if self._bytes >= FLUSH_BYTES or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
