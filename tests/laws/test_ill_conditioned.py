@@ -6,7 +6,6 @@ their precision, with repeated and clustered singular values, of low rank and ze
 
 import random
 import warnings
-from itertools import product
 
 import pytest
 import torch

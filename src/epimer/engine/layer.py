@@ -72,7 +72,7 @@ def _in_float64(layer: Layer, curvature: LayerCurvature) -> tuple[Layer, LayerCu
     deltas = [D.to(torch.float64) for D in layer.deltas]
     base = None if layer.base is None else layer.base.double()
     known = replace(curvature, metrics=list(curvature.metrics))  # which conversion empties
-    return replace(layer, deltas=deltas, base=base), known.converted(deltas[0])
+    return replace(layer, deltas=deltas, base=base, atoms=None), known.converted(deltas[0])
 
 
 def _merge_once(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:

@@ -110,7 +110,9 @@ def test_another_driver_takes_over_where_torchs_fails(name, monkeypatch):
     if name in ("thin_svd", "qr"):
         product = (parts[0] * parts[1]) @ parts[2] if name == "thin_svd" else parts[0] @ parts[1]
         assert torch.allclose(product, H, rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(np.linalg, name.removeprefix("thin_"), lambda *a, **k: (_ for _ in ()).throw(np.linalg.LinAlgError))
+    monkeypatch.setattr(
+        np.linalg, name.removeprefix("thin_"), lambda *a, **k: (_ for _ in ()).throw(np.linalg.LinAlgError)
+    )
     with pytest.raises(NumericalError, match=r"of a 9 x 9 matrix with entries up to [\d.]+ did not converge"):
         getattr(decompositions, name)(H)
 
