@@ -138,7 +138,7 @@ class MergeWalk:
     def _task_vectors(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor | None, list[Any]]:
         """Return the base's tensor and the task vectors, on the device and in working precision."""
         base, tensors.base = tensors.base, None
-        start = None if base is None else base.to(device, job.precision)
+        start = None if base is None else base.to(device).to(job.precision)  # converted there, after the transfer
         del base
         return start, task_vectors(self.plan.participants, job, start, tensors, device)
 
