@@ -30,13 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plans_hold import NAME, SAMPLES, metric_of, recipe_of, write_models
-from projected_is_small import orthonormal
+from plans_hold import NAME, SAMPLES, metric_of, recipe_of, write_models, write_projected
 
 import epimer
 from epimer.api import plan_merge
-from epimer.checkpoints import open_checkpoint
-from epimer.curvature.basis import save_basis
 from epimer.curvature.collectors import WIDEST
 from epimer.curvature.curvature import Curvature, Provenance
 from epimer.curvature.format import FORMAT, HEADER, NUMBERS
@@ -44,13 +41,11 @@ from epimer.engine.memory import SLACK, resident_memory
 from epimer.engine.options import RunOptions
 from epimer.engine.output import write_merge
 from epimer.errors import EpimerError
-from epimer.geometry.metric import Projected
-from epimer.geometry.subspace import Tagged, tensor_product
 from epimer.methods.registry import Method
 from epimer.plan.memory import METHOD
 from epimer.plan.time import Speeds, measured_speeds
 
-SHAPES, RANK = ["4096x14336", "8192x28672"], 32
+SHAPES, PROJECTED = ["4096x14336", "8192x28672"], "kronecker-tensor"
 IN_A_BASIS = ("epimer_kron", "mats")  # methods that are also merged with projected factors
 LEEWAY = 1 << 24  # bytes beyond the plan that the limit of a process allows
 Shape = tuple[int, int]
@@ -70,16 +65,16 @@ class Inputs:
 
     def recipe(self, row: Method, kind: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
         """Return the recipe of one case; its curvature is written if it is not there."""
-        projected = kind == "projected"
         if kind is not None and not (self.place / f"{kind}0").exists():
             for seed in (0, 1):
-                self._write_projected(seed) if projected else self._write_curvature(kind, seed)
-        recipe = recipe_of(self.place, row, kind, self.tasks, parameters)
-        return recipe | ({"basis": str(self.place / "basis")} if projected else {})
+                self._write_curvature(kind, seed)
+        return recipe_of(self.place, row, kind, self.tasks, parameters)
 
     def _write_curvature(self, kind: str, seed: int) -> None:
         (m, n), folder = self.shape, self.place / f"{kind}{seed}"
-        if kind == "kronecker" and max(self.shape) > WIDEST:  # as a measurement leaves it out
+        if kind == PROJECTED:
+            write_projected(self.place, "kronecker", "tensor", self.shape, self.tasks, seed)
+        elif kind == "kronecker" and max(self.shape) > WIDEST:  # as a measurement leaves it out
             why = f"a factor of side {max(self.shape)} is too large to keep without --basis (basis=)"
             other = {"other.weight": metric_of(kind, (4, 4), seed)}
             Curvature(other, Provenance(kind, left_out={NAME: why})).save(folder)
@@ -91,22 +86,6 @@ class Inputs:
             write_empty(folder / NUMBERS, {f"{NAME}.{part}": shape for part, shape in shapes[kind].items()}, "F32")
         else:
             Curvature({NAME: metric_of(kind, self.shape, seed)}, Provenance(kind)).save(folder)
-
-    def _write_projected(self, seed: int) -> None:
-        """Write factors projected on a random basis of these models, which is written with the first."""
-        width = min(RANK * self.tasks, *self.shape)
-        if not seed:
-            U, V = (orthonormal(side, width, "cpu") for side in self.shape)
-            owner = torch.arange(width) * self.tasks // width
-            self.basis = tensor_product(Tagged(U, V, torch.linspace(2, 1, width), owner))
-            models = [open_checkpoint(str(self.place / f"m{t}.safetensors")) for t in range(self.tasks + 1)]
-            about = {"rank": RANK, "models": [model.fingerprint for model in models]}
-            save_basis([(NAME, self.basis)], self.place / "basis", about=about)
-        X = torch.randn(2, width, 2 * width)
-        G, A = X @ X.mT / (2 * width)
-        fingerprint = json.loads((self.place / "basis" / "basis.json").read_text())["fingerprint"]
-        metric = Projected(A=A, G=G, basis=self.basis)
-        Curvature({NAME: metric}, Provenance("kronecker", basis=fingerprint)).save(self.place / f"projected{seed}")
 
 
 def write_empty(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
@@ -129,7 +108,7 @@ def cases(names: list[str]) -> Iterator[tuple[Method, str | None]]:
         row = epimer.describe_method(name)
         yield row, row.curvature if row.needs_curvature else None
         if name in IN_A_BASIS:
-            yield row, "projected"
+            yield row, PROJECTED
 
 
 def planned(recipe: dict[str, Any], limit: str | None, speeds: Speeds) -> dict[str, Any]:
@@ -212,7 +191,7 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def line(row: dict[str, Any]) -> str:
     """Return a row in words."""
-    method = row["method"] + (" in a basis" if row["kind"] == "projected" else "")
+    method = row["method"] + (" in a basis" if row["kind"] == PROJECTED else "")
     method += "".join(f", {name}: {value}" for name, value in row["options"].items())
     what = f"{method:28} {row['shape']:>11} T = {row['tasks']} "
     if "planned" in row:
