@@ -17,11 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import struct
-import subprocess
-import sys
 import tempfile
-import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -30,16 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plans_hold import NAME, SAMPLES, metric_of, recipe_of, write_models, write_projected
+from plans_hold import NAME, SAMPLES, measure_apart, metric_of, recipe_of, write_models, write_projected
 
 import epimer
 from epimer.api import plan_merge
 from epimer.curvature.collectors import WIDEST
 from epimer.curvature.curvature import Curvature, Provenance
 from epimer.curvature.format import FORMAT, HEADER, NUMBERS
-from epimer.engine.memory import SLACK, resident_memory
 from epimer.engine.options import RunOptions
-from epimer.engine.output import write_merge
 from epimer.errors import EpimerError
 from epimer.methods.registry import Method
 from epimer.plan.memory import METHOD
@@ -47,7 +41,6 @@ from epimer.plan.time import Speeds, measured_speeds
 
 SHAPES, PROJECTED = ["4096x14336", "8192x28672"], "kronecker-tensor"
 IN_A_BASIS = ("epimer_kron", "mats")  # methods that are also merged with projected factors
-LEEWAY = 1 << 24  # bytes beyond the plan that the limit of a process allows
 Shape = tuple[int, int]
 
 
@@ -133,36 +126,6 @@ def planned(recipe: dict[str, Any], limit: str | None, speeds: Speeds) -> dict[s
     return told
 
 
-def measure(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
-    """Return the bytes and the seconds that a merge of this process takes."""
-    plan = plan_merge(recipe, any_curvature=True)
-    plan.check()
-    X = torch.randn(256, 256, dtype=torch.float64)
-    for warm_up in (X, X.float()):  # loads libraries
-        torch.linalg.eigh(warm_up @ warm_up.T), torch.linalg.svd(warm_up), torch.linalg.qr(warm_up)
-    before = resident_memory()
-    run = RunOptions("cpu", workers=1, max_memory=before + SLACK + plan.memory + LEEWAY)
-    Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's peak anew
-    started = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        record = write_merge(plan, place / "out", run, overwrite=True)
-    seconds, lines = time.perf_counter() - started, Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    told = record.tensors[NAME]
-    return {"taken": peak - before, "peak": peak, "seconds": seconds, "status": told.status, "residual": told.residual}
-
-
-def measure_apart(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
-    """Return what `measure` returns in a process of its own."""
-    file = place / "recipe.json"
-    file.write_text(json.dumps(recipe))
-    command = [sys.executable, __file__, "--one", str(file)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
-
-
 def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for every case, and for what is proposed instead of a case that is refused."""
     names = options.methods or [name for name in epimer.list_methods() if name not in ("greedy_soup", "auto")]
@@ -224,7 +187,6 @@ def growth(rows: list[dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     """Measure every case, and print plan against what was taken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--methods", nargs="+")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--tasks", nargs="+", type=int, default=[3, 8])
@@ -234,9 +196,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where there is room for the files")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measure(json.loads(options.one.read_text()), options.one.parent)))
-        return
     found = []
     for row in compare(options):
         found.append(row)

@@ -2,9 +2,9 @@
 
 One matrix of T models is merged through a recipe in a process of its own: by every method and its mergekit form, in
 every basis it takes, under every kind of curvature it accepts, at two shapes and two numbers of models. What is taken
-is the kernel's peak for the process, less what it had before the first tensor was read: other people's load does not
-change it. The shapes are those of ViT-B's and ViT-L's MLPs: each task vector has 9 and 17 MB, so that what Python and
-libraries take beside (some MB) is little, and the full space is still decomposed in seconds.
+is the kernel's peak for the process, under the limit that the plan names, less what it had before the first tensor was
+read: other people's load does not change it. The shapes are those of ViT-B's and ViT-L's MLPs: each task vector has 9
+and 17 MB, so that what Python and libraries take beside is little, and the full space is decomposed in seconds.
 
     python benchmarks/plans_hold.py [--methods epimer_kron] [--shapes 768x2688] [--tasks 8] [--json FILE]
 
@@ -19,6 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -34,7 +35,7 @@ import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.curvature.basis import save_basis
 from epimer.curvature.curvature import Curvature, Provenance
-from epimer.engine.memory import resident_memory
+from epimer.engine.memory import SLACK, peak_memory, resident_memory
 from epimer.engine.options import RunOptions
 from epimer.engine.output import write_merge
 from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
@@ -47,7 +48,9 @@ BASES = ("tagged", "tensor", "full")
 SAMPLES = (64, 4)  # per-sample gradients and tokens of each
 MOST = 1.5  # times what is taken that a plan may say
 WIDEST = 9e9  # bytes that a case may be planned at
-PRUNED = {name: {"density": 0.4} for name in ("mergekit_ties", "mergekit_della", "breadcrumbs_ties")}
+LEEWAY = 1 << 22  # bytes beyond the plan that the limit of a process allows
+PRUNING = ("ties", "dare", "dare_ties", "breadcrumbs", "breadcrumbs_ties", "della", "della_linear")
+PRUNED: dict[str, dict[str, Any]] = {f"mergekit_{name}": {"density": 0.4} for name in PRUNING}
 PRUNED |= {"sce": {"select_topk": 0.3}, "model_stock": {"filter_wise": True}, "nuslerp": {"nuslerp_flatten": False}}
 """options under which a method does all that it can"""
 OTHERWISE: dict[str, tuple[dict[str, Any], ...]] = {
@@ -158,8 +161,8 @@ def cases(rows: Sequence[Method]) -> Iterator[tuple[Method, str | None, dict[str
         yield from ((row, row.curvature if row.needs_curvature else None, more) for more in OTHERWISE.get(row.name, ()))
 
 
-def measure(recipe: dict[str, Any], place: Path) -> tuple[int, int]:
-    """Return the bytes that a merge of this process is planned at and those it takes."""
+def measure(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Return the bytes that a merge is planned at and those that this process takes, under the limit of its plan."""
     from epimer.api import plan_merge
 
     plan = plan_merge(recipe, any_curvature=True)
@@ -168,23 +171,25 @@ def measure(recipe: dict[str, Any], place: Path) -> tuple[int, int]:
     for warm_up in (X, X.float()):  # loads libraries
         torch.linalg.eigh(warm_up @ warm_up.T), torch.linalg.svd(warm_up), torch.linalg.qr(warm_up)
     before = resident_memory()
+    run = RunOptions("cpu", workers=1, max_memory=before + SLACK + plan.memory + LEEWAY)
     Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's peak anew
+    started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        write_merge(plan, place / "out", RunOptions("cpu", workers=1, max_memory="1TB"), overwrite=True)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    return plan.memory, peak - before
+        record = write_merge(plan, place / "out", run, overwrite=True)
+    seconds, peak, told = time.perf_counter() - started, peak_memory(), record.tensors[NAME]
+    sizes = {"planned": plan.memory, "taken": peak - before, "peak": peak, "seconds": seconds}
+    return sizes | {"status": told.status, "residual": told.residual}
 
 
-def measure_apart(recipe: dict[str, Any], place: Path) -> tuple[int, int]:
+def measure_apart(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
     """Return what `measure` returns in a process of its own."""
     file = place / "recipe.json"
     file.write_text(json.dumps(recipe))
     command = [sys.executable, __file__, "--one", str(file)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    planned, taken = map(int, done.stdout.split())
-    return planned, taken
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
 
 
 def planned(recipe: dict[str, Any]) -> int:
@@ -217,8 +222,8 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     if planned(recipe) > WIDEST:
                         print(f"{what(told)}: left out, too wide to measure here")
                         continue
-                    plan, taken = measure_apart(recipe, place)
-                    yield told | {"planned": plan, "taken": taken}
+                    measured = measure_apart(recipe, place)
+                    yield told | {key: measured[key] for key in ("planned", "taken")}
 
 
 def what(row: Mapping[str, Any]) -> str:
@@ -243,7 +248,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     (least, tightest), (largest, loosest) = ratios[0], ratios[-1]
     return (
         f"{len(rows)} cases: {above} took more than planned, {wide} were planned at over {MOST} times what they took\n"
-        f"least    {least:.2f}x  {tightest}\nmedian   {ratios[len(ratios) // 2][0]:.2f}x\nlargest  {largest:.2f}x  {loosest}"
+        f"least    {least:.2f}x  {tightest}\nmedian   {ratios[len(ratios) // 2][0]:.2f}x\n"
+        f"largest  {largest:.2f}x  {loosest}"
     )
 
 
@@ -276,7 +282,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="of what the JSON file has; nothing is measured")
     options = parser.parse_args()
     if options.one:
-        print(*measure(json.loads(options.one.read_text()), options.one.parent))
+        print(json.dumps(measure(json.loads(options.one.read_text()), options.one.parent)))
         return
     there = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
     found = {what(row): row for row in there}
