@@ -4,8 +4,9 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 PEERS := .venv-conformance
 PEERS_STAMP := $(PEERS)/.ready
-# Every file that is installed must have a hash of requirements.lock. `make LOCKED=no` goes by the versions of
-# constraints.txt alone: for a build of torch that the lock does not know, or a registry that packs files anew.
+# Every file that is installed must have its hash in requirements*.lock; torch is the CPU build where pip finds one.
+# `make LOCKED=no` goes by the versions of constraints.txt alone: for another build of torch, or a registry that packs
+# files anew.
 LOCKED ?= yes
 LOCKED_INSTALL := $(BIN)/python -m pip install --quiet --no-deps --require-hashes
 
@@ -17,12 +18,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml constraints.txt requirements.lock requirements-cuda.lock
+$(STAMP): pyproject.toml constraints.txt $(wildcard requirements*.lock)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "epimer needs Python 3.11 or newer; set PYTHON=/path/to/python3")'
 	$(PYTHON) -m venv .venv
 ifeq ($(LOCKED),yes)
-	$(LOCKED_INSTALL) -r requirements.lock || { echo "see LOCKED in the Makefile for files that the lock does not know" >&2; exit 1; }
-	$(BIN)/python -m pip check >/dev/null || $(LOCKED_INSTALL) -r requirements-cuda.lock  # torch's CUDA build asks for it
+	$(LOCKED_INSTALL) -r requirements.lock
+	$(LOCKED_INSTALL) -r requirements-torch-cpu.lock 2>/dev/null || $(LOCKED_INSTALL) -r requirements-torch.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 else
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"

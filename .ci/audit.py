@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = ("requirements.lock", "requirements-cuda.lock")
+LOCKS = ("requirements.lock", "requirements-torch.lock")
 IGNORED: dict[str, str] = {}
 """id of a vulnerability (PYSEC-…, GHSA-…, CVE-…) -> why it cannot be used against epimer, and until when it is ignored"""
 

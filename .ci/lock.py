@@ -1,9 +1,9 @@
-"""Write requirements.lock and requirements-cuda.lock: every package of `.[dev]` with the SHA-256 of each of its files.
+"""Write the lock files: every package of `.[dev]` with the SHA-256 of each of its files.
 
-One pair of files serves every platform and every Python from 3.11 on: uv resolves for all of them at once and takes
-the hashes of all files of a version from the package index. What only the CUDA build of torch needs is a file of its
-own, as no marker tells that build from the CPU's. The CPU builds of torch are not on the package index; their hashes
-are in torch-cpu.sha256, in the format of sha256sum. `make lock` runs this.
+They serve every platform and every Python from 3.11 on: uv resolves for all of them at once and takes the hashes of all
+files of a version from the package index. torch has files of its own: requirements-torch-cpu.lock for the CPU build,
+which is not on the package index (its hashes are in torch-cpu.sha256, as sha256sum prints them), and
+requirements-torch.lock for the index's build and the CUDA libraries that it needs on Linux. `make lock` runs this.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_HASHES = ROOT / ".ci" / "torch-cpu.sha256"
-CUDA = re.compile(r"(nvidia|cuda)-|triton==")
+TORCH = re.compile(r"torch==|triton==|nvidia-|cuda-")
 HEAD = "# {what} Written by `make lock` from pyproject.toml and constraints.txt; do not edit.\n"
 
 
 def main() -> None:
     """Resolve, split, write."""
     entries = resolved()
-    if missing := [name for name in entries if "--hash=sha256:" not in entries[name]]:
+    if missing := [pin for pin in entries if "--hash=sha256:" not in entries[pin]]:
         sys.exit(f"error: the package index gives no hash for {', '.join(missing)}; use one that does.")
-    torch = next(entry for name, entry in entries.items() if name.startswith("torch=="))
-    entries = {name: entry + cpu_hashes(name) if entry is torch else entry for name, entry in entries.items()}
-    cuda = {name for name in entries if CUDA.match(name)}
-    write("requirements.lock", "What `make` installs.", [entries[name] for name in entries if name not in cuda])
-    write("requirements-cuda.lock", "What the CUDA build of torch needs besides.", [entries[name] for name in cuda])
+    torch = [pin for pin in entries if TORCH.match(pin)]
+    version = next(pin for pin in torch if pin.startswith("torch==")).removeprefix("torch==")
+    write("requirements.lock", "All that `make` installs but torch.", [entries[pin] for pin in entries.keys() - {*torch}])
+    write("requirements-torch.lock", "torch as the package index has it.", [entries[pin] for pin in torch])
+    write("requirements-torch-cpu.lock", "torch for CPUs alone.", [cpu_build(version)])
 
 
 def resolved() -> dict[str, str]:
@@ -45,18 +45,17 @@ def resolved() -> dict[str, str]:
     return {part.split(" \\\n")[0].strip(): part.rstrip() for part in parts if part.strip()}
 
 
-def cpu_hashes(pin: str) -> str:
-    """Return the hashes of the CPU builds of this version of torch, as lines to append."""
-    version = pin.split("==")[1].split()[0]
+def cpu_build(version: str) -> str:
+    """Return the lines of the CPU build of torch."""
     lines = [line.split() for line in CPU_HASHES.read_text(encoding="utf-8").splitlines()]
     hashes = [digest for digest, file in lines if file.startswith(f"torch-{version}+cpu-")]
     if not hashes:
         sys.exit(f"error: {CPU_HASHES.name} has no CPU build of torch {version}; add them, as sha256sum prints them.")
-    return "".join(f" \\\n    --hash=sha256:{digest}" for digest in hashes)
+    return " \\\n    ".join([f"torch=={version}+cpu", *(f"--hash=sha256:{digest}" for digest in sorted(hashes))])
 
 
 def write(name: str, what: str, entries: list[str]) -> None:
-    """Write one of the two files, sorted by name."""
+    """Write one of the files, sorted by name."""
     (ROOT / name).write_text(HEAD.format(what=what) + "\n".join(sorted(entries)) + "\n", encoding="utf-8")
 
 
