@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ("requirements.lock", "requirements-torch.lock")
 IGNORED: dict[str, str] = {}
-"""id of a vulnerability (PYSEC-…, GHSA-…, CVE-…) -> why it cannot be used against epimer, and until when it is ignored"""
+"""id of a vulnerability (PYSEC-…, GHSA-…, CVE-…) -> why it does not concern epimer, and until when it is ignored"""
 
 
 def main() -> int:
@@ -45,7 +45,9 @@ def judge(report: Mapping[str, Any], ignored: Mapping[str, str]) -> tuple[list[s
             reason = next((ignored[name] for name in names if name in ignored), None)
             failed |= reason is None
             fixed = ", ".join(found.get("fix_versions", [])) or "no version"
-            todo = f"ignored: {reason}" if reason else f"fixed in {fixed}: set it in constraints.txt and run `make lock`"
+            todo = (
+                f"ignored: {reason}" if reason else f"fixed in {fixed}: set it in constraints.txt and run `make lock`"
+            )
             lines.append(f"audit: {one['name']} {one['version']} has {' '.join(sorted(names))}; {todo}")
     audited = len(packages) - len(skipped)
     if not audited:

@@ -27,7 +27,9 @@ def main() -> None:
         sys.exit(f"error: the package index gives no hash for {', '.join(missing)}; use one that does.")
     torch = [pin for pin in entries if TORCH.match(pin)]
     version = next(pin for pin in torch if pin.startswith("torch==")).removeprefix("torch==")
-    write("requirements.lock", "All that `make` installs but torch.", [entries[pin] for pin in entries.keys() - {*torch}])
+    write(
+        "requirements.lock", "All that `make` installs but torch.", [entries[pin] for pin in entries.keys() - {*torch}]
+    )
     write("requirements-torch.lock", "torch as the package index has it.", [entries[pin] for pin in torch])
     write("requirements-torch-cpu.lock", "torch for CPUs alone.", [cpu_build(version)])
 

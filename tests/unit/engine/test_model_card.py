@@ -129,7 +129,11 @@ def test_names_and_recipes_are_no_markup(tmp_path):
     body = (out / "README.md").read_text().split("---\n", 2)[2]
     before, fence, recipe, after = re.fullmatch(r"(.*?)\n(`{4,})yaml\n(.*)\n\2\n(.*)", body, re.DOTALL).groups()
     assert fence not in recipe
-    assert not re.search(r"<img|\]\(|`b`", before + after)
+    shown = "<img src=x onerror=alert(1)> [a](javascript:x) `b` ```"
+    assert (
+        (before + after).count(shown) == (before + after).count(f"{shown} ````") == 4
+    )  # as code, which ends behind it
+    assert not re.search(r"<img|\]\(|`b`", re.sub(r"````.*?````", "", before + after))
     assert yaml.safe_load(recipe)["base_model"] == name
 
 
