@@ -1,4 +1,4 @@
-"""Names and notes of strangers as plain text, for pages and Markdown that must not take them for more."""
+"""Names and notes of strangers as plain text: pages, Markdown and terminals must not take them for more."""
 
 from __future__ import annotations
 

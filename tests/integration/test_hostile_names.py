@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import epimer
 import found
 from chromium import Watched
+from commands import run
 from epimer.records import Experiment
 from epimer.report.write import make_report
 
@@ -176,3 +177,23 @@ def test_a_table_of_results_keeps_its_cells(browser, tmp_path, attack):
     assert_rows_are_even(watched.page, len(record.headings))
     assert_inert(watched, file)
     watched.context.close()
+
+
+@pytest.mark.parametrize(
+    "command", ["diagnose recipe.yaml", "merge recipe.yaml out --dry-run", "inspect m{}", "merge gone.yaml out"]
+)
+def test_no_name_controls_the_terminal(tmp_path, monkeypatch, command):
+    """Neither colours, nor the window's title, nor what was printed before."""
+    name = "\x1b[2J\x1b]0;x\x07\x9b31m\u202e"
+    monkeypatch.chdir(tmp_path)
+    for t, folder in enumerate(("base", f"m{name}", f"n{name}")):
+        Path(folder).mkdir()
+        draw = torch.Generator().manual_seed(t)
+        save_file({f"{name}.weight": torch.randn(16, 16, generator=draw)}, f"{folder}/model.safetensors")
+    models = [{"model": f"m{name}"}, {"model": f"n{name}"}]
+    for file, last in (("recipe", []), ("gone", [{"model": f"gone{name}"}])):
+        recipe = {"merge_method": "tsv", "base_model": "base", "models": [*models, *last]}
+        Path(f"{file}.yaml").write_text(yaml.safe_dump(recipe))
+    ran = run(*(part.format(name) for part in command.split()))
+    assert "\ufffd[2J\ufffd]0;x\ufffd" in ran.out or "\ufffd]0;x\ufffd" in ran.err
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", ran.out + ran.err)
