@@ -1,6 +1,7 @@
 """The package from outside: an instant import, public names that exist, pages that match the code."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import zipfile
@@ -55,15 +56,24 @@ for name in names:
     importlib.import_module(name)
 print(len(names))
 """
+LOCAL_MERGE = """
+import os, torch, epimer
+from safetensors.torch import save_file
+for name in ("one", "two"):
+    os.mkdir(name)
+    save_file({"w": torch.ones(2, 2)}, f"{name}/model.safetensors")
+epimer.merge({"merge_method": "average", "models": [{"model": "one"}, {"model": "two"}]}, "out", progress=False)
+"""
 HELP = "import sys; sys.argv = ['epimer', '--help']; from epimer.cli import main; main()"
 RESOLVE = "import socket; socket.getaddrinfo('localhost', 80)"
 
 
-@pytest.mark.parametrize("code", [EVERY_MODULE, HELP], ids=["import", "help"])
-def test_neither_imports_nor_help_use_the_network(code, tmp_path):
+@pytest.mark.parametrize("code", [EVERY_MODULE, HELP, LOCAL_MERGE], ids=["import", "help", "merge"])
+def test_imports_help_and_local_merges_use_no_network(code, tmp_path):
     """Not even to look up a name: an audit hook sees every socket, whichever library opens it."""
     command = [sys.executable, "-c", WITHOUT_NETWORK + code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    online = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=online, check=False)
     assert done.returncode == 0, done.stderr
     if code is EVERY_MODULE:
         assert int(done.stdout) + 2 == len(list(Path(epimer.__file__).parent.rglob("*.py")))  # not itself, not main
