@@ -101,7 +101,14 @@ def test_an_adapters_card_counts_too(tmp_path):
     assert "gpl-3.0" in notes[0]
 
 
+def merge_bomb(levels: int) -> str:
+    """Return YAML whose merge keys stand for ten to the power of `levels` pairs."""
+    lines = [f"k{i}: &k{i} {{<<: [{', '.join([f'*k{i - 1}'] * 10)}]}}" for i in range(1, levels)]
+    return "\n".join(["k0: &k0 {x: 1}", *lines, "license: mit"])
+
+
 HOSTILE = [
+    merge_bomb(20),
     "license: [[[[",
     "license: !!python/object/apply:os.system ['touch pwned']",
     "license: 'mit\\n# owned'",
