@@ -227,7 +227,7 @@ import torch, epimer.api
 def peak():
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 before = peak()
-epimer.merge(sys.argv[1], sys.argv[2], progress=False, device="cpu")
+epimer.merge(sys.argv[1], sys.argv[2], progress=False, device="cpu", workers=2)
 print(peak() - before)
 """
 
@@ -244,4 +244,4 @@ def test_a_merge_does_not_hold_its_models_in_memory(tmp_path, monkeypatch):
     total = len(NAMES) * count * 4 * shape[0] * shape[1]
     command = [sys.executable, "-c", PEAK, str(write(ties(), "recipe.yaml")), "out"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < total / 4, f"{int(done.stdout) / 2**20:.0f} MiB for {total / 2**20:.0f} MiB of models"
+    assert int(done.stdout) < total / 3, f"{int(done.stdout) / 2**20:.0f} MiB for {total / 2**20:.0f} MiB of models"
