@@ -33,6 +33,7 @@ endif
 demo: $(STAMP)  ## eight small models, made here, become one: every method compared, a report to open
 	$(BIN)/epimer demo
 
+test quick: AUDIT = --tell
 test: $(STAMP) lint  ## lint, type-check and run all tests, on every core
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -44,7 +45,7 @@ lint: $(STAMP)  ## ruff, mypy, the import contracts, known vulnerabilities of wh
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python .ci/audit.py
+	$(BIN)/python .ci/audit.py $(AUDIT)
 
 coverage: $(STAMP)  ## run the tests and show which lines they miss
 	$(BIN)/python -m pytest --cov --cov-report=term-missing

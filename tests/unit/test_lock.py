@@ -105,6 +105,7 @@ def test_no_file_names_an_address():
 FLAW = {"id": "PYSEC-2099-1", "fix_versions": ["1.1"], "aliases": ["CVE-2099-1"], "description": "bad"}
 CLEAN = {"name": "fine", "version": "2.0", "vulns": []}
 FLAWED = {"name": "weak", "version": "1.0", "vulns": [FLAW]}
+UNFIXED = {"name": "weak", "version": "1.0", "vulns": [{**FLAW, "fix_versions": []}]}
 SKIPPED = {"name": "far", "skip_reason": "Dependency not found on PyPI and could not be audited: far (3.0)"}
 
 
@@ -113,19 +114,22 @@ SKIPPED = {"name": "far", "skip_reason": "Dependency not found on PyPI and could
     [
         ([CLEAN], {}, "audit: 1 packages, none is vulnerable", False),
         ([CLEAN, FLAWED], {}, "audit: 2 packages, vulnerable: see above", True),
-        ([CLEAN, FLAWED], {"CVE-2099-1": "not used"}, "audit: 2 packages, none is vulnerable", False),
+        ([CLEAN, FLAWED], {"CVE-2099-1": "not used"}, "audit: 2 packages, vulnerable: see above", False),
+        ([CLEAN, UNFIXED], {}, "audit: 2 packages, vulnerable: see above", False),
         ([CLEAN, FLAWED, SKIPPED], {}, "audit: 2 packages, vulnerable: see above; NOT AUDITED: far", True),
         ([CLEAN, SKIPPED], {}, "audit: 1 packages, none is vulnerable; NOT AUDITED: far", False),
         ([SKIPPED], {}, "audit: NOT AUDITED: the vulnerability service knows none of the 1 packages", False),
     ],
 )
-def test_a_vulnerability_fails_the_lint_and_silence_is_told(packages, ignored, last, failed):
+def test_a_vulnerability_that_could_be_fixed_fails_the_lint_and_silence_is_told(packages, ignored, last, failed):
     lines, found = script("audit").judge({"dependencies": packages, "fixes": []}, ignored)
     assert lines[-1] == last
     assert found is failed
     if FLAWED in packages:
         assert lines[0].startswith("audit: weak 1.0 has CVE-2099-1 PYSEC-2099-1; ")
         assert "ignored: not used" in lines[0] if ignored else "fixed in 1.1" in lines[0]
+    if UNFIXED in packages:
+        assert lines[0] == "audit: weak 1.0 has CVE-2099-1 PYSEC-2099-1; no version fixes it"
 
 
 def test_the_audit_reads_what_pip_audit_writes():
