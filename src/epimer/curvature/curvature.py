@@ -20,7 +20,7 @@ from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.optimizer_state import moments
 from epimer.errors import CurvatureError, listed
 from epimer.geometry.decompositions import eigh
-from epimer.geometry.metric import Diagonal, Metric, Projected
+from epimer.geometry.metric import Diagonal, Metric, Projected, Samples
 from epimer.methods.rules import is_stack, member_name
 
 SEQUENCES = ("expand", "reduce")
@@ -214,6 +214,10 @@ def combined_provenance(provenances: Sequence[Provenance]) -> Provenance:
 
 def add_metrics(name: str, metrics: Sequence[Metric], provenances: Sequence[Provenance]) -> Metric:
     """Return one tensor's curvature on several data sets together."""
+    own = slice(2, None) if isinstance(metrics[0], Samples) else slice(None)  # of samples, not their number and tokens
+    shapes = [{part: W.shape[own] for part, W in tensors_of(metric).items()} for metric in metrics]
+    if any(other != shapes[0] for other in shapes):
+        raise CurvatureError(f"the measurements of {name!r} have different shapes; measure the same model alike.")
     samples = [provenance.samples or 0 for provenance in provenances]
     by_token = provenances[0].sequence == "expand"
     tokens = [provenance.counts.get(name, 0) for provenance in provenances] if by_token else samples

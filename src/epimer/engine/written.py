@@ -36,7 +36,7 @@ class WritingWalk:
     def __init__(self, walk: MergeWalk, draft: Draft, *, sync: bool) -> None:
         """Create a walk; with `sync`, what it has done is safely on disk, or else the driver sees to that."""
         self.walk, self.jobs, self.sync = walk, walk.jobs, sync
-        self.folder, self.journal, self.first_line = draft.folder, draft.journal, draft.first_line
+        self.folder, self.journal, self.first_line = draft.folder, draft.journal.path, draft.journal.first_line
         names = {job.name for batch in walk.jobs for job in batch.jobs}
         self.places = {name: (shard.file, start) for name, (shard, start) in draft.place.items() if name in names}
 
