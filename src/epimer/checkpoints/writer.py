@@ -23,6 +23,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import nbytes
+from epimer.checkpoints.checksums import join_crc, spelled_crc, weights_checksum
 from epimer.checkpoints.safetensors import as_bytes, encode_header
 from epimer.errors import OutputError
 
@@ -96,6 +97,8 @@ class Draft:
         self.place = {name: (shard, start) for shard in shards for name, start in shard.starts.items()}
         self.done: dict[str, dict[str, Any]] = {}
         self.notes: dict[str, Any] = {}
+        self.crcs: dict[str, dict[int, tuple[int, int]]] = {}
+        """name -> where in the tensor each part begins -> its bytes and CRC-32"""
         self._files: dict[str, int] = {}
         self._pending: list[dict[str, Any]] = []
         self._bytes, self._flushed = 0, time.monotonic()
@@ -153,6 +156,7 @@ class Draft:
                 self.notes[entry["note"]] = entry["value"]
             elif entry.get("name") in self.place and self._checksum(entry) == entry["crc"]:
                 self.done[entry["key"]] = entry["record"]
+                self.crcs.setdefault(entry["name"], {})[entry["skip"]] = entry["bytes"], entry["crc"]
         return True
 
     def _checksum(self, entry: Mapping[str, Any]) -> int | None:
@@ -185,9 +189,16 @@ class Draft:
         """Take note of a part of a tensor that is in its place; done after the next flush."""
         written = {"key": key, "name": name, "skip": skip, "bytes": size, "crc": crc}
         self._pending.append({**written, "record": record})
+        self.crcs.setdefault(name, {})[skip] = size, crc
         self._bytes += size
         if self._bytes >= FLUSH_BYTES or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
+
+    def checksums(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the checksums of the files of weights and of the tensors in them, once all are in their places."""
+        parts = {name: [crc for _, crc in sorted(self.crcs[name].items())] for name in self.place}
+        files = {one.file: weights_checksum(one.header, one.starts, parts) for one in self.shards}
+        return files, {name: spelled_crc(join_crc(each)[1]) for name, each in parts.items()}
 
     def flush(self) -> None:
         """Sync what was written to disk, then record it in the journal."""
