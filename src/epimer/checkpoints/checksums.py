@@ -1,4 +1,4 @@
-"""Checksums of files and of the tensors in them: CRC-32 of weights, joined from those of their parts; SHA-256 of the rest.
+"""Checksums of files and their tensors: CRC-32 of weights, joined from those of their parts; SHA-256 of the rest.
 
 The CRC-32 of a tensor is formed by the worker that writes it, while its bytes are in the cache, so that of a whole file
 costs nothing more. It finds damage and mix-ups. It does not stop a forger, who could as well edit the record.

@@ -37,7 +37,9 @@ def merge(
     lora: Annotated[bool, option("Write a LoRA adapter of the base, as the recipe's output: lora.", "--lora")] = False,
     lora_rank: Annotated[int | None, option("Its rank at most; implies --lora.", default="all of the merge")] = None,
     copy_code: Annotated[bool, option("Copy the base's Python files too, if you trust them.", "--copy-code")] = False,
-    hash_inputs: Annotated[bool, option("Record the SHA-256 of every input file, for verify.", "--hash-inputs")] = False,
+    hash_inputs: Annotated[
+        bool, option("Record the SHA-256 of every input file, for verify.", "--hash-inputs")
+    ] = False,
     any_curvature: options.AnyCurvature = False,
     compat: Annotated[str | None, option("mergekit: its numbers where it departs from the papers.")] = None,
     workers: options.Workers = None,

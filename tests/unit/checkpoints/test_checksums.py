@@ -13,7 +13,12 @@ from safetensors.torch import save
 from epimer.checkpoints.checksums import data_checksum, join_crc, read_checksum, weights_checksum
 from epimer.checkpoints.writer import encode_tensors, plan_shards
 
-TENSORS = {"a": torch.arange(7.0), "b": torch.ones(3, 5, dtype=torch.bfloat16), "none": torch.zeros(0), "c": torch.ones(2)}
+TENSORS = {
+    "a": torch.arange(7.0),
+    "b": torch.ones(3, 5, dtype=torch.bfloat16),
+    "none": torch.zeros(0),
+    "c": torch.ones(2),
+}
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6))
