@@ -125,6 +125,9 @@ def test_repetition_workers_and_memory_change_no_byte_and_threads_only_last_digi
         epimer.merge(recipe(method, root), tmp_path / name, device="cpu", progress=False, **options)
     assert contents(tmp_path / "first") == contents(tmp_path / "again") == contents(tmp_path / "three")
     assert apart(root, method, tmp_path / "first", tmp_path / "threads") <= TOLERANCE
+    verified = epimer.verify(tmp_path / "first", recipe=recipe(method, root), sample=None)
+    assert verified.verified, verified
+    assert verified.checks[-1].identical == len(SHAPES)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -244,6 +247,7 @@ def test_neither_the_hash_seed_nor_the_process_changes_a_byte(unions, tmp_path):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
 def test_every_method_on_ray_has_the_local_runs_bytes(root, tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.chdir(root)

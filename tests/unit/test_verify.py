@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import zlib
@@ -202,6 +203,48 @@ def test_files_that_are_added_removed_or_edited_are_named(root):
     assert differing(found) == {"files": ("config.json", "README.md", "more/extra.txt")}
     text = "changed: 'config.json'; missing: 'README.md'; not in the record: 'more/extra.txt'"
     assert found.checks[1].text == text
+
+
+def test_a_name_that_is_no_text_is_shown_all_the_same(root):
+    (root / "tsv" / os.fsdecode(b"x\xff")).write_bytes(b"")
+    ran = run("verify", root / "tsv", "--files-only", "--json")
+    assert (ran.code, json.loads(ran.out)["checks"][1]["names"]) == (2, ["x\\udcff"])
+
+
+VALUES = (None, -1, 1e300, 10**40, "", "\0", "\ud800", "a" * 300, "../base", "crc32:", "a+b", [], {}, [[]], "x: [")
+
+
+def keys_of(value, path=()):
+    """Yield the place of every value in plain data."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from keys_of(inner, (*path, key))
+
+
+def test_whatever_a_record_says_ends_in_a_verdict(root):
+    """Records with values of the wrong type, size or sense, under a hash that fits, as a stranger may send them."""
+    file = root / "tsv" / "epimer.json"
+    original = file.read_bytes()
+    verdicts = set()
+    for seed in range(150):
+        generator, data = random.Random(seed), json.loads(original)
+        *path, last = generator.choice([*keys_of(data), *([(key,) for key in data] * 3)])
+        place = data
+        for key in path:
+            place = place[key]
+        if last == "recipe":
+            word = generator.choice(("base", "one", "tsv", "models", "model"))
+            place[last] = place[last].replace(word, str(generator.choice(VALUES)))
+        elif generator.random() < 0.2:
+            del place[last]
+        else:
+            place[last] = generator.choice(VALUES)
+        data["sha256"] = record_hash(data)
+        file.write_text(json.dumps(data))
+        found = epimer.verify(root / "tsv", sample=2)
+        json.dumps(found.to_dict(), ensure_ascii=False).encode()
+        verdicts |= {check.outcome for check in found.checks}
+    assert verdicts == {"ok", "differs", "not checked"}
 
 
 @pytest.mark.parametrize("seed", range(20))

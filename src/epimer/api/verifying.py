@@ -154,7 +154,7 @@ def _recorded_recipe(record: MergeRecord) -> Recipe:
         raise DataError("the record holds no recipe.")
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "recipe.yaml"
-        file.write_text(record.recipe, encoding="utf-8")
+        file.write_bytes(record.recipe.encode(errors="surrogatepass"))
         try:
             recipe = load_recipe(file)
         except EpimerError as error:
@@ -194,9 +194,9 @@ def found_here(recipe: Recipe, folders: Sequence[Path]) -> Recipe:
     measured = [one for one in (recipe.basis, *(entry.curvature for entry in recipe.models)) if one is not None]
     places: dict[str, str] = {}
     for name in (*sorted(models), *measured):
-        tried = (folder / f"{name}{suffix}" for folder in folders for suffix in ("", *FORMATS))
+        tried = (f"{folder / name}{suffix}" for folder in folders for suffix in ("", *FORMATS))
         on_hub = HUB_NAME.fullmatch(name) or (name == recipe.tokenizer_source and is_hub_id(name) and "/" in name)
-        places[name] = next((str(path) for path in tried if path.exists()), name if on_hub else "")
+        places[name] = next((path for path in tried if os.path.exists(path)), name if on_hub else "")
     if missing := [name for name, place in places.items() if not place]:
         raise DataError(f"{listed(missing)} not found here or beside the folder; {REMEDY}.")
     entries = (one.model_copy(update={"curvature": places.get(one.curvature or "")}) for one in recipe.models)

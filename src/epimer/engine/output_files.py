@@ -115,7 +115,8 @@ def _compared(part: str, fine: str, changed: Sequence[str], expected: Iterable[s
     kinds = ("changed", changed), ("missing", missing), ("not in the record", added)
     problems = [f"{what}: {listed(names)}" for what, names in kinds if names]
     outcome = Outcome.DIFFERS if problems else Outcome.OK
-    return Check(part, outcome, "; ".join(problems) or fine, (*changed, *missing, *added))
+    names = (name.encode(errors="backslashreplace").decode() for name in (*changed, *missing, *added))
+    return Check(part, outcome, "; ".join(problems) or fine, tuple(names))
 
 
 def files_of_tensors(folder: OutputFiles, record: MergeRecord) -> dict[str, Checkpoint]:
