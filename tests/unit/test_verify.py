@@ -55,8 +55,8 @@ def root(made, tmp_path):
 
 
 def recipe(root, method="average", **more):
-    models = [{"model": str(root / name)} for name in ("one", "two")]
-    return {"merge_method": method, "base_model": str(root / "base"), "models": models, **more}
+    models = [{"model": f"{root}/{name}"} for name in ("one", "two")]
+    return {"merge_method": method, "base_model": f"{root}/base", "models": models, **more}
 
 
 def outcomes(found):
@@ -440,6 +440,20 @@ def test_a_folder_in_an_object_store_is_verified_there(root, monkeypatch):
         "more.txt",
     }
     fs.rm("/bucket", recursive=True)
+
+
+def test_inputs_in_a_store_have_no_hashes_and_the_fingerprints_are_checked(root, monkeypatch):
+    fs = fsspec.filesystem("memory")
+    monkeypatch.chdir(root)
+    for name in ("base", "one", "two"):
+        fs.pipe_file(f"/inputs/{name}/model.safetensors", (root / name / "model.safetensors").read_bytes())
+    given = recipe("memory://inputs", "tsv")
+    with pytest.raises(epimer.OutputError, match="is not on this disk, so it cannot be hashed; download it first"):
+        epimer.merge(given, root / "stored", hash_inputs=True, progress=False)
+    epimer.merge(given, root / "stored", progress=False)
+    assert epimer.verify(root / "stored", sample=None, recipe=given).verified
+    assert epimer.verify(root / "stored", sample=None).verified  # by the folders of the same names and tensors here
+    fs.rm("/inputs", recursive=True)
 
 
 def test_what_was_not_merged_is_refused_in_a_line(root, tmp_path):
