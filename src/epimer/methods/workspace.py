@@ -142,11 +142,11 @@ def frechet(load: Workload) -> int:
 def equation(load: Workload, solving: int) -> int:
     """Return the bytes of building the basis, of solving in it or of calibrating the merge, whichever is most."""
     options, given = load.options, not isinstance(load.options.basis, str)
-    anchor = options.anchor if options.aggregator == "anchored" else None
+    anchor = options.anchored_at(load.basis)
     atoms = load.basis != "full" or anchor == "tsv"  # other anchors need no singular vectors of the tasks
     held = load.itemsize * load.directions * sum(load.shape) if atoms else 0
     building = basis(load) if atoms and not given else 0
-    outside = not options.stays_in_subspace and load.basis != "full"
+    outside = not options.stays_in_subspace(load.basis) and load.basis != "full"
     solving += iso_c(load) if anchor == "iso_c" else load.itemsize * load.entries if outside else 0
     calibrating = 0 if options.calibrate is None else calibration(load, inside=load.basis == "tensor" and not outside)
     merged = 4 * load.itemsize * load.entries

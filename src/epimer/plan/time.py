@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import eigh
 from epimer.geometry.svd import top_svd
 from epimer.methods import workspace
 from epimer.methods.registry import Method
@@ -111,7 +112,7 @@ def frechet(load: Workload) -> Work:
 def equation(load: Workload) -> Work:
     """Return the work around a solve: the basis with the tasks' coordinates, an anchor, a calibration."""
     options, p = load.options, load.directions
-    anchor = options.anchor if options.aggregator == "anchored" else None
+    anchor = options.anchored_at(load.basis)
     counts = Work()
     if (load.basis != "full" or anchor == "tsv") and isinstance(options.basis, str):
         counts += basis(load)
@@ -120,7 +121,7 @@ def equation(load: Workload) -> Work:
     if anchor == "iso_c":
         counts += iso_c(load)
     if options.calibrate is not None:
-        tensor = load.basis == "tensor" and options.stays_in_subspace
+        tensor = load.basis == "tensor" and options.stays_in_subspace(load.basis)
         side = p if tensor else min(load.shape)
         counts += Work(
             svd=side**3 if tensor else load.entries * side, single=2 * (load.tasks + 2) * load.entries * side
@@ -222,8 +223,8 @@ def measured_speeds(device: torch.device, threads: int) -> Speeds:
     kernels: dict[str, tuple[float, Callable[[], object]]] = {
         "single": (2 * 768**3, lambda: square @ square),
         "double": (2 * 512**3, lambda: double @ double),
-        "eigen_single": (256**3, lambda: torch.linalg.eigh(core[:256, :256])),
-        "eigen": (384**3, lambda: torch.linalg.eigh(double[:384, :384])),
+        "eigen_single": (256**3, lambda: eigh(core[:256, :256])),
+        "eigen": (384**3, lambda: eigh(double[:384, :384])),
         "leading": (1536 * 768 * 32, lambda: top_svd(A, 32)),
         "svd": (384**3, lambda: top_svd(core, 384)),
         "bytes": (2 * wide.nbytes, lambda: wide + 1.0),
