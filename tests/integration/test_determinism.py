@@ -18,7 +18,7 @@ import epimer
 import tiny
 from epimer.api import plan_merge
 from epimer.curvature.format import Provenance
-from epimer.engine.recompute import TOLERANCE, difference
+from epimer.engine.recompute import GPU_TOLERANCE, TOLERANCE, difference
 from epimer.testing import usual_count
 
 SHAPES = {
@@ -140,6 +140,16 @@ def test_repetition_workers_and_memory_change_no_byte_and_threads_only_last_digi
     verified = epimer.verify(tmp_path / "first", recipe=recipe(method, root), sample=None)
     assert verified.verified, verified
     assert verified.checks[-1].identical == len(SHAPES)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gpu_changes_last_digits_only_and_gives_the_same_bytes_again(root, tmp_path, method):
+    for name, device in (("cpu", "cpu"), ("gpu", "cuda"), ("again", "cuda")):
+        epimer.merge(recipe(method, root), tmp_path / name, device=device, progress=False)
+    assert contents(tmp_path / "gpu") == contents(tmp_path / "again")
+    assert apart(root, method, tmp_path / "cpu", tmp_path / "gpu") <= GPU_TOLERANCE
+    assert epimer.verify(tmp_path / "gpu", recipe=recipe(method, root), sample=None, device="cpu").verified
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

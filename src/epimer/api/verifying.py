@@ -18,7 +18,7 @@ from epimer.checkpoints.hub import HUB_NAME, is_hub_id
 from epimer.engine.options import RunOptions
 from epimer.engine.output import RECORD, environment, hash_input_files
 from epimer.engine.output_files import OutputFiles, check_files, files_of_tensors
-from epimer.engine.recompute import TOLERANCE, difference, recompute
+from epimer.engine.recompute import GPU_TOLERANCE, TOLERANCE, difference, recompute
 from epimer.errors import DataError, EpimerError, ParameterError, listed
 from epimer.plan.jobs import Plan
 from epimer.progress import Progress
@@ -36,7 +36,7 @@ def verify(
     recipe: RecipeLike | None = None,
     sample: int | None = 8,
     seed: int = 0,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     files_only: bool = False,
     device: str | None = None,
     workers: int | None = None,
@@ -51,7 +51,8 @@ def verify(
             record's own recipe is taken, whose models are looked for in the current folder and beside `out`.
         sample: how many tensors to compute again; None for all.
         seed: which ones.
-        tolerance: how far they may be from those in the folder where last digits can differ; 0 asks for the same bytes.
+        tolerance: how far they may be from those in the folder, relative to what the merge changed; 0 asks for the same
+            bytes. By default `TOLERANCE`, or `GPU_TOLERANCE` where a GPU merged and a CPU computes, or the reverse.
         files_only: check the folder alone, without its inputs.
         device: where to compute; by default the kind of device that the record names, where there is one here.
         workers: tensors computed at the same time; by default one per core.
@@ -63,7 +64,7 @@ def verify(
     """
     if sample is not None and sample < 0:
         raise ParameterError(f"The 'sample' parameter of verify must be at least 0. Got {sample} instead.")
-    if not tolerance >= 0:
+    if tolerance is not None and not tolerance >= 0:
         raise ParameterError(f"The 'tolerance' parameter of verify must be at least 0. Got {tolerance} instead.")
     folder = OutputFiles.open(out)
     record, first = read_record(folder)
@@ -74,6 +75,9 @@ def verify(
     checks = [first, *check_files(folder, record)]
     if not files_only:
         run = _run_options(record, device, workers, max_memory, progress=progress)
+        if tolerance is None:
+            elsewhere = record.environment.get("device", "cpu") != run.devices[0].type
+            tolerance = GPU_TOLERANCE if elsewhere else TOLERANCE
         checks += _check_merge(folder, record, recipe, parts, sample, seed, tolerance, run)
     return Verification(folder.place, tuple(checks))
 
