@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import nbytes
+from epimer.checkpoints.checksums import join_crc, spelled_crc, weights_checksum
 from epimer.checkpoints.journal import Journal
 from epimer.checkpoints.safetensors import as_bytes, encode_header, tensor_checksum
 from epimer.errors import DataError, OutputError
@@ -113,6 +114,8 @@ class Draft:
         self.place = {name: (shard, start) for shard in shards for name, start in shard.starts.items()}
         self.done: dict[str, TensorRecord] = {}
         self.notes: dict[str, Any] = {}
+        self.crcs: dict[str, dict[int, tuple[int, int]]] = {}
+        """name -> where in the tensor each part begins -> its bytes and CRC-32"""
         self._files: dict[str, int] = {}
         self._pending: list[dict[str, Any]] = []
         self._bytes, self._flushed = 0, time.monotonic()
@@ -168,6 +171,7 @@ class Draft:
                 part = checked(WrittenPart, entry, str(self.journal.path))
                 if self._checksum(part) == part.crc:
                     self.done[part.key] = part.record
+                    self.crcs.setdefault(part.name, {})[part.skip] = part.bytes, part.crc
         return True
 
     def _checksum(self, part: WrittenPart) -> int | None:
@@ -202,9 +206,16 @@ class Draft:
     def wrote(self, key: str, name: str, skip: int, size: int, crc: int, record: TensorRecord) -> None:
         """Take note of a part of a tensor that is in its place; done after the next flush."""
         self._pending.append({**vars(WrittenPart(key, name, skip, size, crc, record)), "record": asdict(record)})
+        self.crcs.setdefault(name, {})[skip] = size, crc
         self._bytes += size
         if self._bytes >= FLUSH_BYTES or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
+
+    def checksums(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the checksums of the files of weights and of the tensors in them, once all are in their places."""
+        parts = {name: [crc for _, crc in sorted(self.crcs[name].items())] for name in self.place}
+        files = {one.file: weights_checksum(one.header, one.starts, parts) for one in self.shards}
+        return files, {name: spelled_crc(join_crc(each)[1]) for name, each in parts.items()}
 
     def flush(self) -> None:
         """Sync what was written to disk, then record it in the journal."""

@@ -25,14 +25,17 @@ from epimer.records import MergeRecord, TensorRecord
 ONE_FILE = 1 << 62  # bytes; PEFT reads no shards
 
 
-def write_adapter(plan: Plan, out: Path, run: RunOptions, *, overwrite: bool = False) -> MergeRecord:
+def write_adapter(
+    plan: Plan, out: Path, run: RunOptions, *, overwrite: bool = False, hash_inputs: bool = False
+) -> MergeRecord:
     """Carry out the plan of an adapter, or find that it has been carried out."""
     if run.engine != "local":
         raise ParameterError("an adapter is small and merged on this machine; leave out --engine, or output: lora.")
     plan.check()
     engine = run.start(plan.parts)
     shards = [replace(one, file=WEIGHTS) for one in plan_shards(_headers(plan), {}, ONE_FILE)]
-    return write_files(plan, out, run, engine, shards, _sidecars(plan), _merge_all, overwrite=overwrite)
+    how = {"overwrite": overwrite, "hash_inputs": hash_inputs}
+    return write_files(plan, out, run, engine, shards, _sidecars(plan), _merge_all, **how)
 
 
 def _headers(plan: Plan) -> dict[str, Tensor]:
