@@ -20,7 +20,7 @@ from epimer.checkpoints.writer import save_tensors
 from epimer.errors import CheckpointError, CurvatureError, listed, short
 from epimer.geometry.linalg import nonfinite
 from epimer.tasks.labels import IGNORED
-from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, read_head
+from epimer.tasks.loading import CAUSAL_LM, EVALUATED, IMAGE, POOLINGS, read_head
 from epimer.tasks.task import InputsAndTargets
 
 KEPT = 256  # samples
@@ -124,7 +124,7 @@ def read_inputs(folder: Path, header: Any, where: str) -> KeptInputs | None:
         return None
     values = header if isinstance(header, dict) else {}
     task, pooling, samples = (values.get(key) for key in ("task", "pooling", "samples"))
-    if task not in tuple(AUTO) or pooling not in POOLINGS or type(samples) is not int or samples < 1:
+    if task not in EVALUATED or pooling not in POOLINGS or type(samples) is not int or samples < 1:
         raise CurvatureError(f"{where}: 'inputs' of its header cannot be {short(header)}; {REMEDY}.")
     try:
         file = SafetensorsFile(inside(folder, INPUTS), f"{where}/{INPUTS}")

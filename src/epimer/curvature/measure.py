@@ -31,7 +31,7 @@ from epimer.geometry.linalg import nonfinite
 from epimer.methods.rules import stored_name, with_members
 from epimer.tasks.data import choose, open_data
 from epimer.tasks.labels import POLICIES, SampleError
-from epimer.tasks.loading import AUTO, DTYPES, IMAGE, POOLINGS, check_device_option, read_head
+from epimer.tasks.loading import AUTO, DTYPES, EVALUATED, IMAGE, POOLINGS, check_device_option, read_head
 from epimer.tasks.task import Task, load_task
 from epimer.tasks.task_network import task_network
 
@@ -62,6 +62,7 @@ class Request:
     text: str | None = None
     label: str | None = None
     image: str | None = None
+    audio: str | None = None
     head: Path | None = None
     pooling: str = "auto"
     kind: str | None = None  # by default kronecker, or diagonal for an optimiser's state
@@ -177,8 +178,9 @@ def measure_shard(request: Request, basis: StoredBasis | None, rank: int, count:
         text=request.text,
         label=request.label,
         image=request.image,
+        audio=request.audio,
     )
-    keeper = None if request.no_inputs or rank else _keeper(request, task)
+    keeper = None if request.no_inputs or rank or task.kind not in EVALUATED else _keeper(request, task)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", LeftOutWarning)  # the command names them with the result
