@@ -57,6 +57,9 @@ def curvature(
     head: Annotated[Path | None, option("A classifier outside the model: safetensors with weight and bias.")] = None,
     pooling: Annotated[str, typer.Option(help="Features for --head: auto, pooler, cls or mean.")] = "auto",
     optimizer: Annotated[Path | None, option("Read Adam's moments from this optimizer.pt instead of --data.")] = None,
+    factors: Annotated[
+        Path | None, option("Read factors of kronfluence or bergson from this folder instead of --data.", "--import")
+    ] = None,
     moment: Annotated[str, typer.Option(help="Which of Adam's moments: second, or first (squared).")] = "second",
     no_inputs: Annotated[bool, option("Do not store inputs (tokens, pixels) in the folder.", "--no-inputs")] = False,
     batch_size: Annotated[int, typer.Option(help="Samples at a time.")] = 16,
@@ -100,7 +103,7 @@ def _print_result(result: Curvature, out: Path, at: str | None, *, as_json: bool
         totals = {"tensors": len(result), "bytes": result.nbytes, "clipped": clipped}
         return render.print_json(asdict(about) | totals)
     source = about.source
-    if about.samples is not None:
+    if about.samples is not None and source == "data":
         source = f"{about.samples} samples, {about.tokens} tokens, {about.labels} labels"
     kind = f"projected {result.kind}" if about.basis else result.kind
     render.print_text(f"{out}: {kind} of {len(result)} tensors, {render.size(result.nbytes)} ({source})")
