@@ -11,8 +11,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import epimer
-from epimer.diagnosis.sweep import as_adapters
 from commands import run
+from epimer.diagnosis.sweep import as_adapters
 from epimer.methods.registry import describe_method
 from epimer.plan.adapter import plan_adapter
 from epimer.plan.merge import open_models, plan_recipe
