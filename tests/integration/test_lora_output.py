@@ -556,7 +556,6 @@ def test_adapters_of_vision_language_models(build, method, tmp_path):
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "stacked experts"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"use_dora": True}, "use_dora"),
     ],

@@ -57,6 +57,9 @@ def plan_adapter(plan: Plan) -> Plan:
         return replace(plan, jobs=[], problems=[RecipeError(OTHER_TOKENS)])
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
+    if stacked := [job.name for job in changed if (update := _update(plan, job)[0]) is not None and update.expert]:
+        problem = f"output: lora: adapters change stacked experts ({listed(stacked)}), which are not written as factors"
+        return replace(plan, jobs=[], problems=[RecipeError(f"{problem}; remove 'output', for a whole model.")])
     plan, absent, other = _with_network_names(plan, changed)
     present = [job for job in changed if job.name not in absent]
     layers = [job for job in present if job.name not in other]
@@ -80,7 +83,9 @@ def plan_adapter(plan: Plan) -> Plan:
         size = sum(job.writes for job in own) / 1e6
         notes.append(f"written whole, not as factors: {listed(job.name for job in own)} ({size:.1f} MB).")
     if lost:
-        notes.append(f"not in the adapter: {listed(lost)}, which models changed and PEFT cannot hold in an adapter.")
+        notes.append(
+            f"not in the adapter: {listed(lost)}, which models changed; only modules are written, without stacked experts and tied tables."
+        )
     empty: list[EpimerError] = [TensorError("the adapter would be empty: no model changes a layer of the base.")]
     return replace(plan, jobs=jobs, notes=notes, problems=[] if jobs else empty, whole_model=plan.jobs)
 
