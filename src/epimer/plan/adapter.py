@@ -83,9 +83,8 @@ def plan_adapter(plan: Plan) -> Plan:
         size = sum(job.writes for job in own) / 1e6
         notes.append(f"written whole, not as factors: {listed(job.name for job in own)} ({size:.1f} MB).")
     if lost:
-        notes.append(
-            f"not in the adapter: {listed(lost)}, which models changed; only modules are written, without stacked experts and tied tables."
-        )
+        why = "only modules are written, without stacked experts and tied tables"
+        notes.append(f"not in the adapter: {listed(lost)}, which models changed; {why}.")
     empty: list[EpimerError] = [TensorError("the adapter would be empty: no model changes a layer of the base.")]
     return replace(plan, jobs=jobs, notes=notes, problems=[] if jobs else empty, whole_model=plan.jobs)
 
