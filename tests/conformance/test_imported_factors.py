@@ -1,8 +1,8 @@
 """Factors that kronfluence and bergson measured themselves, read and compared with ours in float64 to 1e-10.
 
-Both are skipped where they are not installed: `pip install --no-deps kronfluence==1.0.1 accelerate` and
-`pip install --no-deps bergson==2.5.1` with what they import. bergson counts the places that have a loss, so all but a
-text's last token; ours are given texts without it.
+kronfluence is there under `make conformance`; bergson, which imports much else, is skipped where it is not installed
+(2.5.1 was compared). bergson counts the places that have a loss, so all but a text's last token; ours are given texts
+without it.
 """
 
 import warnings

@@ -739,8 +739,8 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
      "4: parameters.elect must be one of 'mass', 'frequency', or a list of such over the layers, "
      "or a list of {filter: ..., value: ...}. Got [] instead."),
     ("merge_method: ties\n" + TAIL + "chat_template: vicuna\n",
-     "4: chat_template must be auto, alpaca, chatml, exaone, llama3, mistral, or the text of a Jinja template: paste that of a "
-     "model's chat_template.jinja or tokenizer_config.json. Got 'vicuna' instead."),
+     "4: chat_template must be auto, alpaca, chatml, exaone, llama3, mistral, or the text of a Jinja template: "
+     "paste that of a model's chat_template.jinja or tokenizer_config.json. Got 'vicuna' instead."),
     ("merge_method: ties\n" + TAIL + "parameters: {seed: [1, 2]}\n",
      "4: parameters.seed must be one integer for all tensors. Got [1, 2] instead."),
     ("merge_method: ties\n" + TAIL + "parameters: {seed: 1.5}\n",
