@@ -41,6 +41,12 @@ class Update(NamedTuple):
     expert: ExpertPart | None = None
     """which part of A and B, where those are of stacked experts"""
 
+    @property
+    def module(self) -> str:
+        """The name of the module that it belongs to, as PEFT has it."""
+        part = next(part for part in PARTS if self.A.endswith(part))
+        return self.A.removeprefix(PREFIX).removesuffix(part)
+
 
 class Adapted(Checkpoint):
     """A base checkpoint with one PEFT adapter on it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from epimer.checkpoints.adapter_files import LoraModule, adapters_of, module_of
+from epimer.checkpoints.adapter_files import LoraModule, adapters_of
 from epimer.checkpoints.checkpoint import is_embedding
 from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config
 from epimer.checkpoints.vocabulary import Aligned
@@ -175,9 +175,7 @@ def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
     most = sum(one or 0 for one in ranks) if _bounded(plan, job) else min(m, n)
     transposed = update.transposed if update is not None else job.inputs == 0
     return LoraModule(
-        module=plan.network_names.get(job.name, job.name).removesuffix(".weight")
-        if update is None
-        else module_of(update),
+        module=plan.network_names.get(job.name, job.name).removesuffix(".weight") if update is None else update.module,
         shape=tuple(W.shape),
         rank=min(most if rank is None else rank, most, min(m, n)),
         dtype=_dtype(plan) or (_widest(dtypes) if dtypes and not dense else job.precision),

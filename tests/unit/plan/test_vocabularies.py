@@ -117,6 +117,13 @@ def test_tokens_in_another_order_are_aligned_where_a_tokenizer_is_named(merge, m
     assert config["vocab_size"] == 4
 
 
+def test_a_head_alone_is_not_merged_across_tokens(merge):
+    """Embeddings that are copied leave the head, whose rows are tokens too."""
+    with pytest.raises(EpimerError, match="swapped"):
+        merge("swapped", rules=[["*embed*", "copy"]])
+    merge("swapped", rules=[["*embed*", "copy"], ["lm_head.weight", "copy"]])
+
+
 def measure(folder, name, kind="diagonal"):
     """Save curvature of random numbers for a model's tensors; return the diagonal of each token's row by table."""
     state = load_file(folder / name / "model.safetensors")
@@ -289,8 +296,8 @@ def test_what_can_be_wrong(merge, models, tmp_path):
     ({"tokenizer": {"tokens": {"<x>": {"source": {"kind": "mean"}}}}},
      "tokenizer.tokens.<x>.source.kind must be zero or model_token. Got 'mean' instead."),
     ({"chat_template": "alpacas"},
-     "chat_template must be auto, alpaca, chatml, llama3, mistral, or the text of a Jinja template: paste that of a "
-     "model's chat_template.jinja or tokenizer_config.json. Got 'alpacas' instead."),
+     "chat_template must be auto, alpaca, chatml, exaone, llama3, mistral, or the text of a Jinja template: "
+     "paste that of a model's chat_template.jinja or tokenizer_config.json. Got 'alpacas' instead."),
 ])  # fmt: skip
 def test_mistakes_are_one_line(more, expected):
     with pytest.raises(EpimerError) as error:
