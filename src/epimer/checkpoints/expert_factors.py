@@ -23,8 +23,8 @@ EXPERT = re.compile(r"(?:(.*)\.)?([^.]+)\.experts\.(\d+)\.(\w+)\.weight")
 class ExpertPart(NamedTuple):
     """Which part of joined factors one stored tensor is changed by."""
 
-    count: int
-    """experts, E"""
+    experts: int
+    """how many there are, E"""
     number: int | None = None
     """the expert that the tensor holds; None for the stack of all"""
     outputs: tuple[int, int] = (0, 0)
@@ -36,18 +36,20 @@ class ExpertPart(NamedTuple):
         """Return the factors of one expert's tensor."""
         assert self.number is not None
         start, stop = self.outputs
-        return LowRank(self._by_expert(B)[start:stop, :, self.number], A.view(self.count, -1, A.shape[1])[self.number])
+        return LowRank(
+            self._by_expert(B)[start:stop, :, self.number], A.view(self.experts, -1, A.shape[1])[self.number]
+        )
 
     def stack(self, A: Tensor, B: Tensor, rows: tuple[int, int] | None) -> Tensor:
         """Return what factors add to a stack, or to the experts `rows` of it."""
         chosen = slice(None) if rows is None else slice(*rows)
-        A_eri = A.view(self.count, -1, A.shape[1])[chosen]
+        A_eri = A.view(self.experts, -1, A.shape[1])[chosen]
         B_eor = self._by_expert(B).movedim(2, 0)[chosen]
         product = B_eor @ A_eri
         return product.mT if self.inputs_first else product
 
     def _by_expert(self, B: Tensor) -> Tensor:
-        return B.reshape(len(B), -1, self.count)
+        return B.reshape(len(B), -1, self.experts)
 
 
 def stored_parts(

@@ -108,7 +108,7 @@ class Adapted(Checkpoint):
             return None
         update = self.updates.get(self.ties.get(name, name))
         own = 0 if update is None else self.adapter.headers[update.A].shape[0]
-        own = own if update is None or update.expert is None else own // update.expert.count
+        own = own if update is None or update.expert is None else own // update.expert.experts
         under = 0 if base.fingerprint == self.base.fingerprint else self.base.delta_rank(name, base)
         return None if under is None else under + own
 
@@ -216,8 +216,9 @@ class Adapted(Checkpoint):
         PEFT wraps a module once per parameter and does not store which is which; their shapes tell.
         """
         outer, depth = re.subn(r"\.base_layer\b", "", module)
-        targets = self.config.get("target_parameters") or []
-        words = {str(t).rpartition(".")[2] for t in targets} if isinstance(targets, list) else set[str]()
+        given = self.config.get("target_parameters")
+        targets = [str(target) for target in given] if isinstance(given, list) else []
+        words = dict.fromkeys(target.rpartition(".")[2] for target in targets)
         named = [word for word in words if any(f".{outer}.{word}".endswith(f".{target}") for target in targets)]
         if not named or (named == ["weight"] and not depth):
             return False
@@ -227,7 +228,7 @@ class Adapted(Checkpoint):
             parts = stored_parts(outer, word, first.shape[-1], second.shape[0], self.base.headers)
             if parts and not self.updates.keys() & parts.keys():
                 fitting.append((word, parts))
-        count = next(iter(fitting[0][1].values())).count if fitting else 1
+        count = next(iter(fitting[0][1].values())).experts if fitting else 1
         if len(fitting) != 1 or first.shape[0] != second.shape[-1] or first.shape[0] % count:
             shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
             several = "several" if len(fitting) > 1 else "none"
