@@ -22,7 +22,7 @@ from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.distributed import process_group, ranks
 from epimer.curvature.estimate import estimate_curvature, matching
 from epimer.curvature.format import HEADER, stored_fingerprint
-from epimer.curvature.kept_inputs import InputKeeper
+from epimer.curvature.kept_inputs import TASKS, InputKeeper
 from epimer.curvature.kinds import KINDS
 from epimer.curvature.optimizer_state import MOMENTS
 from epimer.curvature.stored_names import on_disk, split_experts
@@ -31,7 +31,7 @@ from epimer.geometry.linalg import nonfinite
 from epimer.methods.rules import stored_name, with_members
 from epimer.tasks.data import choose, open_data
 from epimer.tasks.labels import POLICIES, SampleError
-from epimer.tasks.loading import AUTO, DTYPES, EVALUATED, IMAGE, POOLINGS, check_device_option, read_head
+from epimer.tasks.loading import AUTO, DTYPES, IMAGE, POOLINGS, check_device_option, read_head
 from epimer.tasks.task import Task, load_task
 from epimer.tasks.task_network import task_network
 
@@ -191,7 +191,7 @@ def measure_shard(request: Request, basis: StoredBasis | None, rank: int, count:
         image=request.image,
         audio=request.audio,
     )
-    keeper = None if request.no_inputs or rank or task.kind not in EVALUATED else _keeper(request, task)
+    keeper = None if request.no_inputs or rank or task.kind not in TASKS else _keeper(request, task)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", LeftOutWarning)  # the command names them with the result

@@ -232,11 +232,13 @@ class Task:
             return
         ids, longest = inputs["input_ids"], self.longest(sys.maxsize)
         kinds, known = inputs.get("token_type_ids"), getattr(self._backbone.config, "type_vocab_size", None)
+        written = inputs.get("decoder_input_ids", ids)
+        largest, length = max(int(ids.max()), int(written.max())), max(ids.shape[1], written.shape[1])
         problem = ""
-        if int(ids.max()) >= self.vocabulary:
-            problem = f"token {int(ids.max())}, but the model knows {self.vocabulary} tokens"
-        elif ids.shape[1] > longest:
-            problem = f"texts of {ids.shape[1]} tokens, but the model takes {longest}"
+        if largest >= self.vocabulary:
+            problem = f"token {largest}, but the model knows {self.vocabulary} tokens"
+        elif length > longest:
+            problem = f"texts of {length} tokens, but the model takes {longest}"
         elif kinds is not None and isinstance(known, int) and int(kinds.max()) >= known:
             problem = f"token type {int(kinds.max())}, but the model knows {known}"
         if problem:
