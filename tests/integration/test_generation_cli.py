@@ -432,3 +432,17 @@ def test_recordings_of_every_width(tmp_path, width, dtype):
     found = read_recording(open_data(str(tmp_path / "rows.jsonl")), 0, "audio")
     assert found.rate == 8000
     assert np.allclose(found.samples, 0.75 * values, atol=1.0 / top)
+
+
+def test_recordings_in_tables(tmp_path):
+    """Bytes in a parquet file, as the hub's data sets have them, and numbers in a row."""
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    values = np.arange(-4, 4, dtype=np.int16) * 4096
+    write_wave(tmp_path / "a.wav", values)
+    stored = {"bytes": (tmp_path / "a.wav").read_bytes(), "path": "elsewhere.wav"}
+    parquet.write_table(arrow.table({"audio": [stored]}), tmp_path / "rows.parquet")
+    write_lines(tmp_path / "rows.jsonl", [{"audio": {"array": (values / 32768).tolist(), "sampling_rate": RATE}}])
+    for name in ("rows.parquet", "rows.jsonl"):
+        found = read_recording(open_data(str(tmp_path / name)), 0, "audio")
+        assert found.rate == RATE
+        assert np.array_equal(found.samples, (values / 32768).astype(np.float32))
