@@ -196,12 +196,12 @@ class Draft:
         self._pending.append({"note": key, "value": value})
         self.flush()
 
-    def put(self, key: str, name: str, skip: int, W: Tensor, record: TensorRecord) -> None:
-        """Write one tensor, or the part of it that is `key`, `skip` bytes into its place; done after the next flush."""
+    def put(self, name: str, W: Tensor, record: TensorRecord) -> None:
+        """Write one small tensor to its place; done after the next flush."""
         shard, start = self.place[name]
         data = memoryview(as_bytes(W.contiguous()))
-        write_at(self._files[shard.file], data, start + skip)
-        self.wrote(key, name, skip, len(data), zlib.crc32(data), record)
+        write_at(self._files[shard.file], data, start)
+        self.wrote(name, name, 0, len(data), zlib.crc32(data), record)
 
     def wrote(self, key: str, name: str, skip: int, size: int, crc: int, record: TensorRecord) -> None:
         """Take note of a part of a tensor that is in its place; done after the next flush."""

@@ -15,6 +15,7 @@ from epimer.engine.merge import MergeWalk, joined
 from epimer.engine.options import RunOptions
 from epimer.engine.output import write_files
 from epimer.engine.protocol import Engine
+from epimer.engine.written import WritingWalk
 from epimer.errors import ParameterError
 from epimer.methods.registry import Prepared
 from epimer.plan.adapter import whole_tensors
@@ -70,12 +71,13 @@ def _merge_all(
     stage.advance(sum(job.reads for job in plan.parts) - sum(job.reads for job in left), "")
     for job, (tensors, record) in engine.map(FactorWalk(plan, [job for job in left if job.lora is not None], prepared)):
         for key, W in tensors.items():
-            draft.put(key, key, 0, W, record)
+            draft.put(key, W, record)
             done[key] = record
         stage.advance(job.reads, job.name)
-    for _, merged in engine.map(MergeWalk(plan, [job for job in left if job.lora is None], prepared)):
-        for part, result, record in merged:
-            draft.put(part.key, keys[part.name], part.skip, result, record)
+    whole = MergeWalk(plan, [job for job in left if job.lora is None], prepared)
+    for _, merged in engine.map(WritingWalk(whole, draft, sync=False, names=keys)):
+        for part, written, record in merged:
+            draft.wrote(part.key, keys[part.name], part.skip, *written, record)
             done[part.key] = record
             stage.advance(part.reads, part.key)
     draft.flush()
