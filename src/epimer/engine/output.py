@@ -16,7 +16,7 @@ import torch
 import epimer
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.checksums import data_checksum, hash_files
-from epimer.checkpoints.folder import DIFFUSERS
+from epimer.checkpoints.folder import DIFFUSERS, parse_json
 from epimer.checkpoints.hub import HUB_NAME, fetch_code
 from epimer.checkpoints.sentence_modules import sentence_files
 from epimer.checkpoints.sidecar_files import (
@@ -24,11 +24,19 @@ from epimer.checkpoints.sidecar_files import (
     code_files,
     left_behind,
     names_code,
-    parse_json,
     read_sidecar,
     sidecar_files,
 )
-from epimer.checkpoints.writer import Draft, Shard, as_json, explain_os_errors, plan_shards, recover, shard_index
+from epimer.checkpoints.writer import (
+    Draft,
+    Shard,
+    as_json,
+    explain_os_errors,
+    output_path,
+    plan_shards,
+    recover,
+    shard_index,
+)
 from epimer.checksums import sealed
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
@@ -37,7 +45,7 @@ from epimer.engine.modules import merged_modules
 from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
 from epimer.engine.written import WritingWalk
-from epimer.errors import DataError, EpimerWarning, OutputError, listed, warn
+from epimer.errors import DataError, EpimerError, EpimerWarning, OutputError, listed, warn
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
 from epimer.plan.participants import Participants
@@ -90,7 +98,7 @@ def write_files(
     """
     started = time.perf_counter()
     sidecars = sidecars | {RECIPE: plan.public_recipe().encode()}
-    out = Path(os.path.abspath(out.expanduser()))
+    out = output_path(out)
     recover(out)
     record = finished(out, plan, shards, sidecars)
     if record is not None and (record.input_files is not None or not hash_inputs):
@@ -236,7 +244,7 @@ def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, byt
     """Return the record of an output that is already what the plan would make."""
     try:
         record = _recorded(out)
-    except DataError:
+    except EpimerError:
         return None
     sizes = {shard.file: shard.size for shard in shards}
     if record is None or record.request != plan.request or not sizes.items() <= record.files.items():
@@ -251,11 +259,8 @@ def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, byt
 
 def _recorded(out: Path) -> MergeRecord | None:
     """Return the record in a folder; None where there is none."""
-    try:
-        data = (out / RECORD).read_bytes()
-    except OSError:
-        return None
-    return MergeRecord.from_json(data, str(out / RECORD))
+    data = read_sidecar(out, RECORD)
+    return None if data is None else MergeRecord.from_json(data, str(out / RECORD))
 
 
 def check_output(out: Path, participants: Participants, *, overwrite: bool) -> None:
@@ -281,7 +286,7 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         )
     try:
         record = _recorded(out)
-    except DataError as error:
+    except EpimerError as error:
         raise OutputError(f"{out} is not replaced: {error}") from error
     if record is None:
         raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.")

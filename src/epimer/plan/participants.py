@@ -169,8 +169,8 @@ def open_participants(
         opening(text, label)
     models = dict(opened)
     source = recipe.tokenizer_source or "base"
-    place = Path(locate(source, folder)).expanduser()
-    if source not in ("base", UNION) and not place.is_dir():
+    place = Path(os.path.expanduser(locate(source, folder)))
+    if source not in ("base", UNION) and not os.path.isdir(place):
         opening(source, "tokenizer_source", download=False)
     if problems:
         return None, None, Vocabulary()

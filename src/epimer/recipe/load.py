@@ -14,7 +14,7 @@ from epimer.errors import ParameterError, RecipeError, nearest
 from epimer.recipe.model import AUTO, Filtered, ModelEntry, Recipe, Scalar, Slice, Source, Value, Word, known_parameters
 from epimer.recipe.slices import read_slices
 from epimer.recipe.tokenizer import read_chat_template, read_tokenizer
-from epimer.recipe.yaml_lines import Location, YamlFile, spell
+from epimer.recipe.yaml_lines import Location, YamlFile, plain_data, spell
 
 if TYPE_CHECKING:
     from epimer.methods.options import Parameter
@@ -59,7 +59,7 @@ def open_recipe(
 def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any], compat: str | None = None) -> Recipe:
     """Read a recipe from a YAML file, or from the mapping such a file holds, and check all of it."""
     if isinstance(source, Mapping):
-        return Reader(YamlFile(None), compat).recipe(_plain(source))
+        return Reader(YamlFile(None), compat).recipe(plain_data(source))
     recipes = read_recipes(source, compat)
     if len(recipes) > 1:
         raise recipes[1][0].error(
@@ -75,12 +75,6 @@ def read_recipes(source: str | os.PathLike[str], compat: str | None = None) -> l
     file = YamlFile(os.fspath(source))
     documents = file.read_all() or [(file, None)]
     return [(part, Reader(part, compat).recipe(data)) for part, data in documents]
-
-
-def _plain(data: Any) -> Any:
-    if isinstance(data, Mapping):
-        return {key: _plain(value) for key, value in data.items()}
-    return [_plain(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def _number(value: Any) -> Any:

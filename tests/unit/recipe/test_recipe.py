@@ -926,3 +926,27 @@ def test_a_models_own_gamma_and_epsilon_and_the_only_models_parameters():
     found = recipe("passthrough", models=alone, base=None)
     assert [found.settings(name, 0).parameters for name in ("mlp.w", "w")] == [{"scale": 0.0}, {"scale": 0.5}]
     assert found.models[0].parameters == {}
+
+
+MODELS = "models: [{model: a}, {model: b}]"
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (f"merge_method: linear\n{MODELS}\nparameters: {{scale: 0x{'f' * 4000}}}\n",
+     "parameters.scale must be an integer of at most 300 digits."),
+    (f"merge_method: linear\n{MODELS}\nparameters: {{scale: {'7' * 4500}}}\n", "parameters.scale must be a YAML int."),
+    (f"merge_method: linear\n{MODELS}\nparameters: {{scale: {'7' * 400}}}\n",
+     "parameters.scale must be an integer of at most 300 digits."),
+    ("merge_method: linear\nmodules: 5\n", "modules must be a mapping of modules to their slices or models. Got 5"),
+    ("merge_method: linear\nmodules: [{a: 1}]\n", "modules must be a mapping of modules to their slices or models."),
+    (f"merge_method: linear\n{MODELS}\ntokenizer: {{tokens: 3}}\n", "tokenizer.tokens must be a mapping of tokens to"),
+    (f"merge_method: linear\n{MODELS}\ntokenizer: {{tokens: [{{a: 1}}]}}\n", "tokenizer.tokens must be a mapping of"),
+], ids=["hexadecimal", "digits", "no float", "modules", "list of modules", "tokens", "list of tokens"])  # fmt: skip
+def test_values_that_would_end_in_a_traceback(load, text, expected):
+    assert expected in message(load, text)
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**5000)], ids=["400 digits", "5000 digits"])
+def test_an_integer_without_end_in_a_mapping(number):
+    with pytest.raises(RecipeError, match="an integer must have at most 300 digits"):
+        load_recipe({"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": number}}]})
