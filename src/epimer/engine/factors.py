@@ -40,7 +40,7 @@ class FactorWalk:
         for model in self.plan.participants.models:
             delta = model.delta(job.name, base)
             for factor in () if delta is None else (delta.A, delta.B):
-                check_finite(model.label, job.name, factor)
+                check_finite(model, job.name, factor)
             models.append(model.read(job.name) if delta is None else delta)
         whole = any(isinstance(W, Tensor) for W in models) or (job.method is not None and job.method.uses_base)
         start = base.read(job.name) if whole else None

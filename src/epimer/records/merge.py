@@ -75,7 +75,7 @@ class MergeRecord(Record):
     """How a merge was done: the method, its parameters and every tensor's rule."""
 
     kind: ClassVar[str] = "merge"
-    omitted: ClassVar[frozenset[str]] = frozenset({"error"})
+    omitted: ClassVar[frozenset[str]] = frozenset({"error", "lost"})
 
     method: str
     parameters: dict[str, Any]
@@ -103,6 +103,8 @@ class MergeRecord(Record):
     """what the recipe says that has another meaning here, or none, in words"""
     untouched: float = 0.0
     """share of the parameters that models changed, and that were copied, skipped or merged to the base's again"""
+    lost: tuple[str, ...] | None = None
+    """tensors that models changed and that were merged to the base's again; None for none"""
 
     @property
     def shares(self) -> dict[str, float]:
