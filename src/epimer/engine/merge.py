@@ -121,9 +121,10 @@ class MergeWalk:
         ]
         whole = replace(batch.jobs[0], template=header((sum(sizes),), batch.jobs[0].template.dtype))
         result, record = self._merge(whole, Tensors(base, list(models)), device)
-        for job, part in zip(batch.jobs, torch.split(result, sizes), strict=True):
+        for job, part, tensors in zip(batch.jobs, torch.split(result, sizes), loaded, strict=True):
             shape, share = tuple(job.template.shape), (record.seconds or 0) * part.numel() / sum(sizes)
-            yield job, part.reshape(shape), replace(record, shape=shape, seconds=share)
+            unchanged = record.unchanged or equals_base(part, tensors.base)
+            yield job, part.reshape(shape), replace(record, shape=shape, seconds=share, unchanged=unchanged)
 
     def _merge(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor, TensorRecord]:
         started = time.perf_counter()
