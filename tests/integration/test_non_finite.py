@@ -155,7 +155,7 @@ def test_state_dicts_take_the_same_choice():
     base = {"a.weight": torch.ones(4, 3), "b.weight": torch.ones(4, 3)}
     models = [{name: 2 * W for name, W in base.items()}, {name: 3 * W for name, W in base.items()}]
     models[1]["a.weight"][1, 2] = NAN
-    with pytest.raises(epimer.TensorError, match=r"models\[1\]\['a.weight'\] .* 1 of 12 entries, the first at \[1, 2\]"):
+    with pytest.raises(epimer.TensorError, match=r"models\[1\].* 1 of 12 entries, the first at \[1, 2\]"):
         epimer.merge_state_dicts(base, models, "average")
     with pytest.warns(epimer.EpimerWarning, match="1 tensors are left as the base has them"):
         merged = epimer.merge_state_dicts(base, models, "average", non_finite="skip-tensor")
