@@ -16,7 +16,8 @@ SOURCE = Path(epimer.__file__).parent
 GUARDED = {
     "eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals", "qr", "cholesky", "cholesky_ex", "cholesky_solve",
     "cholesky_inverse", "lstsq", "solve", "solve_ex", "solve_triangular", "triangular_solve", "inv", "inv_ex",
-    "inverse", "pinv", "pinverse", "lu", "lu_factor", "lu_solve", "ldl_factor", "geqrf", "lobpcg", "svd_lowrank", "pca_lowrank",
+    "inverse", "pinv", "pinverse", "lu", "lu_factor", "lu_solve", "ldl_factor", "geqrf", "lobpcg", "svd_lowrank",
+    "pca_lowrank",
 }  # fmt: skip
 METHODS_OF_TENSORS = {"svd", "qr", "cholesky", "inverse", "pinverse", "lu", "geqrf", "lstsq", "det", "logdet"}
 
