@@ -226,3 +226,54 @@ def test_the_command_line_refuses_with_code_2(tmp_path, monkeypatch):
     assert_refused(ran, "error: 'a.weight': ", "in models[1]: give it the rule 'average' or 'copy'")
     assert ran.code == 2
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("metric_name", [None, "diagonal", "kronecker", "samples"])
+def test_a_diagnosis_and_a_basis_are_made_or_refused_in_one_line(metric_name):
+    choices, made = random.Random(str(metric_name)), 0
+    for seed, kind in enumerate(KINDS):
+        generator = torch.Generator().manual_seed(seed)
+        base = {"a.weight": torch.zeros(24, 16)}
+        models = [{"a.weight": matrix(kind, 24, 16, generator, 37.0).float()} for _ in range(3)]
+        curvature, spread = None, choices.choice(KINDS)
+        if metric_name is not None:
+            factors = [metric(metric_name, spread, 24, 16, generator, torch.float32) for _ in models]
+            curvature = [{"a.weight": one} for one in factors]
+        assert epimer.build_basis(base, models).keys() == {"a.weight"}
+        try:
+            diagnosis = epimer.diagnose_state_dicts(base, models, curvature=curvature)
+        except epimer.EpimerError as error:
+            text = str(error)
+            assert "'a.weight'" in text
+            assert "\n" not in text
+            continue
+        assert set(diagnosis.layers) == {"a.weight"}
+        made += 1
+    assert made >= 8
+
+
+@pytest.mark.parametrize("basis", ["tagged", "tensor", "full"])
+def test_ill_conditioning_is_told_by_tensor(basis):
+    """One of two tensors has singular curvature, and damping does not lift it."""
+    generator = torch.Generator().manual_seed(0)
+    base = {"a.weight": torch.zeros(24, 20), "b.weight": torch.zeros(24, 20)}
+    models = [{name: torch.randn(24, 20, generator=generator) for name in base} for _ in range(3)]
+
+    def factor(size: int, *, singular: bool) -> torch.Tensor:
+        x = torch.randn(size, 1 if singular else 4 * size, generator=generator, dtype=torch.float64)
+        return x @ x.T
+
+    curvature = []
+    for _ in models:
+        pairs = {name: [factor(size, singular=name == "a.weight") for size in (24, 20)] for name in base}
+        curvature.append({name: Kronecker(G=G, A=A) for name, (G, A) in pairs.items()})
+    options = {"basis": basis, "aggregator": "mean", "damping": 0.0, "curvature": curvature}
+    with pytest.warns(epimer.EpimerWarning, match=r"singular curvature, damped: 'a.weight'\. Raise damping"):
+        merged = epimer.merge_state_dicts(base, models, "epimer_kron", **options)
+    assert merged.record.tensors["a.weight"].status == "damped"
+    assert merged.record.tensors["b.weight"].status in ("exact", "converged")
+    if basis != "tagged":  # whose systems are solved directly
+        with pytest.warns(epimer.EpimerWarning, match="stopped above the tolerance: 'b.weight'"):
+            merged = epimer.merge_state_dicts(base, models, "epimer_kron", **{**options, "iterations": 1})
+        assert merged.record.tensors["b.weight"].status == "stalled"
+        assert merged.record.tensors["b.weight"].residual > 1e-5
