@@ -173,7 +173,9 @@ def merge_record(
     shown = {} if first is None else {name: _plain(value) for name, value in plan.method.values(first.options).items()}
     weights = (prepared and prepared.weights) or (first.weights if first is not None else ())
     known: dict[str, Any] = {"unlabelled": plan.unlabelled, "choices": plan.choices}
-    known["untouched"] = _untouched(plan.participants, tensors)
+    known["untouched"], unchanged = _untouched(plan.participants, tensors)
+    trims = {job.name for job in plan.jobs if job.rule == "elementwise" and not job.is_weighted_sum}
+    known["lost"] = tuple(name for name in unchanged if name not in trims) or None  # what is trimmed is meant to be
     if plan.recipe is not None:
         known |= {
             "models": tuple((one.checkpoint.name, one.checkpoint.fingerprint) for one in plan.participants.all),
@@ -189,18 +191,20 @@ def merge_record(
     return MergeRecord(plan.method.name, shown, tuple(weights), tensors, **known)
 
 
-def _untouched(participants: Participants, tensors: Mapping[str, TensorRecord]) -> float:
+def _untouched(participants: Participants, tensors: Mapping[str, TensorRecord]) -> tuple[float, list[str]]:
     """Return the share of the parameters that some model has changed and that did not change in the merge.
 
-    Only tensors that did not change in the merge are looked at in the models, and of those some entries.
+    With it come the names of the tensors that were merged all the same. Only tensors that did not change in the merge
+    are looked at in the models, and of those some entries.
     """
-    changed, left = 0, 0
+    changed, left, unchanged = 0, 0, list[str]()
     for name, tensor in tensors.items():
         if tensor.rule not in ("copy", "skip") and not tensor.unchanged:
             changed += tensor.parameters
         elif tensor.parameters and participants.moved(name):
             left += tensor.parameters
-    return left / (changed + left) if left else 0.0
+            unchanged += [name] if tensor.unchanged else []
+    return left / (changed + left) if left else 0.0, unchanged
 
 
 def _plain(value: Any) -> Any:
@@ -226,6 +230,9 @@ def warn_of(record: MergeRecord) -> None:
         )
         text = f"{text}; look at the rules, or at scale and dtype."
         warn(EpimerWarning(text, method=record.method))
+    elif record.lost:
+        text = f"what models changed in {listed(record.lost)} is lost in the merge, which has the base's tensor there"
+        warn(EpimerWarning(f"{text}; raise scale, or write a wider dtype.", method=record.method))
     lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
     if lowered:
         ranks = sorted({rank for name in lowered if (rank := records[name].rank) is not None})
