@@ -91,8 +91,8 @@ def measure_on_cluster(request: Request, run: RunOptions, shards: int | None = N
     """
     if shards is not None and shards < 1:
         raise ParameterError(f"--shards must be at least 1, got {shards}.")
-    if request.optimizer is not None:
-        raise ParameterError("an optimiser's state is read, not measured; leave out --engine.")
+    if request.data is None:
+        raise ParameterError("an optimiser's state and factors are read, not measured; leave out --engine.")
     request = _absolute(request)
     basis = check_request(request)
     engine = one_per_machine(request.device, shards, run.address)
