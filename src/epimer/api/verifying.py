@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import tempfile
@@ -20,6 +19,7 @@ from epimer.engine.output import RECORD, environment, hash_input_files
 from epimer.engine.output_files import OutputFiles, check_files, files_of_tensors
 from epimer.engine.recompute import GPU_TOLERANCE, TOLERANCE, difference, recompute
 from epimer.errors import DataError, EpimerError, ParameterError, listed
+from epimer.json_values import json_value
 from epimer.plan.jobs import Plan
 from epimer.progress import Progress
 from epimer.recipe.load import RecipeLike, load_recipe, open_recipe
@@ -89,11 +89,11 @@ def read_record(folder: OutputFiles) -> tuple[MergeRecord | None, Check]:
         return Check("record", Outcome.DIFFERS, text, (RECORD,))
 
     try:
-        data = json.loads(folder.read(RECORD))
+        data = json_value(folder.read(RECORD))
         record = MergeRecord.from_dict(data, RECORD)
     except DataError as error:
         return None, damaged(str(error).rstrip("."))
-    except (ValueError, RecursionError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         return None, damaged(f"{RECORD} is not the JSON of a record ({type(error).__name__})")
     if "sha256" not in data:
         return record, Check("record", Outcome.UNCHECKED, f"{RECORD} holds no hash of itself, as epimer writes now")

@@ -292,6 +292,34 @@ def _read_finished(folder: Path) -> None:
         assert same_files(folder / "whole", folder / "fresh"), "the folder is another than a new merge's"
 
 
+# a folder that claims to be a merge
+
+
+def _build_claimed(folder: Path) -> None:
+    _build_finished(folder)
+    shutil.copytree(folder / "whole", folder / "original")
+
+
+def _damage_claimed(rng: Random, folder: Path) -> None:
+    path = rng.choice(sorted((folder / "whole").iterdir()))
+    if rng.random() < 0.1:
+        damage_files(rng, path)
+    elif path.suffix == ".json":
+        damage_json(rng, path)
+    elif path.suffix == ".safetensors":
+        damage_header(rng, path)
+    else:
+        path.write_bytes(mutated_bytes(rng, path.read_bytes()))
+
+
+def _read_claimed(folder: Path) -> None:
+    found = epimer.verify(folder / "whole", recipe=recipe(folder, "ties"), workers=1)
+    for check in found.checks:
+        assert len(check.text.splitlines()) == 1, f"a check is not one line: {check.text!r}"
+    same = same_files(folder / "whole", folder / "original") if found.verified else True
+    assert same, "a folder that was changed is verified"
+
+
 # optimisers
 
 
@@ -342,5 +370,6 @@ READERS = [
     Reader("basis", _build_basis, _damage_basis, _read_basis, share=5),
     Reader("journal", _build_journal, _damage_journal, _read_journal, share=4),
     Reader("finished-output", _build_finished, _damage_finished, _read_finished, share=3),
+    Reader("verify", _build_claimed, _damage_claimed, _read_claimed, share=3),
     Reader("optimizer", _build_optimizer, _damage_optimizer, _read_optimizer, share=5),
 ]
