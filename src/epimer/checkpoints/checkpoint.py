@@ -18,6 +18,7 @@ from torch import Tensor
 
 from epimer.errors import CheckpointError
 from epimer.geometry.linalg import LowRank
+from epimer.opened_files import reason
 
 Rows = tuple[int, int] | None
 """which rows of a tensor: (first, one past the last), or all of it"""
@@ -116,7 +117,7 @@ class Checkpoint(ABC):
         try:
             return [(file.name, (now := file.stat()).st_size, now.st_mtime_ns) for file in self.files]
         except OSError as error:
-            raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from error
+            raise CheckpointError(f"{error.filename} cannot be read: {reason(error)}.") from error
 
     def size(self, name: str) -> int:
         """Return the bytes that a tensor has once it is read."""

@@ -10,6 +10,7 @@ from epimer.checkpoints.checkpoint import Checkpoint, ShardedCheckpoint
 from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.checkpoints.torchfile import TorchFile
 from epimer.errors import CheckpointError, listed
+from epimer.opened_files import reason
 
 FORMATS: dict[str, Callable[[Path, str], Checkpoint]] = {
     ".safetensors": SafetensorsFile, ".bin": TorchFile, ".pt": TorchFile, ".pth": TorchFile
@@ -147,7 +148,7 @@ def read_json(path: Path, where: str) -> dict[str, object]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"{where} cannot be read: {reason(error)}.") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is not JSON: {error}.") from error
     if not isinstance(value, dict):

@@ -10,6 +10,7 @@ from typing import Any
 from epimer.checkpoints.folder import INDEXES, NOT_WEIGHTS, inside, read_json
 from epimer.checkpoints.writer import as_json
 from epimer.errors import CheckpointError
+from epimer.opened_files import reason
 
 GENERATION = "generation_config.json"
 CONFIG = ("config.json", GENERATION)
@@ -201,7 +202,7 @@ def read_sidecar(folder: Path | None, name: str) -> bytes | None:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, too large for a {name}; remove it.")
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}.") from error
 
 
 def _config(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:

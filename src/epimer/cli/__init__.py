@@ -6,13 +6,14 @@ import gc
 import json
 import os
 import sys
+import threading
 import traceback
 from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from epimer.cli.app import app
+from epimer.cli.app import Stop, app
 from epimer.errors import EpimerError
 
 COMMANDS = "merge extract_lora inspect methods convert diagnose sweep eval bench demo report curvature basis"
@@ -24,8 +25,13 @@ for command in COMMANDS.split():
 
 
 def main() -> None:
-    """Run the command line and exit: 0 for success, 2 for an error in the input, 1 for an internal error."""
+    """Run the command line and exit: 0 for success, 2 for an error in the input, 1 for an internal error.
+
+    A command that is stopped exits with 130 (Ctrl-C), 143 (SIGTERM) or 129 (the terminal is gone).
+    """
     gc.set_threshold(GARBAGE)
+    if threading.current_thread() is threading.main_thread():
+        Stop.listen()
     try:
         code = app(standalone_mode=False)
         gc.freeze()  # what is left at the end need not be searched for garbage

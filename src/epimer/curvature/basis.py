@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from epimer.atomic_files import atomic_folder
 from epimer.checkpoints.folder import inside
 from epimer.checkpoints.tensor_parts import TensorParts, read_header
-from epimer.checkpoints.writer import as_json, atomic_folder, save_tensors
+from epimer.checkpoints.writer import as_json, save_tensors
 from epimer.curvature.format import model_fingerprint
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.subspace import Basis, Tagged, TensorProduct, atoms_of

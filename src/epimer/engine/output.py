@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import epimer
+from epimer.atomic_files import explain_os_errors
 from epimer.checkpoints.folder import DIFFUSERS
 from epimer.checkpoints.hub import HUB_NAME, fetch_code
 from epimer.checkpoints.sentence_modules import sentence_files
@@ -26,7 +27,7 @@ from epimer.checkpoints.sidecar_files import (
     read_sidecar,
     sidecar_files,
 )
-from epimer.checkpoints.writer import Draft, Shard, as_json, explain_os_errors, plan_shards, recover, shard_index
+from epimer.checkpoints.writer import Draft, Shard, as_json, plan_shards, recover, shard_index
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
 from epimer.engine.model_card import model_card
