@@ -189,7 +189,10 @@ class Pages:
             place = next((i for i, pages in enumerate(self._free) if size <= len(pages) <= 2 * size), None)
             pages = self._free.pop(place) if place is not None else None
         if pages is None:
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            try:
+                pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise MemoryError(f"{size} bytes cannot be had") from error
             pages.madvise(mmap.MADV_HUGEPAGE)
         view = memoryview(pages)
         weakref.finalize(view, self._give_back, pages).atexit = False

@@ -15,6 +15,7 @@ import typer
 
 from epimer.cli.app import Stop, app
 from epimer.errors import EpimerError
+from epimer.machine import out_of_memory
 
 COMMANDS = "merge extract_lora inspect methods convert diagnose sweep eval bench demo report curvature basis"
 """one module each, in the order of --help"""
@@ -40,9 +41,9 @@ def main() -> None:
         _fail(str(error), 2)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the reader of our output has gone)
-    except MemoryError:
-        _fail("this machine has too little memory; set --max-memory to what it can spare.", 2)
     except Exception as error:
+        if out_of_memory(error):
+            _fail("this machine has too little memory; set --max-memory to what it can spare.", 2)
         if hasattr(error, "format_message"):  # an error in the arguments; no message: the help was shown
             _fail(error.format_message(), 2)
         if os.environ.get("EPIMER_DEBUG"):
