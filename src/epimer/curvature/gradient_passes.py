@@ -136,7 +136,7 @@ class Measurement:
         try:
             with _memory_for(batch.N):
                 return self._measure(recorder, batch, collector)
-        except TooLittleMemory:
+        except TooLittleMemoryError:
             if batch.N == 1 or self.added or not self.divisible:
                 raise
         self.most = batch.N // 2
@@ -253,7 +253,7 @@ class Measurement:
             recorder.check_layouts(halves)
 
 
-class TooLittleMemory(CurvatureError):
+class TooLittleMemoryError(CurvatureError):
     """A batch takes more memory than there is."""
 
 
@@ -267,7 +267,7 @@ def _memory_for(samples: int) -> Iterator[None]:
             raise
         remedy = "take a smaller --batch-size or --max-length" if samples > 1 else "take a shorter --max-length"
         problem = f"there is too little memory for a batch of {samples} samples"
-        raise TooLittleMemory(f"{problem}; {remedy}, or more --passes.") from error.with_traceback(None)
+        raise TooLittleMemoryError(f"{problem}; {remedy}, or more --passes.") from error.with_traceback(None)
 
 
 def _check_finite(metrics: Mapping[str, Metric]) -> None:
