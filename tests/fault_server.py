@@ -12,6 +12,7 @@ import errno
 import importlib
 import json
 import os
+import random
 import resource
 import signal
 import sys
@@ -72,9 +73,31 @@ class Moments:
             return
         if self.fault.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, self.fault))
+        elif " " in self.fault:
+            change_file(*self.fault.split(" "))
         else:
             number = getattr(errno, self.fault)
             raise OSError(number, os.strerror(number), path)
+
+
+def change_file(how: str, name: str) -> None:
+    """Do to an input what other processes do to files, here and now."""
+    path = Path(name)
+    data = path.read_bytes()
+    if how == "cut":
+        os.truncate(path, len(data) // 2)
+    elif how == "rewrite":  # in its place, to the same size
+        path.write_bytes(data[: len(data) // 2] + bytes(byte ^ 1 for byte in data[len(data) // 2 :]))
+    elif how == "replace":  # by another file of the same size
+        path.with_suffix(".new").write_bytes(bytes(byte ^ 1 for byte in data))
+        path.with_suffix(".new").replace(path)
+    else:
+        path.unlink()
+
+
+def jumping() -> float:
+    """Return the time of a clock that jumps, mostly back."""
+    return random.random() * 4e9
 
 
 def run(case: dict[str, Any]) -> None:
@@ -84,7 +107,11 @@ def run(case: dict[str, Any]) -> None:
     for target, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(case[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
     os.environ |= case["environment"]
+    if case["clock"]:
+        time.time = jumping
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for name, most in case["limits"].items():
+        most += used if name == "AS" else 0  # what may be added to what is mapped already
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     if case["at"] is not None or case["log"]:
         Moments(case["folder"], case["log"], case["at"], case["fault"], case["reads"])

@@ -74,6 +74,7 @@ class Commands:
         fault: str | None = None,
         reads: bool = False,
         limits: dict[str, int] | None = None,
+        clock: bool = False,
         environment: dict[str, str] | None = None,
     ) -> Ran:
         """Run a command in a folder, with a fault at a moment or after some seconds; see `fault_server`.
@@ -83,17 +84,19 @@ class Commands:
             command: its arguments.
             at: the number of the moment at which the fault happens.
             after: the seconds after which it happens, where that is a signal.
-            fault: a signal's name, or that of an error that the system then answers with.
+            fault: a signal's name, or that of an error that the system then answers with; or what happens to a file
+                then, as "cut base.bin".
             reads: whether opening a file to read it is a moment too.
-            limits: of the system, as {"NOFILE": 20}.
+            limits: of the system, as {"NOFILE": 20}; that of AS is what may be added.
+            clock: whether the clock jumps.
             environment: what is added to it.
         """
         out, err, log = (self.scratch / name for name in ("out", "err", "log"))
         log.unlink(missing_ok=True)
         case = {
             "folder": str(folder), "command": list(map(str, command)), "at": at, "after": after, "fault": fault,
-            "reads": reads, "limits": limits or {}, "environment": environment or {}, "longest": LONGEST,
-            "out": str(out), "err": str(err), "log": str(log),
+            "reads": reads, "limits": limits or {}, "clock": clock, "environment": environment or {},
+            "longest": LONGEST, "out": str(out), "err": str(err), "log": str(log),
         }  # fmt: skip
         assert self.server.stdin is not None
         assert self.server.stdout is not None
@@ -105,9 +108,8 @@ class Commands:
 
     def close(self) -> None:
         """End the server."""
-        assert self.server.stdin is not None
-        self.server.stdin.close()
-        self.server.wait(timeout=LONGEST)
+        with self.server:
+            self.server.communicate(timeout=LONGEST)
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def furnish(workshop: Path, folder: Path) -> Path:
     return folder
 
 
-def contents(folder: Path, *, hidden: bool = True) -> dict[str, str]:
+def contents(folder: Path) -> dict[str, str]:
     """Return a hash of every file that is not a link and of every empty folder, without times that were measured."""
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -222,7 +224,7 @@ def contents(folder: Path, *, hidden: bool = True) -> dict[str, str]:
                 found[name] = "an empty folder"
         else:
             found[name] = hashlib.sha256(MEASURED.sub(b"", path.read_bytes())).hexdigest()[:16]
-    return found if hidden else {name: one for name, one in found.items() if not name.startswith(".")}
+    return found
 
 
 class Trial:
@@ -230,43 +232,75 @@ class Trial:
 
     def __init__(self, commands: Commands, workshop: Path, folder: Path, command: Command) -> None:
         self.commands, self.workshop, self.folder, self.command = commands, workshop, folder, command
+        self.inputs: tuple[str, ...] = ()  # that are copies, not links
         self.before = self.start()
         done = self.run()
         assert (done.code, done.out, done.err) == (0, "", ""), done
-        self.expected, self.moments, self.seconds = contents(folder), done.moments, done.seconds
+        self.expected, self.moments, self.seconds = self.contents(), done.moments, done.seconds
         assert self.expected != self.before
         assert not [name for name in self.expected if name.startswith(".") or "/." in name], self.expected
 
     def start(self) -> dict[str, str]:
         """Begin anew; return what is there before the command."""
         furnish(self.workshop, self.folder)
+        self.inputs = ()
         if self.command.before:
             done = self.commands.run(self.folder, *self.command.before)
             assert done.code == 0, done
-        return contents(self.folder)
+        return self.contents()
+
+    def contents(self) -> dict[str, str]:
+        """Return what the command's folder holds beside its inputs."""
+        there = contents(self.folder)
+        return {name: one for name, one in there.items() if name.split("/")[0] not in self.inputs}
 
     def run(self, **fault: Any) -> Ran:
         """Run the command, with a fault or without."""
         return self.commands.run(self.folder, *self.command.arguments, environment=self.command.environment, **fault)
 
-    def meet(self, fault: str, **when: Any) -> list[str]:
+    def meet(self, fault: str = "", **when: Any) -> list[str]:
         """Let the command meet a fault, then run it again; return everything that is wrong."""
+        return self.survive([{"fault": fault, **when}])
+
+    def survive(self, faults: list[dict[str, Any]]) -> list[str]:
+        """Let runs of the command meet faults, one each, then run it to its end; return everything that is wrong."""
         self.start()
-        ran = self.run(fault=fault, **when)
-        wrong = [*self._exit(ran, fault), *self._left(drafts=fault.startswith("SIG"), killed=fault == "SIGKILL")]
-        complete = not differing(contents(self.folder), self.expected)
+        wrong: list[str] = []
+        stopped = killed = False  # what these leave, the next run that comes so far takes over
+        for one in faults:
+            fault = one["fault"]
+            stopped, killed = stopped or fault.startswith("SIG"), killed or fault == "SIGKILL"
+            changed = fault.split(" ")[1] if " " in fault else ""
+            if changed:
+                self._put_back(changed)
+            ran = self.run(**one)
+            if changed:
+                self._put_back(changed)
+            wrong += self._exit(ran, fault)
+            wrong += self._left(drafts=stopped, killed=killed)
+        complete = not differing(self.contents(), self.expected)
         again = self.run()
-        refused = again.code == 2 and " exists; choose another name, or pass --overwrite" in again.err
-        if (again.code, again.out, again.err) != (0, "", "") and not (complete and refused):
-            wrong.append(f"a second run ended with {again.code}: {again.err.strip()[-300:]}")
-        if (there := contents(self.folder)) != self.expected:
-            wrong.append(f"a second run made something else: {differing(there, self.expected)}")
+        if (again.code, again.out, again.err) != (0, "", "") and not (complete and refused(again)):
+            wrong.append(f"a last run ended with {again.code}: {again.err.strip()[-300:]}")
+        if there := differing(self.contents(), self.expected):
+            wrong.append(f"a last run made something else: {there}")
         return wrong
+
+    def _put_back(self, name: str) -> None:
+        """Put a copy of an input, which may be changed, in the place of a link to it."""
+        top = self.folder / Path(name).parts[0]
+        if top.is_symlink():
+            top.unlink()
+        else:
+            shutil.rmtree(top) if top.is_dir() else top.unlink(missing_ok=True)
+        source = self.workshop / Path(name).parts[0]
+        shutil.copytree(source, top) if source.is_dir() else shutil.copy2(source, top)
+        self.inputs = (top.name,)
 
     def _exit(self, ran: Ran, fault: str) -> list[str]:
         """Say what is wrong with how a command ended."""
-        if ran.code == 0 and contents(self.folder) == self.expected:
-            return []  # it was past the fault, or could do without what failed
+        if self.contents() == self.expected and (ran.code == 0 or refused(ran)):
+            return []  # it was past the fault, could do without what failed, or found what an earlier run made
         if fault == "SIGKILL":
             return [] if ran.code == -9 else [f"ended with {ran.code}"]
         code, start = {"SIGINT": (130, "stopped"), "SIGTERM": (143, "stopped")}.get(fault, (2, "error: "))
@@ -275,7 +309,7 @@ class Trial:
 
     def _left(self, *, drafts: bool, killed: bool) -> list[str]:
         """Say what is wrong with what a command left behind."""
-        there, wrong = contents(self.folder), []
+        there, wrong = self.contents(), []
         for name, one in there.items():
             first = name.split("/")[0]
             if first.startswith(".") or "/." in name:
@@ -290,6 +324,11 @@ class Trial:
             if parts[1] and not parts[0] and not killed:
                 wrong.append(f"{place} is gone")
         return wrong
+
+
+def refused(ran: Ran) -> bool:
+    """Whether a command did nothing because its output is there."""
+    return ran.code == 2 and " exists; choose another name, or pass --overwrite" in ran.err
 
 
 def under(there: dict[str, str], place: str) -> dict[str, str]:
