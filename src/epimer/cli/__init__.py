@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import sys
-import threading
 import traceback
 from importlib import import_module
 from typing import Annotated
@@ -16,6 +15,7 @@ import typer
 from epimer.cli.app import Stop, app
 from epimer.errors import EpimerError
 from epimer.machine import out_of_memory
+from epimer.opened_files import reason
 
 COMMANDS = "merge extract_lora inspect methods convert diagnose sweep eval bench demo report curvature basis"
 """one module each, in the order of --help"""
@@ -31,10 +31,9 @@ def main() -> None:
     A command that is stopped exits with 130 (Ctrl-C), 143 (SIGTERM) or 129 (the terminal is gone).
     """
     gc.set_threshold(GARBAGE)
-    if threading.current_thread() is threading.main_thread():
-        Stop.listen()
     try:
-        code = app(standalone_mode=False)
+        with Stop.listening():
+            code = app(standalone_mode=False)
         gc.freeze()  # what is left at the end need not be searched for garbage
         sys.exit(code)
     except EpimerError as error:
@@ -44,6 +43,8 @@ def main() -> None:
     except Exception as error:
         if out_of_memory(error):
             _fail("this machine has too little memory; set --max-memory to what it can spare.", 2)
+        if isinstance(error, OSError) and error.errno:
+            _fail(f"{error.filename or 'a file'} cannot be used: {reason(error)}.", 2)
         if hasattr(error, "format_message"):  # an error in the arguments; no message: the help was shown
             _fail(error.format_message(), 2)
         if os.environ.get("EPIMER_DEBUG"):

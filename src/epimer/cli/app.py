@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,12 +23,20 @@ class Stop:
     since = 0.0
 
     @classmethod
-    def listen(cls) -> None:
-        """Let signals interrupt the work as Ctrl-C does, so that it is ended in order; ignored ones stay ignored."""
-        cls.number = None
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, cls._interrupt)
+    @contextmanager
+    def listening(cls) -> Iterator[None]:
+        """Let signals interrupt the work as Ctrl-C does, so that it ends in order; ignored ones stay ignored."""
+        cls.number, before = None, {}
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            before = {number: signal.getsignal(number) for number in SIGNALS}
+        try:
+            for number, handler in before.items():
+                if handler is not signal.SIG_IGN:
+                    signal.signal(number, cls._interrupt)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     @classmethod
     def _interrupt(cls, number: int, frame: Any) -> None:
