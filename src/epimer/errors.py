@@ -25,6 +25,12 @@ class CurvatureError(EpimerError):
     """Curvature that is missing, of the wrong kind or not positive semi-definite."""
 
 
+class NumericalError(EpimerError):
+    """A matrix that cannot be decomposed, or a system that cannot be solved; `task` counts the one that it is of."""
+
+    task: int | None = None
+
+
 class CheckpointError(EpimerError):
     """A checkpoint that is missing, damaged, hostile or of a kind that cannot be read."""
 

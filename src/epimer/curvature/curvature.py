@@ -19,6 +19,7 @@ from epimer.curvature.kept_inputs import KeptInputs, read_inputs
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.optimizer_state import moments
 from epimer.errors import CurvatureError, listed
+from epimer.geometry.decompositions import eigh
 from epimer.geometry.metric import Diagonal, Metric, Projected
 from epimer.methods.rules import is_stack, member_name
 
@@ -172,7 +173,7 @@ class Curvature(Mapping[str, Metric]):
 def _clip(metric: Projected) -> tuple[Tensor, float]:
     """Return H with its negative eigenvalues set to 0, and the share of the spectrum that was negative."""
     assert metric.H is not None
-    values, vectors = torch.linalg.eigh(metric.H.double())
+    values, vectors = eigh(metric.H.double())
     total = float(values.abs().sum())
     clipped = (vectors * values.clamp_min(0)) @ vectors.T
     return clipped.to(metric.H.dtype), float(values.clamp_max(0).abs().sum()) / total if total else 0.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from epimer.engine.merge import merge_layer
+from epimer.engine.layer import merge_layer
 from epimer.engine.task_vectors import Tensors, task_vectors
 from epimer.errors import TensorError
 from epimer.geometry.factors import cores_of, in_columns, of_rank, padded

@@ -178,11 +178,11 @@ def warn_of(record: MergeRecord) -> None:
     lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
     if lowered:
         ranks = sorted({rank for name in lowered if (rank := records[name].rank) is not None})
-        note = records[lowered[0]].note
+        note = records[lowered[0]].note.partition(";")[0]
         note = note if len(ranks) < 2 else f"{note.rpartition(' ')[0]} {ranks[0]} to {ranks[-1]}"
         text = f"{note} in {listed(lowered)}: floor(min(m, n) / T)."
         warn(EpimerWarning(text, method=record.method))
-    for status in (Status.CLAMPED, Status.DAMPED, Status.STALLED):
+    for status in (Status.CLAMPED, Status.RETRIED, Status.DAMPED, Status.STALLED):
         names = [name for name, one in records.items() if one.status == status]
         if names:
             text = f"{status.meaning}: {listed(names)}. {status.remedy}".rstrip()

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from epimer.checkpoints.safetensors import as_bytes
 from epimer.checkpoints.writer import Draft, write_at
-from epimer.engine.merge import Batch, MergeWalk
+from epimer.engine.batches import Batch
+from epimer.engine.merge import MergeWalk
 from epimer.engine.task_vectors import Tensors
 from epimer.errors import OutputError
 from epimer.plan.jobs import Job

@@ -15,8 +15,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import eigh
 from epimer.geometry.svd import top_svd
 from epimer.methods import workspace
+from epimer.methods.options import per_model
 from epimer.methods.registry import Method
 from epimer.methods.workspace import Workload, workspace_bytes
 
@@ -44,9 +46,18 @@ def work_of(method: Method, load: Workload) -> Work:
     counts = Work(bytes=tensor * (2 * load.tasks + 4) + CHECKS * load.curvature)
     if method.prepare is not None:
         counts += Work(bytes=SORTING * method.passes * load.tasks * tensor)
+    counts += order(method, load)
     if callable(method.workspace) and method.workspace in WORK:
         return counts + WORK[method.workspace](load)
     return counts + Work(bytes=load.tasks * tensor + workspace_bytes(method, load))
+
+
+def order(method: Method, load: Workload) -> Work:
+    """Return the work of finding k-th largest entries and of sorting rows; none where all entries are kept."""
+    if min(per_model(getattr(load.options, "density", 0.0), 1)) >= 1:
+        return Work()
+    entries = load.tasks * load.entries
+    return Work(selected=method.selects * entries, sorted=method.sorts * entries)
 
 
 # --- singular vectors ---
@@ -111,7 +122,7 @@ def frechet(load: Workload) -> Work:
 def equation(load: Workload) -> Work:
     """Return the work around a solve: the basis with the tasks' coordinates, an anchor, a calibration."""
     options, p = load.options, load.directions
-    anchor = options.anchor if options.aggregator == "anchored" else None
+    anchor = options.anchored_at(load.basis)
     counts = Work()
     if (load.basis != "full" or anchor == "tsv") and isinstance(options.basis, str):
         counts += basis(load)
@@ -120,7 +131,7 @@ def equation(load: Workload) -> Work:
     if anchor == "iso_c":
         counts += iso_c(load)
     if options.calibrate is not None:
-        tensor = load.basis == "tensor" and options.stays_in_subspace
+        tensor = load.basis == "tensor" and options.stays_in_subspace(load.basis)
         side = p if tensor else min(load.shape)
         counts += Work(
             svd=side**3 if tensor else load.entries * side, single=2 * (load.tasks + 2) * load.entries * side
@@ -222,10 +233,12 @@ def measured_speeds(device: torch.device, threads: int) -> Speeds:
     kernels: dict[str, tuple[float, Callable[[], object]]] = {
         "single": (2 * 768**3, lambda: square @ square),
         "double": (2 * 512**3, lambda: double @ double),
-        "eigen_single": (256**3, lambda: torch.linalg.eigh(core[:256, :256])),
-        "eigen": (384**3, lambda: torch.linalg.eigh(double[:384, :384])),
+        "eigen_single": (256**3, lambda: eigh(core[:256, :256])),
+        "eigen": (384**3, lambda: eigh(double[:384, :384])),
         "leading": (1536 * 768 * 32, lambda: top_svd(A, 32)),
         "svd": (384**3, lambda: top_svd(core, 384)),
+        "selected": (square.numel(), lambda: torch.kthvalue(square.reshape(-1), square.numel() // 2)),
+        "sorted": (square.numel(), lambda: square.reshape(-1, 3072).argsort(dim=1, stable=True)),
         "bytes": (2 * wide.nbytes, lambda: wide + 1.0),
     }
     return {kernel: _seconds(call, device) / units for kernel, (units, call) in kernels.items()}

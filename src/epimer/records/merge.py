@@ -28,7 +28,17 @@ class Status(StrEnum):
     CONVERGED = "converged", "conjugate gradients reached the tolerance"
     DAMPED = "damped", "singular curvature, damped", "Raise damping, or measure curvature on more samples."
     STALLED = "stalled", "conjugate gradients stopped above the tolerance", "Raise iterations, or damping."
+    RETRIED = (
+        "retried",
+        "overflowed or did not converge at first, solved in float64",
+        "Look at the largest entries of the models and of their curvature.",
+    )
     CLAMPED = "clamped", "too small to give every task a direction, averaged"
+    NON_FINITE = (
+        "non-finite",
+        "a model holds NaN or Inf there, the base's tensor kept",
+        "Repair that model, or leave it out.",
+    )
     TIED = "tied", "shares another tensor's memory, and so its result"
 
 
