@@ -84,7 +84,7 @@ def _damage_curvature(rng: Random, folder: Path) -> None:
     elif dice < 0.7:
         damage_header(rng, place / "curvature.safetensors")
     elif dice < 0.85:
-        _damage_numbers(rng, place / "curvature.safetensors")
+        damage_numbers(rng, place / "curvature.safetensors")
     elif dice < 0.95:
         damage_header(rng, place / "inputs.safetensors")
     else:
@@ -100,7 +100,7 @@ def _without_checksums(path: Path) -> None:
     path.write_text(json.dumps(header))
 
 
-def _damage_numbers(rng: Random, path: Path) -> None:
+def damage_numbers(rng: Random, path: Path) -> None:
     """Give tensors of a valid file other values, shapes or dtypes."""
     state = load_file(path)
     for name in rng.sample(sorted(state), min(len(state), rng.choice((1, 1, 2)))):
@@ -175,7 +175,7 @@ def _damage_basis(rng: Random, folder: Path) -> None:
     elif dice < 0.6:
         damage_header(rng, place / "basis.safetensors")
     elif dice < 0.95:
-        _damage_numbers(rng, place / "basis.safetensors")
+        damage_numbers(rng, place / "basis.safetensors")
     else:
         damage_files(rng, rng.choice(sorted(place.iterdir())))
 
