@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from epimer.checksums import is_text
+from epimer.json_values import json_value
 
 
 class Journal:
@@ -37,9 +37,9 @@ class Journal:
                 return None
             os.truncate(self.path, sum(map(len, lines)))
             self._hash = _hash_of(lines[-1])
-            entries = [json.loads(line.partition(b" ")[2]) for line in lines[1:]]
-            return [entry for entry in entries if isinstance(entry, dict) and is_text(entry)]
-        except (OSError, ValueError, RecursionError):
+            entries = [json_value(line.partition(b" ")[2]) for line in lines[1:]]
+            return [entry for entry in entries if isinstance(entry, dict)]
+        except (OSError, ValueError):
             return None
 
     def append(self, entries: Iterable[dict[str, Any]]) -> None:

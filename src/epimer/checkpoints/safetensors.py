@@ -18,6 +18,7 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, allocate, header, is_text, nbytes, sample_ranges
 from epimer.errors import CheckpointError
+from epimer.json_values import RepeatedKeyError, json_value
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -143,29 +144,15 @@ def parse_header(file: BinaryIO, size: int, where: str) -> tuple[dict[str, Entry
 
 
 def _parse(text: bytes, where: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in table:
-                raise CheckpointError(f"{where} has {key!r} twice in its header; save the file again.")
-            table[key] = value
-        return table
-
     try:
-        parsed = json.loads(text.decode(), object_pairs_hook=unique, parse_int=_count, parse_constant=_count)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
+        parsed = json_value(text.decode(), strict=True)
+    except RepeatedKeyError as error:
+        raise CheckpointError(f"{where} has {error.key!r} twice in its header; save the file again.") from error
+    except ValueError as error:
         raise CheckpointError(f"{where} is not a safetensors file: its header is not JSON ({error}).") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where} is not a safetensors file: its header is a {type(parsed).__name__}.")
     return parsed
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise ValueError(f"{text} is no count")
-    return int(text)
 
 
 def _entry(name: str, description: Any, where: str) -> Entry:

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import nbytes
+from epimer.checkpoints.checksums import join_crc, spelled_crc, weights_checksum
 from epimer.checkpoints.journal import Journal
 from epimer.checkpoints.safetensors import as_bytes, encode_header, tensor_checksum
 from epimer.errors import DataError, OutputError
@@ -113,6 +114,8 @@ class Draft:
         self.place = {name: (shard, start) for shard in shards for name, start in shard.starts.items()}
         self.done: dict[str, TensorRecord] = {}
         self.notes: dict[str, Any] = {}
+        self.crcs: dict[str, dict[int, tuple[int, int]]] = {}
+        """name -> where in the tensor each part begins -> its bytes and CRC-32"""
         self._files: dict[str, int] = {}
         self._pending: list[dict[str, Any]] = []
         self._bytes, self._flushed = 0, time.monotonic()
@@ -168,6 +171,7 @@ class Draft:
                 part = checked(WrittenPart, entry, str(self.journal.path))
                 if self._checksum(part) == part.crc:
                     self.done[part.key] = part.record
+                    self.crcs.setdefault(part.name, {})[part.skip] = part.bytes, part.crc
         return True
 
     def _checksum(self, part: WrittenPart) -> int | None:
@@ -192,19 +196,26 @@ class Draft:
         self._pending.append({"note": key, "value": value})
         self.flush()
 
-    def put(self, key: str, name: str, skip: int, W: Tensor, record: TensorRecord) -> None:
-        """Write one tensor, or the part of it that is `key`, `skip` bytes into its place; done after the next flush."""
+    def put(self, name: str, W: Tensor, record: TensorRecord) -> None:
+        """Write one small tensor to its place; done after the next flush."""
         shard, start = self.place[name]
         data = memoryview(as_bytes(W.contiguous()))
-        write_at(self._files[shard.file], data, start + skip)
-        self.wrote(key, name, skip, len(data), zlib.crc32(data), record)
+        write_at(self._files[shard.file], data, start)
+        self.wrote(name, name, 0, len(data), zlib.crc32(data), record)
 
     def wrote(self, key: str, name: str, skip: int, size: int, crc: int, record: TensorRecord) -> None:
         """Take note of a part of a tensor that is in its place; done after the next flush."""
         self._pending.append({**vars(WrittenPart(key, name, skip, size, crc, record)), "record": asdict(record)})
+        self.crcs.setdefault(name, {})[skip] = size, crc
         self._bytes += size
         if self._bytes >= FLUSH_BYTES or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
+
+    def checksums(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the checksums of the files of weights and of the tensors in them, once all are in their places."""
+        parts = {name: [crc for _, crc in sorted(self.crcs[name].items())] for name in self.place}
+        files = {one.file: weights_checksum(one.header, one.starts, parts) for one in self.shards}
+        return files, {name: spelled_crc(join_crc(each)[1]) for name, each in parts.items()}
 
     def flush(self) -> None:
         """Sync what was written to disk, then record it in the journal."""
@@ -285,6 +296,16 @@ def check_folder(folder: Path) -> None:
         raise OutputError(f"{folder} cannot be written: {there} may not be changed; choose another place.")
 
 
+def output_path(out: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of an output; a name that no file can have is refused."""
+    try:
+        if b"\0" in os.fsencode(out):
+            raise ValueError
+    except ValueError as error:
+        raise OutputError(f"{os.fspath(out)!r} is no name that a file can have; choose another.") from error
+    return Path(os.path.abspath(os.path.expanduser(out)))
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a file to write, which is moved to its name when the block ends well."""
@@ -299,7 +320,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 def check_new(out: Path, marker: str, *, overwrite: bool) -> None:
     """Refuse to write where something else is; a folder that holds `marker` may be replaced if `overwrite` says so."""
-    out = out.expanduser()
+    out = Path(os.path.expanduser(out))
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
     if not out.is_dir() or not (out / marker).is_file():
@@ -314,7 +335,7 @@ def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterato
 
     Only a folder that holds `marker`, so one of the same kind, is replaced, and only with `overwrite`.
     """
-    out = Path(os.path.abspath(out.expanduser()))
+    out = output_path(out)
     draft, old = out.parent / f".{out.name}.epimer-draft", out.parent / f".{out.name}.epimer-old"
     with explain_os_errors(out, "written"):
         if old.exists() and not os.path.lexists(out):  # a run was killed between two renames

@@ -49,7 +49,7 @@ class Provenance:
     dtype: str = "float32"  # dtype of the sums
     compute: str | None = None  # dtype of the model
     sequence: str = "expand"  # how a sample's tokens enter Kronecker factors: expand or reduce
-    source: str = "data"  # data, or the moment of an optimiser's state that was read
+    source: str = "data"  # data, the moment of an optimiser's state, or whose factors were read
     model: str | None = None  # fingerprint of the measured tensors, see `model_fingerprint`
     at: str | None = None  # fingerprint of the tensors it was measured at, where they are not the model's own
     basis: str | None = None  # fingerprint of the basis it was measured in

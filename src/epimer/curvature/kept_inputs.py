@@ -21,14 +21,28 @@ from epimer.checkpoints.writer import save_tensors
 from epimer.errors import CheckpointError, CurvatureError, listed, short
 from epimer.geometry.linalg import nonfinite
 from epimer.tasks.labels import IGNORED
-from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, read_head
+from epimer.tasks.loading import CAUSAL_LM, CLASSIFIERS, IMAGE, POOLINGS, SEQ2SEQ, read_head
 from epimer.tasks.task import InputsAndTargets
 
 KEPT = 256  # samples
 INPUTS, HEAD = "inputs.safetensors", "head.safetensors"
+TASKS = (CAUSAL_LM, *CLASSIFIERS, SEQ2SEQ)
+"""the tasks whose inputs are kept"""
 IDS, MASK, PIXELS, COUNTED = "input_ids", "attention_mask", "pixel_values", "counted"
-DTYPES = {IDS: torch.int32, MASK: torch.uint8, "token_type_ids": torch.uint8, PIXELS: torch.float16}
+WRITTEN_IDS, WRITTEN_MASK = "decoder_input_ids", "decoder_attention_mask"
+WRITTEN = (WRITTEN_IDS, WRITTEN_MASK, COUNTED)
+"""what has a place for every token that an encoder-decoder writes, not for those that it reads"""
+DTYPES = {
+    IDS: torch.int32,
+    MASK: torch.uint8,
+    "token_type_ids": torch.uint8,
+    WRITTEN_IDS: torch.int32,
+    WRITTEN_MASK: torch.uint8,
+    PIXELS: torch.float16,
+}
 """input of a network -> dtype on disk"""
+NEEDED = {CAUSAL_LM: {IDS, MASK, COUNTED}, IMAGE: {PIXELS}, SEQ2SEQ: {IDS, MASK, *WRITTEN}}
+"""task -> what is stored, for others tokens and their mask"""
 REMEDY = "measure it again with `epimer curvature`"
 
 
@@ -37,13 +51,13 @@ class KeptInputs:
     """Unlabelled samples of one task, as its network takes them."""
 
     task: str
-    """causal-lm, text-classification or image-classification"""
+    """causal-lm, text-classification, image-classification or seq2seq-lm"""
     pooling: str
     """how features for `head` were pooled: auto, pooler, cls or mean"""
     tensors: Mapping[str, Tensor]
     """input of the network -> [N, …]; tokens [N, longest], padded on the right"""
     counted: Tensor | None = None
-    """[N, longest], True where the prediction of the next token counts; None for classifiers"""
+    """[N, longest], True where the prediction of a token counts; None for classifiers"""
     head: Mapping[str, Tensor] = field(default_factory=dict)
     """`weight` [classes, features] and `bias` [classes] of a head outside the model; empty where there is none"""
 
@@ -81,7 +95,7 @@ class InputKeeper:
         else:  # without a mask padding could not be told from tokens
             fits = MASK in part
         count = len(next(iter(part.values())))
-        if self.task == CAUSAL_LM:
+        if self.task in (CAUSAL_LM, SEQ2SEQ):
             assert targets is not None
             part[COUNTED] = (targets[:count] != IGNORED).cpu()
         if fits:
@@ -101,7 +115,7 @@ class InputKeeper:
         parts = [part[name] for part in self._parts]
         if name == PIXELS:
             return torch.cat(parts)
-        longest, value = max(part.shape[1] for part in parts), self.padding if name == IDS else 0
+        longest, value = max(part.shape[1] for part in parts), self.padding if name in (IDS, WRITTEN_IDS) else 0
         joined = parts[0].new_full((sum(map(len, parts)), longest), value)
         start = 0
         for part in parts:
@@ -125,7 +139,7 @@ def read_inputs(folder: Path, header: Any, where: str) -> KeptInputs | None:
         return None
     values = header if isinstance(header, dict) else {}
     task, pooling, samples = (values.get(key) for key in ("task", "pooling", "samples"))
-    if task not in tuple(AUTO) or pooling not in POOLINGS or type(samples) is not int or samples < 1:
+    if task not in TASKS or pooling not in POOLINGS or type(samples) is not int or samples < 1:
         raise CurvatureError(f"{where}: 'inputs' of its header cannot be {short(header)}; {REMEDY}.")
     try:
         file = SafetensorsFile(inside(folder, INPUTS), f"{where}/{INPUTS}")
@@ -148,15 +162,15 @@ def read_inputs(folder: Path, header: Any, where: str) -> KeptInputs | None:
 
 def _check_headers(file: SafetensorsFile, task: str, samples: int) -> None:
     """Refuse tensors of other names, dtypes or shapes than a task's inputs have."""
-    needed = {PIXELS} if task == IMAGE else {IDS, MASK} | ({COUNTED} if task == CAUSAL_LM else set())
+    needed = NEEDED.get(task, {IDS, MASK})
     allowed = needed if task == IMAGE else needed | {"token_type_ids"}
     if not needed <= file.headers.keys() <= allowed or file.ties:
         expected = ", ".join(sorted(needed))
         raise CurvatureError(f"{file.where} holds {listed(file.headers)}, expected {expected}; {REMEDY}.")
     sides = 4 if task == IMAGE else 2
-    first = file.headers[PIXELS if task == IMAGE else IDS].shape
+    read, written = PIXELS if task == IMAGE else IDS, WRITTEN_IDS if task == SEQ2SEQ else IDS
     for name, W in file.headers.items():
-        dtype = DTYPES.get(name, torch.bool)
+        dtype, first = DTYPES.get(name, torch.bool), file.headers[written if name in WRITTEN else read].shape
         if W.dtype != dtype or W.shape != first or len(first) != sides or first[0] != samples or not W.numel():
             raise CurvatureError(
                 f"{file.where}: {name!r} is {W.dtype} of shape {tuple(W.shape)}, expected {dtype} with {sides} "
@@ -168,11 +182,13 @@ def _problem(tensors: Mapping[str, Tensor]) -> str | None:
     """Say which values cannot be those of inputs, if any."""
     if PIXELS in tensors:
         return "pixel_values hold NaN or Inf" if nonfinite(tensors[PIXELS]) else None
-    ids, mask = tensors[IDS], tensors[MASK]
-    if int(ids.min()) < 0:
-        return f"input_ids hold {int(ids.min())}, expected numbers of tokens"
-    if int(mask.max()) > 1 or not bool(mask[:, 0].all()) or bool((mask[:, 1:] > mask[:, :-1]).any()):
-        return "attention_mask must be 1 at the tokens of each text and 0 after them"
+    for name in (IDS, WRITTEN_IDS):
+        if name in tensors and int(tensors[name].min()) < 0:
+            return f"{name} hold {int(tensors[name].min())}, expected numbers of tokens"
+    for name in (MASK, WRITTEN_MASK):
+        mask = tensors.get(name, tensors[MASK])
+        if int(mask.max()) > 1 or not bool(mask[:, 0].all()) or bool((mask[:, 1:] > mask[:, :-1]).any()):
+            return f"{name} must be 1 at the tokens of each text and 0 after them"
     counted = tensors.get(COUNTED)
     if counted is not None and not (bool((counted <= mask.bool()).all()) and bool(counted.any(1).all())):
         return "counted must be true at one token of each text at least, and at no padding"

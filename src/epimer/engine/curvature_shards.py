@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from epimer.checkpoints import open_checkpoint
+from epimer.checkpoints.writer import output_path
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature, sum_of
 from epimer.curvature.kinds import KINDS
@@ -90,8 +91,8 @@ def measure_on_cluster(request: Request, run: RunOptions, shards: int | None = N
     """
     if shards is not None and shards < 1:
         raise ParameterError(f"--shards must be at least 1, got {shards}.")
-    if request.optimizer is not None:
-        raise ParameterError("an optimiser's state is read, not measured; leave out --engine.")
+    if request.data is None:
+        raise ParameterError("an optimiser's state and factors are read, not measured; leave out --engine.")
     request = _absolute(request)
     basis = check_request(request)
     engine = one_per_machine(request.device, shards, run.address)
@@ -128,7 +129,7 @@ def measure_on_cluster(request: Request, run: RunOptions, shards: int | None = N
 
 def _absolute(request: Request) -> Request:
     """Return a request whose paths hold on every machine."""
-    out = Path(os.path.abspath(request.out.expanduser()))
+    out = output_path(request.out)
     at, data = (None if text is None else _absolute_path(text) for text in (request.at, request.data))
     return replace(request, model=_absolute_path(request.model), at=at, data=data, out=out)
 

@@ -32,11 +32,13 @@ def write_output(
     return write_folder(plan, Path(out), run, overwrite=overwrite, **options)
 
 
-def write_folder(plan: Plan, out: Path, run: RunOptions, *, overwrite: bool, **options: Any) -> MergeRecord:
+def write_folder(
+    plan: Plan, out: Path, run: RunOptions, *, overwrite: bool, hash_inputs: bool = False, **options: Any
+) -> MergeRecord:
     """Carry out a plan into a folder: of a model, or of an adapter where the recipe says so."""
     if plan.recipe is not None and plan.recipe.output == "lora":
-        return write_adapter(plan, out, run, overwrite=overwrite)
-    return write_merge(plan, out, run, overwrite=overwrite, **options)
+        return write_adapter(plan, out, run, overwrite=overwrite, hash_inputs=hash_inputs)
+    return write_merge(plan, out, run, overwrite=overwrite, hash_inputs=hash_inputs, **options)
 
 
 def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool = False, **options: Any) -> MergeRecord:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.decompositions import cholesky, cholesky_solve, eigh, thin_svd
+from epimer.geometry.replay import repeated
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
 
@@ -29,6 +30,7 @@ PROBE = 1e-3  # size of the error, relative to a column, that measures how error
 NEARLY_SQUARE = 0.75  # columns per row from which on a stack's Gram matrix is taken in float64
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 MAX_STEPS = 2000  # of conjugate gradients
+CPU_THREADS = min(8, os.cpu_count() or 1)  # that decompose a GPU's small matrices
 
 
 def nonfinite(x: Tensor) -> int:
@@ -158,21 +160,21 @@ def sandwich(M_nn: Tensor, U_np: Tensor) -> Tensor:
 
 
 def small_eigh(H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors of symmetric matrices; a GPU's small ones from the CPU, a thread each."""
+    """Return eigenvalues and eigenvectors of symmetric matrices; a GPU's small ones from the CPU, shared by threads."""
     if H.shape[-1] > SMALL_EIGH or not H.is_cuda:
         return eigh(H)
-    stack = H.cpu().reshape(-1, *H.shape[-2:])
-    contexts = [copy_context() for _ in stack]  # in which a thread notes what it had to try again
-    threads = _cpu_threads().map if len(stack) > 1 else map
-    pairs = list(threads(lambda context, M: context.run(eigh, M), contexts, stack))
-    values, vectors = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    stacks = H.cpu().reshape(-1, *H.shape[-2:]).chunk(CPU_THREADS)
+    contexts = [copy_context() for _ in stacks]  # in which a thread notes what it had to try again
+    threads = _cpu_threads().map if len(stacks) > 1 else map
+    pairs = list(threads(lambda context, M: context.run(eigh, M), contexts, stacks))
+    values, vectors = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     return values.reshape(H.shape[:-1]).to(H.device), vectors.reshape(H.shape).to(H.device)
 
 
 @cache
 def _cpu_threads() -> ThreadPoolExecutor:
-    """Return threads that work on a matrix each."""
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), initializer=torch.set_num_threads, initargs=(1,))
+    """Return threads that work on matrices of their own."""
+    return ThreadPoolExecutor(CPU_THREADS, initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Polar(NamedTuple):
@@ -203,7 +205,7 @@ def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Pola
     if not X_mp.shape[1]:
         return Polar(X_mp, True, 1.0, 1.0)
     if X_mp.is_cuda and X_mp.dtype != torch.float64 and least == 0:
-        factor, amplification = newton_schulz_polar(X_mp)
+        factor, (amplification,) = newton_schulz_polar(X_mp)
         if amplification < math.inf:
             return Polar(factor, True, amplification, math.inf)  # a direction that turned over has amplified a lot
     inner = stack_gram(X_mp) if inner is None else inner
@@ -227,24 +229,24 @@ def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Pola
     return Polar(factor, True, *_sensitivity(sigma.square(), len(X_mp)))
 
 
-def newton_schulz_polar(X_mp: Tensor) -> tuple[Tensor, float]:
-    """Return the polar factor by products alone, and its amplification: inf where the steps did not converge.
+def newton_schulz_polar(X: Tensor) -> tuple[Tensor, list[float]]:
+    """Return polar factors of one X_mp or of several by products alone, and each one's amplification.
 
-    The amplification is measured: a second stack, with a small error, is taken along.
+    The amplification is measured: a second stack, with a small error, is taken along. It is inf where the steps did
+    not converge.
     """
-    generator = torch.Generator(X_mp.device).manual_seed(0)
-    noise = torch.randn(X_mp.shape, generator=generator, dtype=X_mp.dtype, device=X_mp.device)
-    noise = noise * (PROBE / math.sqrt(len(X_mp)))
-    scale = torch.linalg.matrix_norm(X_mp.T @ X_mp, ord=1).sqrt()
-    pair = torch.stack([X_mp, X_mp + noise]) / (1.01 * scale)
+    m, p = X.shape[-2:]
+    generator = torch.Generator(X.device).manual_seed(0)
+    noise = torch.randn(m, p, generator=generator, dtype=X.dtype, device=X.device) * (PROBE / math.sqrt(m))
+    scale = torch.linalg.matrix_norm(X.mT @ X, ord=1, keepdim=True).sqrt()
+    pair = torch.stack([X, X + noise]) / (1.01 * scale)
     for stretch in _stretches():
         pair = _newton_schulz(pair, stretch)
     factor, other = pair
-    eye = torch.eye(X_mp.shape[1], dtype=X_mp.dtype, device=X_mp.device)
-    defect = (factor.T @ factor - eye).abs().max()
-    grown = torch.linalg.vector_norm(other - factor) / torch.linalg.vector_norm(noise)
-    wrong, amplification = torch.stack([defect, grown]).tolist()
-    return factor, amplification if wrong < 1e-3 else math.inf
+    defect = (factor.mT @ factor - torch.eye(p, dtype=X.dtype, device=X.device)).abs().amax((-2, -1))
+    grown = torch.linalg.vector_norm(other - factor, dim=(-2, -1)) / torch.linalg.vector_norm(noise)
+    found = torch.stack([defect, grown]).reshape(2, -1).tolist()
+    return factor, [amplified if wrong < 1e-3 else math.inf for wrong, amplified in zip(*found, strict=True)]
 
 
 @cache
@@ -364,22 +366,29 @@ def conjugate_steps(
     """Return what conjugate gradients make of `apply(y) = b` until the residual that they keep is below `goal`.
 
     The start is 0, so that the iterates stay in the operator's range and a consistent singular system is solved. A
-    step asks the device for its numbers once.
+    step works on the same tensors every time, so that a GPU can replay it, and asks the device for its numbers once.
     """
-    y, r, z = torch.zeros_like(b), b, precondition(b)
-    direction, rz = z, (b * z).sum()
-    for _ in range(max_steps or MAX_STEPS):
+    y, r, direction = torch.zeros_like(b), b.clone(), torch.zeros_like(b)
+    rz, step, numbers = b.new_full((), math.inf), b.new_zeros(()), b.new_zeros(2)
+
+    def advance() -> None:
+        z = precondition(r)
+        current = (r * z).sum()
+        torch.addcmul(z, current / rz, direction, out=direction)
         image = apply(direction)
         curvature = (direction * image).sum()
-        step = rz / curvature
-        r = torch.addcmul(r, step, image, value=-1)
-        positive, size = torch.stack([curvature, torch.linalg.vector_norm(r)]).tolist()
+        torch.div(current, curvature, out=step)
+        r.addcmul_(step, image, value=-1)
+        rz.copy_(current)
+        torch.stack([curvature, torch.linalg.vector_norm(r)], out=numbers)
+
+    once_more = repeated(advance, b)
+    for _ in range(max_steps or MAX_STEPS):
+        once_more()
+        positive, size = numbers.tolist()
         if not positive > 0:
             break
-        y = torch.addcmul(y, step, direction)
+        y.addcmul_(step, direction)
         if size <= goal:
             break
-        z = precondition(r)
-        rz, previous = (r * z).sum(), rz
-        direction = torch.addcmul(z, rz / previous, direction)
     return y

@@ -117,7 +117,7 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
     if atoms is None and (options.basis != "full" or anchor == "tsv"):  # both are made of singular vectors
         if rank == 0:
             return clamped(layer)
-        atoms = tagged(layer.deltas, rank)
+        atoms = layer.atoms or tagged(layer.deltas, rank)
     problem = build_problem(
         layer.basis or _subspace(layer, options, atoms),
         layer.metrics,
@@ -216,6 +216,13 @@ def _anchor(layer: Layer, anchor: Anchor | None, atoms: Tagged | None) -> Tensor
             return tsv_delta(atoms, layer.weights)
 
 
+def directions(options: FrechetOptions, shape: Sequence[int], tasks: int) -> int:
+    """Return how many singular vectors of each model a merge begins with."""
+    if not isinstance(options.basis, str) or (options.basis == "full" and options.anchored_at("full") != "tsv"):
+        return 0
+    return clamp_rank(shape, tasks, options.rank)
+
+
 def in_basis(options: FrechetOptions) -> bool:
     """Return whether a merge is made in a basis of the task vectors' singular vectors, and not in the full space."""
     return options.basis != "full"
@@ -250,6 +257,7 @@ METHODS: tuple[Method, ...] = (
         accepts=("diagonal", "projected"),
         default_for=("diagonal",),
         workspace=workspace.frechet,
+        directions=directions,
         factored=True,
         bounded_rank=in_basis,
         sweep=True,
@@ -267,6 +275,7 @@ METHODS: tuple[Method, ...] = (
         accepts=KRONECKER,
         default_for=KRONECKER,
         workspace=workspace.frechet,
+        directions=directions,
         factored=True,
         bounded_rank=in_basis,
         sweep=True,
@@ -283,6 +292,7 @@ METHODS: tuple[Method, ...] = (
         curvature="kronecker",
         accepts=("kronecker", "ekfac"),
         workspace=workspace.frechet,
+        directions=directions,
         laws=MEAN_LAWS | {"curvature_scale"},
     ),
     Method(
@@ -296,6 +306,7 @@ METHODS: tuple[Method, ...] = (
         accepts=("samples", "projected"),
         default_for=("samples",),
         workspace=workspace.frechet,
+        directions=directions,
         factored=True,
         bounded_rank=in_basis,
         sweep=True,
@@ -311,6 +322,7 @@ METHODS: tuple[Method, ...] = (
         options=FrechetOptions(basis="tensor", aggregator="anchored", anchor="tsv", damping=1.0, calibrate=1.0),
         curvature="task-gram",
         workspace=workspace.frechet,
+        directions=directions,
         factored=True,
         equivariant=True,
         bounded_rank=in_any_basis,

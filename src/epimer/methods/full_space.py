@@ -32,7 +32,6 @@ from epimer.methods.frechet import (
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
 
-
 SQUARED = 1e-28, 1e36  # of ‖D‖²: outside of it squares of its entries leave float32
 
 

@@ -410,7 +410,9 @@ def test_a_record_of_an_earlier_version_is_read(tmp_path):
     state = Record(tmp_path)
     state.without_checksums(tmp_path / "first")
     assert b"sha256" not in (tmp_path / "first" / "out" / "epimer.json").read_bytes()
-    assert state.use(tmp_path / "first") == state.expected
+    read = state.use(tmp_path / "first")
+    assert read["tensors"] == state.expected["tensors"]
+    assert {key for key in read if read[key] != state.expected[key]} <= {"sha256", "checksums"}
 
 
 if __name__ == "__main__":
