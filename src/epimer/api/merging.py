@@ -48,6 +48,7 @@ def merge(
     folder: Path | None = None,
     intermediate: str | os.PathLike[str] | None = None,
     compat: str | None = None,
+    hash_inputs: bool = False,
 ) -> MergeRecord:
     """Merge the checkpoints that a recipe names into a new model folder; what it leaves to `auto` is chosen first.
 
@@ -69,6 +70,7 @@ def merge(
         folder: where relative paths of a recipe that is no file are looked for too.
         intermediate: where the merges with names go, of a file of several recipes; by default OUT.parts.
         compat: "mergekit" gives the numbers of mergekit 0.1.5 where it departs from the papers (docs/recipes.md).
+        hash_inputs: read every input once more and record the SHA-256 of its files, for `verify`.
 
     Returns:
         The record of the merge; of several, the last one's.
@@ -76,7 +78,7 @@ def merge(
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     for step in merge_steps(recipe, out, intermediate, folder, compat):
         plan = plan_merge(step.recipe, folder=step.folder, progress=progress, any_curvature=any_curvature)
-        how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code}
+        how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code, "hash_inputs": hash_inputs}
         record = write_output(plan, step.out, run, overwrite=overwrite, **how)
         for note in plan.notes:
             warn(EpimerWarning(note))

@@ -16,7 +16,7 @@ from epimer.cli.app import app
 from epimer.errors import EpimerError
 from epimer.plain_text import visible
 
-COMMANDS = "merge extract_lora inspect methods convert diagnose sweep eval bench demo report curvature basis"
+COMMANDS = "merge verify extract_lora inspect methods convert diagnose sweep eval bench demo report curvature basis"
 """one module each, in the order of --help"""
 GARBAGE = 50_000  # new objects before garbage is collected; loading torch makes many, and no garbage
 

@@ -37,6 +37,9 @@ def merge(
     lora: Annotated[bool, option("Write a LoRA adapter of the base, as the recipe's output: lora.", "--lora")] = False,
     lora_rank: Annotated[int | None, option("Its rank at most; implies --lora.", default="all of the merge")] = None,
     copy_code: Annotated[bool, option("Copy the base's Python files too, if you trust them.", "--copy-code")] = False,
+    hash_inputs: Annotated[
+        bool, option("Record the SHA-256 of every input file, for verify.", "--hash-inputs")
+    ] = False,
     any_curvature: options.AnyCurvature = False,
     compat: Annotated[str | None, option("mergekit: its numbers where it departs from the papers.")] = None,
     workers: options.Workers = None,
@@ -78,7 +81,7 @@ def merge(
         raise EpimerError(
             f"--dry-run --json prints one plan, and {recipe} holds {len(steps)} recipes; leave out --json."
         )
-    how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code}
+    how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code, "hash_inputs": hash_inputs}
     failed = False
     for step in steps:
         last = step is steps[-1]
