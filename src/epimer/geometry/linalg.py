@@ -213,11 +213,14 @@ def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Pola
             if X_mp.dtype == torch.float64 or lowest < 0.1 * highest:  # rounding shows
                 factor = _newton_schulz(factor)
             return Polar(factor, True, *_sensitivity(values, len(X_mp)))
-    X = X_mp.double()
-    U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
+    reflectors, tau = torch.geqrf(X_mp.double())  # X = QR, since the SVD of R takes less memory than that of X
+    rows = len(tau)
+    U, sigma, Vh = torch.linalg.svd(reflectors[:rows].triu(), full_matrices=False)
     kept = sigma > math.sqrt(NULL) * sigma[0]
     shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
-    factor = ((U[:, kept] * shrunk) @ Vh[kept]).to(X_mp.dtype)
+    Q = torch.linalg.householder_product(reflectors[:, :rows], tau)
+    del reflectors
+    factor = (Q @ ((U[:, kept] * shrunk) @ Vh[kept])).to(X_mp.dtype)
     if least > 0 or not bool(kept.all()):
         return Polar(factor, False, math.inf, 0.0)
     return Polar(factor, True, *_sensitivity(sigma.square(), len(X_mp)))
@@ -317,6 +320,7 @@ def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL) -
     noise = null * float(pivots.max())
     if not info and (pivots.min() > noise or (shift > noise and pivots.min() > NULL * float(pivots.max()))):
         return Solution(torch.cholesky_solve(b, L))
+    del L, pivots  # eigenvectors take their memory
     values, vectors = torch.linalg.eigh(H_pp)
     largest = float(values[-1])
     if largest <= 0:

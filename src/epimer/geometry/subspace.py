@@ -14,7 +14,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NEARLY_SQUARE, NULL, atom_coefficients, column_basis, polar, stack_gram, sum_of_atoms
+from epimer.geometry.linalg import (
+    NEARLY_SQUARE,
+    NULL,
+    atom_coefficients,
+    column_basis,
+    gram,
+    polar,
+    stack_gram,
+    sum_of_atoms,
+)
 from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.svd import SVD_TOLERANCE, Svd, top_svd, top_svds
@@ -201,8 +210,8 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
     left, right = (polar(X, least, inner) for X, inner in zip(stacks, grams, strict=True))
     mix = None
     if not (left.full_rank and right.full_rank):
-        U, V = left.factor.double(), right.factor.double()
-        values, vectors = torch.linalg.eigh((U.T @ U) * (V.T @ V))
+        inner = gram(left.factor.double())  # one after the other, so that only one is widened
+        values, vectors = torch.linalg.eigh(inner.mul_(gram(right.factor.double())))
         kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
     atoms = Tagged(left.factor, right.factor, sigma, owner, mix)
