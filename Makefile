@@ -12,7 +12,7 @@ LOCKED_INSTALL := $(BIN)/python -m pip install --quiet --no-deps --require-hashe
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test quick lint fuzz bench docs lock conformance coverage clean help
+.PHONY: demo test quick lint fuzz bench soak docs lock conformance coverage clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -59,6 +59,9 @@ bench: $(STAMP) $(PEERS_STAMP)  ## speed on one page, beside FusionBench, mergek
 	$(BIN)/python benchmarks/seven_billion.py --layers 1 --methods average ties
 	$(BIN)/python benchmarks/growth.py --methods tsv epimer_free epimer_kron --project
 	$(BIN)/python benchmarks/ray_overhead.py
+
+soak: $(STAMP)  ## 200 merges and every other command under random kills and faults: half an hour on two cores
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py
 
 docs: $(STAMP)  ## rewrite the pages that are generated from the code
 	$(BIN)/python docs/generate.py

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from epimer.atomic_files import check_new, output_path
 from epimer.checkpoints.memory import Model
-from epimer.checkpoints.writer import check_new, output_path
 from epimer.curvature.basis import HEADER, StoredBasis, save_basis
 from epimer.engine.basis import KINDS, build_bases
 from epimer.engine.options import RunOptions

@@ -11,6 +11,7 @@ from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.checkpoints.torchfile import TorchFile
 from epimer.errors import CheckpointError, listed
 from epimer.json_values import json_value
+from epimer.opened_files import reason
 
 FORMATS: dict[str, Callable[[Path, str], Checkpoint]] = {
     ".safetensors": SafetensorsFile, ".bin": TorchFile, ".pt": TorchFile, ".pth": TorchFile
@@ -151,7 +152,7 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
             raise CheckpointError(f"{where} has {size} bytes, too large for a {path.name}; remove it.")
         return parse_json(path.read_bytes(), where)
     except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"{where} cannot be read: {reason(error)}.") from error
 
 
 def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:

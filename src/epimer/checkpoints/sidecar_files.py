@@ -11,6 +11,7 @@ from epimer.checkpoints.folder import INDEXES, LARGEST, NOT_WEIGHTS, inside, par
 from epimer.checkpoints.writer import as_json
 from epimer.errors import CheckpointError
 from epimer.json_values import json_value
+from epimer.opened_files import reason
 
 GENERATION = "generation_config.json"
 CONFIG = ("config.json", GENERATION)
@@ -219,7 +220,7 @@ def read_sidecar(folder: Path | None, name: str) -> bytes | None:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, too large for a {name}; remove it.")
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}.") from error
 
 
 def _config(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:

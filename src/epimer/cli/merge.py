@@ -63,9 +63,9 @@ def merge(
     The folder appears when it is complete. After a kill the same command goes on where it stopped.
     """
     from epimer.api import plan_merge
+    from epimer.atomic_files import check_file
     from epimer.checkpoints.hub_upload import check_upload, upload_folder
     from epimer.checkpoints.object_store import is_store
-    from epimer.checkpoints.writer import check_file
     from epimer.engine.options import RunOptions
     from epimer.engine.output import warn_of
     from epimer.engine.store_output import write_output

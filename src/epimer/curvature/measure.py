@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epimer.atomic_files import check_new
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.lazy_tensors import LazyTensors
-from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.distributed import process_group, ranks

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from epimer.atomic_files import output_path
 from epimer.checkpoints import open_checkpoint
-from epimer.checkpoints.writer import output_path
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature, sum_of
 from epimer.curvature.kinds import KINDS

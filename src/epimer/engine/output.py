@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import epimer
+from epimer.atomic_files import explain_os_errors, output_path
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.checksums import data_checksum, hash_files
 from epimer.checkpoints.folder import DIFFUSERS, parse_json
@@ -27,16 +28,7 @@ from epimer.checkpoints.sidecar_files import (
     read_sidecar,
     sidecar_files,
 )
-from epimer.checkpoints.writer import (
-    Draft,
-    Shard,
-    as_json,
-    explain_os_errors,
-    output_path,
-    plan_shards,
-    recover,
-    shard_index,
-)
+from epimer.checkpoints.writer import Draft, Shard, as_json, plan_shards, recover, shard_index
 from epimer.checksums import sealed
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare

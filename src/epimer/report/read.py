@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from epimer.errors import DataError, short
 from epimer.json_values import json_value
+from epimer.opened_files import reason
 from epimer.records import KINDS, Experiment, MergeRecord, Record
 from epimer.report.performance import Performance
 
@@ -90,6 +91,6 @@ def _load(path: Path) -> Any:
             raise NotARecordError(f"{path} is larger than any record; expected {EXPECTED}.")
         return json_value(path.read_bytes())
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; expected {EXPECTED}.") from error
+        raise DataError(f"{path} cannot be read: {reason(error)}; expected {EXPECTED}.") from error
     except ValueError as error:
         raise NotARecordError(f"{path} is not JSON; expected {EXPECTED}.") from error

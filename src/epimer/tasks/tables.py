@@ -19,6 +19,7 @@ from typing import Any
 
 from epimer.errors import DataError, listed, nearest, short
 from epimer.json_values import json_value
+from epimer.opened_files import OpenedFile, reason
 
 BOM = b"\xef\xbb\xbf"
 PEEK = 100  # rows of a .jsonl file whose keys are its columns
@@ -106,8 +107,8 @@ class Lines(Table):
     def __init__(self, path: Path, *, plain: bool = False) -> None:
         self.path, self.name, self.folder, self.plain = path, path.name, path.parent, plain
         self.starts, self.numbers = array("Q"), array("Q")
-        position = 0
-        with reading(path), path.open("rb") as file:
+        self.file, position = OpenedFile(path, path.name, DataError), 0
+        with self.file.open() as file:
             for number, line in enumerate(file, 1):
                 if line.removeprefix(BOM if number == 1 else b"").strip():
                     self.starts.append(position)
@@ -119,7 +120,7 @@ class Lines(Table):
         return len(self.starts)
 
     def row(self, i: int) -> dict[str, Any]:
-        with reading(self.path), self.path.open("rb") as file:
+        with self.file.open() as file:
             file.seek(self.starts[i])
             line = file.readline().removeprefix(BOM if self.starts[i] == 0 else b"")
         try:
@@ -302,7 +303,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path.name} cannot be read: {error.strerror}.") from error
+        raise DataError(f"{path.name} cannot be read: {reason(error)}.") from error
 
 
 def files_under(folder: Path) -> Iterator[str]:
