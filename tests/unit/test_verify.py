@@ -205,6 +205,15 @@ def test_files_that_are_added_removed_or_edited_are_named(root):
     assert found.checks[1].text == text
 
 
+def test_what_the_hub_adds_to_a_folder_is_no_difference(root):
+    for name in (".gitattributes", ".cache/huggingface/download/config.json.metadata", ".git/HEAD"):
+        (root / "tsv" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "tsv" / name).write_text("x")
+    assert epimer.verify(root / "tsv").verified
+    (root / "tsv" / ".cache" / "other").write_text("x")
+    assert differing(epimer.verify(root / "tsv", files_only=True)) == {"files": (".cache/other",)}
+
+
 def test_a_name_that_is_no_text_is_shown_all_the_same(root):
     (root / "tsv" / os.fsdecode(b"x\xff")).write_bytes(b"")
     ran = run("verify", root / "tsv", "--files-only", "--json")

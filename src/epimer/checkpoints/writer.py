@@ -23,7 +23,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import nbytes
-from epimer.checkpoints.checksums import join_crc, spelled_crc, weights_checksum
+from epimer.checkpoints.file_checksums import join_crc, spelled_crc, weights_checksum
 from epimer.checkpoints.safetensors import as_bytes, encode_header
 from epimer.errors import OutputError
 
