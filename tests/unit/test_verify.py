@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 import epimer
 from commands import assert_refused, run
+from epimer.checksums import data_hash
 from epimer.curvature.format import Provenance
 from epimer.engine.recompute import TOLERANCE
 from epimer.errors import DataError, ParameterError
-from epimer.records.merge import record_hash
 
 SHAPES = {
     "embed_tokens.weight": (40, 24),
@@ -79,7 +79,7 @@ def forge(folder, tensors=None):
         data["checksums"][name] = found
     for name, W in (tensors or {}).items():
         data["tensor_checksums"][name] = f"{zlib.crc32(W.contiguous().view(torch.uint8).numpy().tobytes()):08x}"
-    data["sha256"] = record_hash(data)
+    data["sha256"] = data_hash(data)
     file.write_text(json.dumps(data))
 
 
@@ -248,7 +248,7 @@ def test_whatever_a_record_says_ends_in_a_verdict(root):
             del place[last]
         else:
             place[last] = generator.choice(VALUES)
-        data["sha256"] = record_hash(data)
+        data["sha256"] = data_hash(data)
         file.write_text(json.dumps(data))
         found = epimer.verify(root / "tsv", sample=2)
         json.dumps(found.to_dict(), ensure_ascii=False).encode()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -97,6 +98,16 @@ class SafetensorsFile(Checkpoint):
 def as_bytes(W: Tensor) -> Any:
     """Return the memory of a contiguous CPU tensor as a writable array of bytes."""
     return W.reshape(-1).view(torch.uint8).numpy() if W.numel() else bytearray()
+
+
+def description(W: Tensor) -> str:
+    """Return the dtype and the shape of a tensor, as `F32 12x10`."""
+    return f"{DTYPE_NAMES[W.dtype]} {'x'.join(map(str, W.shape))}"
+
+
+def tensor_checksum(W: Tensor) -> str:
+    """Return the description of a CPU tensor and the CRC-32 of its bytes, as `F32 12x10 0a1b2c3d`."""
+    return f"{description(W)} {zlib.crc32(as_bytes(W.contiguous())):08x}"
 
 
 def read_header(path: Path, where: str) -> tuple[dict[str, Entry], dict[str, str]]:

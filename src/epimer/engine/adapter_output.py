@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -13,8 +13,9 @@ from epimer.checkpoints.writer import Draft, as_json, plan_shards
 from epimer.engine.factors import FactorWalk
 from epimer.engine.merge import MergeWalk, joined
 from epimer.engine.options import RunOptions
-from epimer.engine.output import tensor_record, write_files
+from epimer.engine.output import write_files
 from epimer.engine.protocol import Engine
+from epimer.engine.written import WritingWalk
 from epimer.errors import ParameterError
 from epimer.methods.registry import Prepared
 from epimer.plan.adapter import whole_tensors
@@ -63,19 +64,20 @@ def _merge_all(
     plan: Plan, engine: Engine, draft: Draft, prepared: Prepared | None, progress: Progress
 ) -> dict[str, TensorRecord]:
     """Write every layer's factors and every whole tensor; return their records in the base's order."""
-    done = {key: tensor_record(entry) for key, entry in draft.done.items()}
+    done = dict(draft.done)
     stage = progress.begin("merging", plan.reads)
     left = [job for job in plan.parts if not {*_keys(job)} <= done.keys()]
     keys = whole_tensors(plan).keys
     stage.advance(sum(job.reads for job in plan.parts) - sum(job.reads for job in left), "")
     for job, (tensors, record) in engine.map(FactorWalk(plan, [job for job in left if job.lora is not None], prepared)):
         for key, W in tensors.items():
-            draft.put(key, key, 0, W, asdict(record))
+            draft.put(key, W, record)
             done[key] = record
         stage.advance(job.reads, job.name)
-    for _, merged in engine.map(MergeWalk(plan, [job for job in left if job.lora is None], prepared)):
-        for part, result, record in merged:
-            draft.put(part.key, keys[part.name], part.skip, result, asdict(record))
+    whole = MergeWalk(plan, [job for job in left if job.lora is None], prepared)
+    for _, merged in engine.map(WritingWalk(whole, draft, sync=False, names=keys)):
+        for part, written, record in merged:
+            draft.wrote(part.key, keys[part.name], part.skip, *written, record)
             done[part.key] = record
             stage.advance(part.reads, part.key)
     draft.flush()

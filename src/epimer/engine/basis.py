@@ -92,7 +92,7 @@ def matrix_jobs(
 def read_deltas(participants: Participants, job: Job, tensors: Tensors, device: torch.device) -> list[Tensor]:
     """Return a matrix's task vectors, dense, m x n."""
     assert tensors.base is not None
-    return task_vectors(participants, job, tensors.base.to(device, job.precision), tensors, device)
+    return task_vectors(participants, job, tensors.base.to(device).to(job.precision), tensors, device)
 
 
 def build_bases(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import allocate, header
+from epimer.checkpoints.checkpoint import allocate, header, release_unused_pages
 from epimer.engine.batches import SMALL, Batch, batches, directions, stacks
 from epimer.engine.layer import merge_layer
 from epimer.engine.protocol import Engine
@@ -27,11 +27,11 @@ from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_m
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job, Plan, precision
 from epimer.plan.layer_curvature import NO_CURVATURE, LayerCurvature, layer_curvature
+from epimer.plan.memory import streamed_rows
 from epimer.plan.participants import SAMPLED, sample_rows
 from epimer.progress import Stage
 from epimer.records import MergeRecord, Status, TensorRecord
 
-STREAMED = 1 << 20  # entries that are read at a time where entries stand alone
 PROBE = 1 << 10  # entries that are compared with the base's before the others
 
 Merged = tuple[Job, Tensor, TensorRecord]
@@ -59,8 +59,7 @@ class MergeWalk:
 
     def _streams(self, job: Job) -> bool:
         """Whether a job's tensors are merged a few rows at a time as they are read, which needs little memory."""
-        wide = job.entrywise and job.memory > SMALL and job.name not in self.plan.corrections
-        return wide and job.template.dim() > 0 and all(one.checkpoint.streams for one in self.plan.participants.all)
+        return job.streams and job.memory > SMALL and job.name not in self.plan.corrections
 
     def _read_one(self, job: Job) -> Tensors:
         participants = self.plan.participants
@@ -138,7 +137,7 @@ class MergeWalk:
     def _task_vectors(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor | None, list[Any]]:
         """Return the base's tensor and the task vectors, on the device and in working precision."""
         base, tensors.base = tensors.base, None
-        start = None if base is None else base.to(device, job.precision)
+        start = None if base is None else base.to(device).to(job.precision)  # converted there, after the transfer
         del base
         return start, task_vectors(self.plan.participants, job, start, tensors, device)
 
@@ -200,6 +199,7 @@ class MergeWalk:
             unchanged = unchanged and equals_base(target, part.base)
             if sink is not None:
                 sink(job, target)
+            del part  # before the next is read
         return solution, unchanged
 
     def _pieces(self, job: Job, tensors: Tensors, result: Tensor | None) -> Iterator[tuple[Tensor, Tensors]]:
@@ -209,7 +209,7 @@ class MergeWalk:
             yield result, tensors
             return
         W, first = job.template, job.rows[0] if job.rows else 0
-        step = max(1, STREAMED // max(1, W[:1].numel()))
+        step = streamed_rows(W)
         room = allocate((min(step, len(W)), *W.shape[1:]), W.dtype) if result is None else result
         for start in range(0, len(W), step):
             stop = min(start + step, len(W))
@@ -300,8 +300,8 @@ class ReadJob:
 
     @property
     def memory(self) -> int:
-        """Bytes in use at once."""
-        return self.job.reads
+        """Bytes in use at once: its own, and what was read before, which its consumer still has."""
+        return 2 * self.job.reads
 
 
 class ReadWalk:
@@ -345,7 +345,9 @@ def prepare(plan: Plan, engine: Engine, stage: Stage) -> Prepared | None:
     sample = partial(sample_rows, plan.participants, [(job.name, job.rows, job.template) for job in jobs])
     sampled = sample if streams and entries > 64 * SAMPLED else None
     prepass = Prepass(tensors, jobs[0].weights, mean, entries, precision(headers), workers, sampled)
-    return plan.method.prepare(prepass, jobs[0].options)
+    prepared = plan.method.prepare(prepass, jobs[0].options)
+    release_unused_pages()  # of the blocks that it read
+    return prepared
 
 
 def averaging_plan(plan: Plan, weights: list[float]) -> Plan:

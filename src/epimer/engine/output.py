@@ -29,6 +29,7 @@ from epimer.checkpoints.sidecar_files import (
     sidecar_files,
 )
 from epimer.checkpoints.writer import Draft, Shard, as_json, explain_os_errors, plan_shards, recover, shard_index
+from epimer.checksums import sealed
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
 from epimer.engine.model_card import model_card
@@ -36,12 +37,12 @@ from epimer.engine.modules import merged_modules
 from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
 from epimer.engine.written import WritingWalk
-from epimer.errors import EpimerWarning, OutputError, listed, warn
+from epimer.errors import DataError, EpimerWarning, OutputError, listed, warn
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
 from epimer.plan.participants import Participants
 from epimer.progress import Progress
-from epimer.records import MergeRecord, Status, TensorRecord
+from epimer.records import MergeRecord, Status, TensorRecord, checked
 
 RECORD = "epimer.json"
 MOST = 0.5  # share of the changed parameters that a merge may leave as they were without a warning
@@ -118,7 +119,7 @@ def write_files(
             )
             for file, data in sidecars.items():
                 draft.add(file, data)
-            draft.add(RECORD, as_json(record.lasting()))
+            draft.add(RECORD, as_json(sealed(record.lasting())))
             draft.publish()
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -233,24 +234,28 @@ def warn_of(record: MergeRecord) -> None:
 
 def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, bytes]) -> MergeRecord | None:
     """Return the record of an output that is already what the plan would make."""
-    record = _recorded(out)
+    try:
+        record = _recorded(out)
+    except DataError:
+        return None
     sizes = {shard.file: shard.size for shard in shards}
     if record is None or record.request != plan.request or not sizes.items() <= record.files.items():
         return None
     try:
         there = all((out / file).stat().st_size == size for file, size in record.files.items())
         there = there and all((out / file).read_bytes() == data for file, data in sidecars.items())
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have
         return None
     return record if there else None
 
 
 def _recorded(out: Path) -> MergeRecord | None:
-    """Return the record in a folder, if epimer made it."""
+    """Return the record in a folder; None where there is none."""
     try:
-        return MergeRecord.from_dict(json.loads((out / RECORD).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        data = (out / RECORD).read_bytes()
+    except OSError:
         return None
+    return MergeRecord.from_json(data, str(out / RECORD))
 
 
 def check_output(out: Path, participants: Participants, *, overwrite: bool) -> None:
@@ -274,7 +279,10 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         raise OutputError(
             f"{out} exists and holds something else, or another version's; choose another name, or pass --overwrite."
         )
-    record = _recorded(out)
+    try:
+        record = _recorded(out)
+    except DataError as error:
+        raise OutputError(f"{out} is not replaced: {error}") from error
     if record is None:
         raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.")
     ours = {*record.files, RECORD, "README.md"}
@@ -294,7 +302,7 @@ def _prepare(plan: Plan, engine: Engine, draft: Draft, progress: Progress) -> Pr
     if plan.method.prepare is None:
         return None
     if "prepared" in draft.notes:
-        return Prepared(**draft.notes["prepared"])
+        return _checked_prepass(draft.notes["prepared"], len(plan.participants.models), str(draft.journal.path))
     reads = plan.method.passes * sum(job.reads for job in plan.merged)
     prepared = prepare(plan, engine, progress.begin("looking at the whole model", reads))
     if prepared is not None:
@@ -302,10 +310,18 @@ def _prepare(plan: Plan, engine: Engine, draft: Draft, progress: Progress) -> Pr
     return prepared
 
 
+def _checked_prepass(data: Any, models: int, where: str) -> Prepared:
+    """Return the result of a pre-pass that a journal holds."""
+    prepared = checked(Prepared, data, where, "prepared")
+    if any(part is not None and len(part) != models for part in (prepared.weights, prepared.context)):
+        raise DataError(f"{where}: prepared: expected a value for each of {models} models; run the command again.")
+    return prepared
+
+
 def _merge_all(
     plan: Plan, engine: Engine, draft: Draft, prepared: Prepared | None, progress: Progress
 ) -> dict[str, TensorRecord]:
-    done = {key: tensor_record(entry) for key, entry in draft.done.items()}
+    done = dict(draft.done)
     stage = progress.begin("merging", plan.reads)
     stage.advance(sum(job.reads for job in plan.parts if job.key in done), "")
     left = [job for job in plan.parts if job.key not in done]
@@ -313,7 +329,7 @@ def _merge_all(
     walk = WritingWalk(MergeWalk(plan, left, prepared), draft, sync=getattr(engine, "remote", False))
     for _, merged in engine.map(walk):
         for job, written, record in merged:
-            draft.wrote(job.key, job.name, job.skip, *written, asdict(record))
+            draft.wrote(job.key, job.name, job.skip, *written, record)
             done[job.key] = record
             stage.advance(job.reads, job.key)
     draft.flush()
@@ -321,11 +337,6 @@ def _merge_all(
     for job in plan.parts:
         records[job.name] = joined(records.get(job.name), done[job.key])
     return all_records(plan, records)
-
-
-def tensor_record(entry: dict[str, Any]) -> TensorRecord:
-    """Return the record of a tensor that a journal holds."""
-    return TensorRecord(**{**entry, "shape": tuple(entry["shape"])})
 
 
 def _sidecars(plan: Plan, shards: list[Shard], *, copy_code: bool) -> dict[str, bytes]:

@@ -7,7 +7,6 @@ config and the record last, so that a folder with epimer.json is complete.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ from epimer.checkpoints.object_store import all_files, explain_store_errors, fil
 from epimer.engine.adapter_output import write_adapter
 from epimer.engine.options import RunOptions
 from epimer.engine.output import RECORD, write_merge
-from epimer.errors import OutputError, listed
+from epimer.errors import DataError, OutputError, listed
 from epimer.plan.jobs import Plan
 from epimer.records import MergeRecord
 
@@ -114,8 +113,8 @@ def check_store(fs: Any, path: str, url: str, record: MergeRecord | None, *, ove
 def _recorded(fs: Any, path: str) -> MergeRecord | None:
     """Return the record in a folder of a store, if epimer made it."""
     try:
-        return MergeRecord.from_dict(json.loads(fs.cat_file(f"{path}/{RECORD}")))
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return MergeRecord.from_json(fs.cat_file(f"{path}/{RECORD}"), f"{path}/{RECORD}")
+    except (FileNotFoundError, DataError):
         return None
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
+from functools import cache
 from queue import Empty, Full, Queue
 from threading import Condition, Event, Thread
 from typing import Any, Generic, TypeVar
@@ -98,7 +99,8 @@ class _Run(Generic[J, L, R]):
         self.done: Queue[tuple[int, R | _Failure]] = Queue()
 
     def results(self) -> Iterator[tuple[J, R]]:
-        workers = [Thread(target=self._work, args=(device,), daemon=True) for device in self.devices]
+        numbered = enumerate(self.devices)
+        workers = [Thread(target=self._work, args=(device, number), daemon=True) for number, device in numbered]
         threads = [Thread(target=self._read, daemon=True), *workers]
         for thread in threads:
             thread.start()
@@ -139,9 +141,9 @@ class _Run(Generic[J, L, R]):
         for _ in self.devices:
             self._offer(None)
 
-    def _work(self, device: torch.device) -> None:
+    def _work(self, device: torch.device, number: int) -> None:
         torch.set_num_threads(self.threads)
-        stream = None if device.type != "cuda" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = _worker_stream(device, number) if device.type == "cuda" else None
         with torch.no_grad(), torch.cuda.stream(stream):
             while (item := self._next()) is not None:
                 i, job, loaded = item
@@ -176,6 +178,12 @@ class _Run(Generic[J, L, R]):
             with suppress(Empty):
                 return self.todo.get(timeout=0.1)
         return None
+
+
+@cache
+def _worker_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    """Return a GPU worker's own stream, so that none waits for another; always the same, as it keeps memory."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _keep_for(stream: torch.cuda.Stream, result: Any) -> None:

@@ -18,7 +18,7 @@ from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES
 from epimer.recipe.yaml_lines import Location, YamlFile, spell
 from epimer.tasks.conversations import TEXTS, find_layout
 from epimer.tasks.data import open_data
-from epimer.tasks.loading import AUTO, CAUSAL_LM, DTYPES, IMAGE, POOLINGS, read_head
+from epimer.tasks.loading import CAUSAL_LM, DTYPES, EVALUATED, IMAGE, POOLINGS, read_head
 from epimer.tasks.tables import READERS, Table
 from epimer.tasks.task import IMAGES, LABELS
 
@@ -117,9 +117,9 @@ class _Reader:
     def task(self, path: Location, raw: Any, defaults: Mapping[str, Any], dtype: torch.dtype) -> TaskEntry:
         keys = self.source.mapping(path, raw, TASK_KEYS, {})
         model = self.required(path, keys, "model", "the model that was fine-tuned for the task")
-        kind = self.choice((*path, "task"), keys, tuple(AUTO)) or self.choice(("task",), defaults, tuple(AUTO))
+        kind = self.choice((*path, "task"), keys, EVALUATED) or self.choice(("task",), defaults, EVALUATED)
         if kind is None:
-            raise self.error(path, f"{spell(path)} has no 'task'; add it here or for all: {', '.join(AUTO)}.")
+            raise self.error(path, f"{spell(path)} has no 'task'; add it here or for all: {', '.join(EVALUATED)}.")
         known = tuple(TOKEN_SCORES if kind == CAUSAL_LM else CLASSIFIER_SCORES)
         metric = self.choice((*path, "metric"), keys, known) or self.choice(("metric",), defaults, known) or known[0]
         head = self.text((*path, "head"), keys.get("head"))

@@ -18,7 +18,7 @@ from epimer.records import Status
 if TYPE_CHECKING:
     from epimer.geometry.subspace import Tagged
 
-CHUNK = 1 << 24  # elements of the largest temporary of an exact projection
+CHUNK = 1 << 21  # elements of the largest temporary of an exact projection, which stays near the cache
 START_RANK = 8  # of the projection that preconditions a solve
 STEPS = 60  # of a solve on exact products, which cost about as much as one exact projection
 CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut

@@ -184,8 +184,11 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
     identity: (s + W Λ Wᵀ)⁻¹ = (1 - W (s Λ⁻¹ + WᵀW)⁻¹ Wᵀ) / s, where WᵀW is a product of two Gram matrices.
     """
     (p, q), tasks = like.shape, len(terms)
-    g_tk, E_tpk = _leading([G for _, G, _ in terms], p, like)
-    a_th, F_tqh = _leading([A for _, _, A in terms], q, like)
+    left, right = [G for _, G, _ in terms], [A for _, _, A in terms]
+    if like.is_cuda and p == q:  # many matrices take a GPU hardly longer than few
+        (g_tk, a_th), (E_tpk, F_tqh) = (torch.split(parts, tasks) for parts in _leading([*left, *right], p, like))
+    else:
+        (g_tk, E_tpk), (a_th, F_tqh) = _leading(left, p, like), _leading(right, q, like)
     c_t = torch.tensor([c for c, _, _ in terms], dtype=like.dtype, device=like.device)
     values_tkh = c_t[:, None, None] * g_tk[:, :, None] * a_th[:, None, :]
     largest = torch.topk(values_tkh.flatten(), min(PAIRS, -(-p * q // 2), values_tkh.numel()))

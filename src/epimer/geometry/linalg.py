@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.decompositions import cholesky, cholesky_solve, eigh, thin_svd
+from epimer.geometry.replay import repeated
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
 
@@ -365,22 +366,29 @@ def conjugate_steps(
     """Return what conjugate gradients make of `apply(y) = b` until the residual that they keep is below `goal`.
 
     The start is 0, so that the iterates stay in the operator's range and a consistent singular system is solved. A
-    step asks the device for its numbers once.
+    step works on the same tensors every time, so that a GPU can replay it, and asks the device for its numbers once.
     """
-    y, r, z = torch.zeros_like(b), b, precondition(b)
-    direction, rz = z, (b * z).sum()
-    for _ in range(max_steps or MAX_STEPS):
+    y, r, direction = torch.zeros_like(b), b.clone(), torch.zeros_like(b)
+    rz, step, numbers = b.new_full((), math.inf), b.new_zeros(()), b.new_zeros(2)
+
+    def advance() -> None:
+        z = precondition(r)
+        current = (r * z).sum()
+        torch.addcmul(z, current / rz, direction, out=direction)
         image = apply(direction)
         curvature = (direction * image).sum()
-        step = rz / curvature
-        r = torch.addcmul(r, step, image, value=-1)
-        positive, size = torch.stack([curvature, torch.linalg.vector_norm(r)]).tolist()
+        torch.div(current, curvature, out=step)
+        r.addcmul_(step, image, value=-1)
+        rz.copy_(current)
+        torch.stack([curvature, torch.linalg.vector_norm(r)], out=numbers)
+
+    once_more = repeated(advance, b)
+    for _ in range(max_steps or MAX_STEPS):
+        once_more()
+        positive, size = numbers.tolist()
         if not positive > 0:
             break
-        y = torch.addcmul(y, step, direction)
+        y.addcmul_(step, direction)
         if size <= goal:
             break
-        z = precondition(r)
-        rz, previous = (r * z).sum(), rz
-        direction = torch.addcmul(z, rz / previous, direction)
     return y

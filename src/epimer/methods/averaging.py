@@ -21,7 +21,7 @@ from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option, per_model
 from epimer.methods.registry import Layer, Method, Prepared, Prepass
 
-BLOCK = 1 << 20  # entries of a model that are counted at a time
+BLOCK = 1 << 19  # entries of a model that a pre-pass looks at at a time
 MARGIN = 0.01  # share of all entries by which a sampled rank may be off
 VOTES = 1 << 30  # of all models together in a count of signs, so that any tally fits 32 bits
 SHARES = 1 << 24  # of all weights: times an entry of float32 and added up over 32 models, exact in float64
@@ -101,7 +101,7 @@ def convex_combination(layer: Layer, scale: float, *, based: bool) -> Solution:
 def norms(prepass: Prepass, options: MethodOptions) -> Prepared:
     """Weigh each model by 1/‖θ_t‖ over the whole model."""
     squares = [0.0] * len(prepass.weights)
-    for _, _, models in prepass.tensors():
+    for _, _, models in prepass.tensors(entries=BLOCK):
         for t, W in enumerate(models):
             squares[t] += float(torch.linalg.vector_norm(W, dtype=torch.float64)) ** 2
     raw = [w / s**0.5 if s > 0 else 0.0 for w, s in zip(prepass.weights, squares, strict=True)]
@@ -344,6 +344,7 @@ METHODS: tuple[Method, ...] = (
         models=(1, 1),
         elementwise=True,
         separable=True,
+        workspace=(0.0, 2.0),
         laws=frozenset({"permutation", "copies"}),
     ),
     Method(

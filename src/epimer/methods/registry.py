@@ -175,6 +175,10 @@ class Method(Generic[OptionsT]):
     workspace: tuple[float, float] | Callable[[Workload], int] = (0.0, 4.0)
     """memory of a merge apart from its task vectors and curvature: tensors per model and tensors in any case, or a
     function of a tensor's size and options that returns bytes"""
+    selects: int = 0
+    """how often a k-th largest entry of each task vector is searched for, which counts for the time it takes"""
+    sorts: int = 0
+    """how often the rows of each task vector are sorted"""
     squares: bool = False
     """tensors of the workspace have the longer side twice"""
     factored: bool = False

@@ -60,7 +60,7 @@ def _token(reader: Reader, path: Location, raw: Any) -> TokenSource:
 
 
 def read_chat_template(reader: Reader, data: Mapping[str, Any]) -> str | None:
-    """Return the chat template: its text, or auto; of mergekit's names all but exaone are known."""
+    """Return the chat template: its text, or auto; all of mergekit's names are known."""
     template = reader.text(("chat_template",), data.get("chat_template"))
     if template is None or template == AUTO or "{" in template:
         return template

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from epimer.plain_text import markdown_line, table_cell
 from epimer.records.record import Record
 
 Point = tuple[float, float, float, float]
@@ -124,6 +125,6 @@ class Experiment(Record):
         return replace(self, headings=[self.headings[i] for i in kept], rows=rows)
 
     def markdown(self) -> str:
-        lines = [f"## {self.title}", "", "| " + " | ".join(self.headings) + " |", "|" + "---|" * len(self.headings)]
-        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
-        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes), ""])
+        head, *rows = ("| " + " | ".join(map(table_cell, cells)) + " |" for cells in (self.headings, *self.rows))
+        lines = [f"## {markdown_line(self.title)}", "", head, "|" + "---|" * len(self.headings), *rows]
+        return "\n".join([*lines, "", *(f"- {markdown_line(note)}" for note in self.notes), ""])

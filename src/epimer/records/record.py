@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from epimer.checksums import is_intact, is_text
 from epimer.errors import DataError, short
 
 T = TypeVar("T")
@@ -32,8 +34,21 @@ class Record:
         return {"kind": self.kind, "format": self.format, **asdict(record, dict_factory=fields)}
 
     @classmethod
+    def from_json(cls, text: bytes, where: str) -> Self:
+        """Return the record in the text of a JSON file, or raise a DataError that names the file `where`."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not a record of epimer: it is not JSON; make it again.") from error
+        if not isinstance(data, dict) or not is_text(data):
+            raise DataError(f"{where} is not a record of epimer: expected an object in UTF-8; make it again.")
+        return cls.from_dict(data, where)
+
+    @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "the record") -> Self:
         """Return the record that `to_dict` wrote, or raise a DataError that names the file `where`."""
+        if not is_intact(data):
+            raise DataError(f"{where} was damaged or edited: its sha256 does not fit; make it again.")
         if data.get("format") != cls.format:
             raise DataError(
                 f"{where} is of format {short(data.get('format'))}, and this epimer reads {cls.format}; "

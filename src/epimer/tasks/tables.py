@@ -65,18 +65,21 @@ class Table(ABC):
 
     def image(self, i: int, column: str) -> Any:
         """Return the image of a row, in RGB; the value is a path, bytes, or a struct of `bytes` and `path`."""
-        value: Any = self.row(i).get(column)
+        return decode_image(self.source(i, self.row(i).get(column), column, "image"), self.where(i))
+
+    def source(self, i: int, value: Any, column: str, what: str) -> Path | bytes:
+        """Return an image's or a recording's path or bytes; the value is one of them, or a struct of both."""
         if isinstance(value, dict):
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, str | Path) and str(value):
-            value = self.folder / value
-        elif not isinstance(value, bytes) or not value:
-            problem = f"has no image in {column!r}: {short(value)}"
+            return self.folder / value
+        if not isinstance(value, bytes) or not value:
+            problem = f"has no {what} in {column!r}: {short(value)}"
             raise DataError(f"{self.where(i)} {problem}; expected a path or its bytes.")
-        return _decode(value, self.where(i))
+        return value
 
 
-def _decode(source: Path | bytes, where: str) -> Any:
+def decode_image(source: Path | bytes, where: str) -> Any:
     """Decode an image to RGB."""
     pil = import_extra("PIL.Image", "pillow", "reading images")
     try:

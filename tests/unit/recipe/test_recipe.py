@@ -738,9 +738,9 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("merge_method: ties\n" + TAIL + "parameters: {elect: []}\n",
      "4: parameters.elect must be one of 'mass', 'frequency', or a list of such over the layers, "
      "or a list of {filter: ..., value: ...}. Got [] instead."),
-    ("merge_method: ties\n" + TAIL + "chat_template: exaone\n",
-     "4: chat_template must be auto, alpaca, chatml, llama3, mistral, or the text of a Jinja template: paste that of a "
-     "model's chat_template.jinja or tokenizer_config.json. Got 'exaone' instead."),
+    ("merge_method: ties\n" + TAIL + "chat_template: vicuna\n",
+     "4: chat_template must be auto, alpaca, chatml, exaone, llama3, mistral, or the text of a Jinja template: "
+     "paste that of a model's chat_template.jinja or tokenizer_config.json. Got 'vicuna' instead."),
     ("merge_method: ties\n" + TAIL + "parameters: {seed: [1, 2]}\n",
      "4: parameters.seed must be one integer for all tensors. Got [1, 2] instead."),
     ("merge_method: ties\n" + TAIL + "parameters: {seed: 1.5}\n",
