@@ -12,7 +12,7 @@ LOCKED_INSTALL := $(BIN)/python -m pip install --quiet --no-deps --require-hashe
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test quick lint bench docs lock conformance coverage clean help
+.PHONY: demo test quick lint fuzz bench soak docs lock conformance coverage clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -50,12 +50,18 @@ lint: $(STAMP)  ## ruff, mypy, the import contracts, known vulnerabilities of wh
 coverage: $(STAMP)  ## run the tests and show which lines they miss
 	$(BIN)/python -m pytest --cov --cov-report=term-missing
 
+fuzz: $(STAMP)  ## 100,000 damaged files and mappings: refused in one line, or read well (half an hour)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 100000
+
 bench: $(STAMP) $(PEERS_STAMP)  ## speed on one page, beside FusionBench, mergekit and a plain copy: a quarter of an hour
 	$(PEERS)/bin/python benchmarks/faster_than_fusionbench.py --no-difference
 	$(BIN)/python benchmarks/faster_than_mergekit.py --mergekit $(PEERS)/bin/mergekit-yaml --repeats 1
 	$(BIN)/python benchmarks/seven_billion.py --layers 1 --methods average ties
 	$(BIN)/python benchmarks/growth.py --methods tsv epimer_free epimer_kron --project
 	$(BIN)/python benchmarks/ray_overhead.py
+
+soak: $(STAMP)  ## 200 merges and every other command under random kills and faults: half an hour on two cores
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py
 
 docs: $(STAMP)  ## rewrite the pages that are generated from the code
 	$(BIN)/python docs/generate.py

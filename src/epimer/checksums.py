@@ -24,15 +24,6 @@ def is_intact(data: Mapping[str, Any]) -> bool:
         return False
 
 
-def is_text(data: Any) -> bool:
-    """Whether plain data can be written as UTF-8: JSON may hold an escaped half of a character."""
-    try:
-        json.dumps(data, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
-        return False
-    return True
-
-
 def data_hash(data: Mapping[str, Any]) -> str:
     """Return the SHA-256 of plain data as JSON, without its own and whatever the order of its keys."""
     content = {key: value for key, value in data.items() if key != HASH}

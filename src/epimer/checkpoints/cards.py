@@ -43,7 +43,7 @@ def card_head(folder: Path) -> dict[str, str]:
         return {}
     try:
         head: Any = yaml.load("\n".join(rest[: rest.index("---")]), PlainLoader)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # PyYAML's own of odd tags
         return {}
     found: dict[str, str] = {}
     for key in KEYS if isinstance(head, dict) else ():

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from epimer.errors import CheckpointError
 from epimer.geometry.linalg import LowRank
+from epimer.opened_files import reason
 
 Rows = tuple[int, int] | None
 """which rows of a tensor: (first, one past the last), or all of it"""
@@ -116,7 +117,7 @@ class Checkpoint(ABC):
         try:
             return [(file.name, (now := file.stat()).st_size, now.st_mtime_ns) for file in self.files]
         except OSError as error:
-            raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from error
+            raise CheckpointError(f"{error.filename} cannot be read: {reason(error)}.") from error
 
     def size(self, name: str) -> int:
         """Return the bytes that a tensor has once it is read."""
@@ -193,7 +194,10 @@ class Pages:
             place = next((i for i, pages in enumerate(self._free) if size <= len(pages) <= 2 * size), None)
             pages = self._free.pop(place) if place is not None else None
         if pages is None:
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            try:
+                pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise MemoryError(f"{size} bytes cannot be had") from error
             pages.madvise(mmap.MADV_HUGEPAGE)
         view = memoryview(pages)
         weakref.finalize(view, self._give_back, pages).atexit = False

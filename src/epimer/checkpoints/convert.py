@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
+from functools import partial
 from pathlib import Path
 
 from epimer.checkpoints.folder import FORMATS
 from epimer.checkpoints.safetensors import DTYPE_NAMES
-from epimer.checkpoints.torchfile import TorchFile, find_ties, load_tensors
+from epimer.checkpoints.torchfile import TorchFile, find_ties, load_tensors, mapped_regions, read_mapped
 from epimer.checkpoints.writer import save_tensors
 from epimer.errors import CheckpointError, OutputError
+from epimer.opened_files import OpenedFile
 
 
 def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bool = False) -> dict[str, str]:
@@ -19,9 +22,17 @@ def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bo
         raise CheckpointError(f"{source} is not a torch file: expected {suffixes}.")
     if target.suffix != ".safetensors":
         raise OutputError(f"{target} should end in .safetensors; give the file to make.")
-    if target.exists() and not overwrite:
-        raise OutputError(f"{target} exists; choose another name, or pass --overwrite.")
-    tensors = load_tensors(source, str(source), key=key, mapped=source.exists() and zipfile.is_zipfile(source))
+
+    def check() -> None:
+        if os.path.exists(target) and not overwrite:
+            raise OutputError(f"{target} exists; choose another name, or pass --overwrite.")
+
+    check()
+    file = OpenedFile(source, str(source))
+    with file.open():
+        mapped = zipfile.is_zipfile(source)
+        tensors = load_tensors(source, str(source), key=key, mapped=mapped)
+    read = partial(read_mapped, file=file, regions=mapped_regions(source) if mapped else [])
     if not tensors:
         raise CheckpointError(f"{source} holds no tensor.")
     for name, W in tensors.items():
@@ -30,5 +41,5 @@ def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bo
         if W.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{source}: {name!r} is {W.dtype}, which safetensors cannot hold; convert it first.")
     ties = find_ties(tensors)
-    save_tensors(target, tensors, ties)
+    save_tensors(target, tensors, ties, read=read, check=check)
     return ties

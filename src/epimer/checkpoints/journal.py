@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from epimer.json_values import json_value
+
 
 class Journal:
     """A journal that begins with a key, which says what it is of."""
@@ -35,9 +37,9 @@ class Journal:
                 return None
             os.truncate(self.path, sum(map(len, lines)))
             self._hash = _hash_of(lines[-1])
-            entries = [json.loads(line.partition(b" ")[2]) for line in lines[1:]]
+            entries = [json_value(line.partition(b" ")[2]) for line in lines[1:]]
             return [entry for entry in entries if isinstance(entry, dict)]
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             return None
 
     def append(self, entries: Iterable[dict[str, Any]]) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, allocate, header, is_text, nbytes, sample_ranges
 from epimer.errors import CheckpointError
+from epimer.json_values import RepeatedKeyError, json_value
+from epimer.opened_files import OpenedFile
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -28,7 +30,6 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000  # the format's own limit
-PART = 1 << 30  # bytes per read call; Linux takes at most 2 GiB
 
 
 class Entry(NamedTuple):
@@ -46,7 +47,9 @@ class SafetensorsFile(Checkpoint):
 
     def __init__(self, path: Path, where: str = "") -> None:
         self.path, self.files, self.where, self.name = path, [path], where or str(path), path.stem
-        self.entries, self.metadata = read_header(path, self.where)
+        self.file = OpenedFile(path, self.where)
+        with self.file.open() as file:
+            self.entries, self.metadata = parse_header(file, os.fstat(file.fileno()).st_size, self.where)
         self.headers = {name: entry.W for name, entry in self.entries.items()}
         self.ties = {}
         for name, twin in self.metadata.items():  # tensors that were left out because another name holds them
@@ -56,7 +59,7 @@ class SafetensorsFile(Checkpoint):
     def read(self, name: str, rows: Rows = None) -> Tensor:
         header, start, _ = self._part(name, rows)
         W = allocate(header.shape, header.dtype)
-        self._fill(memoryview(as_bytes(W)), start)
+        self.file.fill(memoryview(as_bytes(W)), start)
         return W
 
     def prefetch(self, name: str, rows: Rows = None) -> None:
@@ -78,21 +81,8 @@ class SafetensorsFile(Checkpoint):
         ranges = sample_ranges(entry.stop - entry.start)
         buffers = [bytearray(stop - start) for start, stop in ranges]
         for buffer, (start, _) in zip(buffers, ranges, strict=True):
-            self._fill(memoryview(buffer), entry.start + start)
+            self.file.fill(memoryview(buffer), entry.start + start)
         return b"".join(buffers)
-
-    def _fill(self, buffer: memoryview, offset: int) -> None:
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(offset)
-                while buffer:
-                    count = file.readinto(buffer[:PART])
-                    if not count:
-                        message = "ends too early: it was cut while being read; copy it again."
-                        raise CheckpointError(f"{self.where} {message}")
-                    buffer = buffer[count:]
-        except OSError as error:
-            raise CheckpointError(f"{self.where} cannot be read: {error.strerror}.") from error
 
 
 def as_bytes(W: Tensor) -> Any:
@@ -110,17 +100,11 @@ def tensor_checksum(W: Tensor) -> str:
     return f"{description(W)} {zlib.crc32(as_bytes(W.contiguous())):08x}"
 
 
-def read_header(path: Path, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return a file's tensors in the order of their data, and its metadata; refuse what the format does not allow."""
-    try:
-        with path.open("rb") as file:
-            return parse_header(file, path.stat().st_size, where)
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from error
-
-
 def parse_header(file: BinaryIO, size: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the same of an open file of `size` bytes."""
+    """Return the tensors of an open file of `size` bytes in the order of their data, and its metadata.
+
+    What the format does not allow is refused.
+    """
     first = file.read(8)
     if first.startswith(b"version "):
         raise CheckpointError(f"{where} is a Git LFS pointer, not the weights; run `git lfs pull` there.")
@@ -143,29 +127,15 @@ def parse_header(file: BinaryIO, size: int, where: str) -> tuple[dict[str, Entry
 
 
 def _parse(text: bytes, where: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in table:
-                raise CheckpointError(f"{where} has {key!r} twice in its header; save the file again.")
-            table[key] = value
-        return table
-
     try:
-        parsed = json.loads(text.decode(), object_pairs_hook=unique, parse_int=_count, parse_constant=_count)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
+        parsed = json_value(text.decode(), strict=True)
+    except RepeatedKeyError as error:
+        raise CheckpointError(f"{where} has {error.key!r} twice in its header; save the file again.") from error
+    except ValueError as error:
         raise CheckpointError(f"{where} is not a safetensors file: its header is not JSON ({error}).") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where} is not a safetensors file: its header is a {type(parsed).__name__}.")
     return parsed
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise ValueError(f"{text} is no count")
-    return int(text)
 
 
 def _entry(name: str, description: Any, where: str) -> Entry:

@@ -6,40 +6,85 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, is_text, sample_bytes
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, allocate, header, is_text, sample_bytes, sample_ranges
 from epimer.checkpoints.safe_unpickle import module_tensors
+from epimer.checkpoints.safetensors import as_bytes
 from epimer.errors import CheckpointError, listed
-
-REMAP = 1 << 28  # bytes read through a mapping before it is made anew, which gives its pages back
+from epimer.opened_files import OpenedFile, reason
 
 
 class TorchFile(Checkpoint):
-    """A state dict or a module saved with `torch.save`, mapped rather than loaded."""
+    """A state dict or a module saved with `torch.save`, whose tensors are read one by one."""
 
     def __init__(self, path: Path, where: str = "") -> None:
         self.path, self.files, self.where, self.name = path, [path], where or str(path), path.stem
-        self._lock, self._touched = Lock(), 0
-        self._tensors = load_tensors(path, self.where)
-        self.headers = {name: header(W.shape, W.dtype) for name, W in self._tensors.items()}
-        self.ties = find_ties(self._tensors)
+        self._load()
+        self.headers = {name: header(W.shape, W.dtype) for name, W in self._mapped.items()}
+        self.ties = find_ties(self._mapped)
+
+    def _load(self) -> None:
+        self._file = OpenedFile(self.path, self.where)
+        with self._file.open():
+            self._mapped = load_tensors(self.path, self.where)
+        self._regions = mapped_regions(self.path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what holds in this process only."""
+        return {**self.__dict__, "_mapped": None, "_regions": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._load()
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
-        with self._lock:
-            if self._touched > REMAP:
-                self._tensors, self._touched = load_tensors(self.path, self.where), 0
-            self._touched += self.size(name)  # of the whole tensor, which is no less
-            mapped = self._tensors[name] if rows is None else self._tensors[name][slice(*rows)]
-        return mapped.clone(memory_format=torch.contiguous_format)
+        mapped = self._mapped[name] if rows is None else self._mapped[name][slice(*rows)]
+        return read_mapped(mapped, self._file, self._regions)
 
     def sample(self, name: str) -> bytes:
-        return sample_bytes(self._tensors[name])
+        mapped = self._mapped[name]
+        if not mapped.is_contiguous():
+            return sample_bytes(self.read(name))
+        flat = mapped.reshape(-1).view(torch.uint8)
+        parts = (flat[start:stop] for start, stop in sample_ranges(len(flat)))
+        return b"".join(bytes(as_bytes(read_mapped(part, self._file, self._regions))) for part in parts)
+
+
+Regions = list[tuple[int, int, int]]
+"""of memory that a file is mapped to: (first address, one past the last, offset in the file)"""
+
+
+def mapped_regions(path: Path) -> Regions:
+    """Return where a file is mapped into this process; nothing where the system does not tell."""
+    inode, regions = str(path.stat().st_ino), []
+    with suppress(OSError), open("/proc/self/maps") as lines:
+        for addresses, _, offset, _, number, *_ in map(str.split, lines):
+            if number == inode:
+                start, stop = (int(address, 16) for address in addresses.split("-"))
+                regions.append((start, stop, int(offset, 16)))
+    return regions
+
+
+def read_mapped(W: Tensor, file: OpenedFile, regions: Regions) -> Tensor:
+    """Return a copy of a tensor in a mapped file by reading the file, not its pages in memory.
+
+    A process that touches a mapped page which the file no longer has, as another process cut it, is ended by the
+    system; and pages that were touched count as this process's memory.
+    """
+    start = W.data_ptr()
+    region = next((one for one in regions if one[0] <= start < one[1]), None)
+    if region is None or not W.numel():
+        return W.clone(memory_format=torch.contiguous_format)
+    spanned = 1 + sum((n - 1) * step for n, step in zip(W.shape, W.stride(), strict=True))
+    copied = allocate((spanned,), W.dtype)
+    file.fill(memoryview(as_bytes(copied)), start - region[0] + region[2])
+    return copied.as_strided(W.shape, W.stride()).contiguous()
 
 
 def find_ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -114,7 +159,7 @@ def load(path: Path, where: str, *, mapped: bool, save: str = "model.state_dict(
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(f"{where} cannot be read: {reason(error)}.") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{where} holds Python objects that would have to be executed to be read, which epimer never does; "
@@ -123,5 +168,5 @@ def load(path: Path, where: str, *, mapped: bool, save: str = "model.state_dict(
     except CheckpointError:
         raise
     except Exception as error:  # torch raises whatever a damaged file makes it stumble over
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{where} is damaged or not a torch file ({reason}); download it again.") from error
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{where} is damaged or not a torch file ({problem}); download it again.") from error

@@ -7,7 +7,6 @@ safely on disk. Every tensor's offset is known from the start, so they may come 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from epimer.atomic_files import atomic_file, draft_path, explain_os_errors, held, sync
 from epimer.checkpoints.checkpoint import nbytes
 from epimer.checkpoints.file_checksums import join_crc, spelled_crc, weights_checksum
 from epimer.checkpoints.journal import Journal
@@ -129,7 +129,7 @@ class Draft:
             foreign = sorted(path.name for path in self.root.iterdir() if path.name not in OURS)
             if foreign:
                 raise OutputError(f"{self.root} holds {foreign[0]!r}, which epimer did not put there; move it away.")
-        with explain_os_errors(self.out, "written"), _locked(self.out):
+        with explain_os_errors(self.out, "written"), held(self.root, self.out, "merge", folder=True):
             try:
                 try:
                     self._begin()
@@ -232,7 +232,7 @@ class Draft:
         place.parent.mkdir(parents=True, exist_ok=True)
         _write_synced(place, [data])
         if place.parent != self.folder:
-            _sync(place.parent)
+            sync(place.parent)
 
     def publish(self) -> None:
         """Move the finished folder to its name."""
@@ -240,13 +240,15 @@ class Draft:
         with explain_os_errors(self.out, "written"):
             for file in self._files.values():
                 os.fsync(file)
-            _sync(self.folder)
+            sync(self.folder)
             self.check()
-            if self.out.exists() and any(self.out.iterdir()):
-                self.out.rename(self.old)
-            self.folder.rename(self.out)
-            _sync(self.out.parent)
-            finish_replacement(self.out)
+            try:
+                if self.out.exists() and any(self.out.iterdir()):
+                    self.out.rename(self.old)
+                self.folder.rename(self.out)
+                sync(self.out.parent)
+            finally:
+                finish_replacement(self.out)
 
     def discard(self) -> None:
         """Remove what was written so far."""
@@ -260,8 +262,17 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> bytes:
     return b"".join([shard.header, *(bytes(as_bytes(tensors[name].contiguous())) for name in shard.starts)])
 
 
-def save_tensors(target: Path, tensors: Mapping[str, Tensor], ties: Mapping[str, str] | None = None) -> dict[str, str]:
+def save_tensors(
+    target: Path,
+    tensors: Mapping[str, Tensor],
+    ties: Mapping[str, str] | None = None,
+    *,
+    read: Callable[[Tensor], Tensor] = lambda W: W.cpu().contiguous(),
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, str]:
     """Write tensors, of any device, to one safetensors file, which appears complete or not at all.
+
+    `read` turns one into contiguous memory as it is written; `check` is called before the file appears.
 
     Returns:
         The checksum of every tensor that was written.
@@ -271,105 +282,20 @@ def save_tensors(target: Path, tensors: Mapping[str, Tensor], ties: Mapping[str,
 
     def data() -> Iterator[Any]:
         for name in shard.starts:
-            W = tensors[name].cpu().contiguous()
+            W = read(tensors[name])
             checksums[name] = tensor_checksum(W)
             yield as_bytes(W)
 
-    with atomic_file(target) as draft:
-        _write_synced(draft, chain([shard.header], data()))
+    with atomic_file(target, check) as draft, draft.open("wb") as file:
+        file.writelines(chain([shard.header], data()))
     return checksums
-
-
-def check_file(path: Path | None) -> None:
-    """Refuse a file that could not be written, before any work is done for it."""
-    if path is not None and (path.is_dir() or not path.expanduser().parent.is_dir()):
-        why = "it is a folder; name a file" if path.is_dir() else f"there is no folder {path.parent}; make it first"
-        raise OutputError(f"{path} cannot be written: {why}.")
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that could not be made or written into, before any work is done for it."""
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir():
-        raise OutputError(f"{folder} cannot be written: {there} is no folder; choose another place.")
-    if not os.access(there, os.W_OK):
-        raise OutputError(f"{folder} cannot be written: {there} may not be changed; choose another place.")
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a file to write, which is moved to its name when the block ends well."""
-    draft = draft_path(path)
-    with explain_os_errors(path, "written"):
-        try:
-            yield draft
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-
-
-def check_new(out: Path, marker: str, *, overwrite: bool) -> None:
-    """Refuse to write where something else is; a folder that holds `marker` may be replaced if `overwrite` says so."""
-    out = out.expanduser()
-    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not out.is_dir() or not (out / marker).is_file():
-        raise OutputError(f"{out} exists and is not a folder with {marker}; choose another name.")
-    if not overwrite:
-        raise OutputError(f"{out} exists; choose another name, or pass --overwrite to replace it.")
-
-
-@contextmanager
-def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a folder to fill with files, which is moved to its name when the block ends well.
-
-    Only a folder that holds `marker`, so one of the same kind, is replaced, and only with `overwrite`.
-    """
-    out = Path(os.path.abspath(out.expanduser()))
-    draft, old = out.parent / f".{out.name}.epimer-draft", out.parent / f".{out.name}.epimer-old"
-    with explain_os_errors(out, "written"):
-        if old.exists() and not os.path.lexists(out):  # a run was killed between two renames
-            old.rename(out)
-        check_new(out, marker, overwrite=overwrite)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
-        try:
-            yield draft
-            for path in (*draft.iterdir(), draft):
-                _sync(path)
-            check_new(out, marker, overwrite=overwrite)
-            if out.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                out.rename(old)
-            draft.rename(out)
-            _sync(out.parent)
-            shutil.rmtree(old, ignore_errors=True)
-        except BaseException:
-            if old.exists() and not os.path.lexists(out):
-                old.rename(out)
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
 
 
 def recover(out: Path) -> None:
     """Finish the replacement of an output by a run that was killed, unless another run is at work."""
-    with suppress(OSError, OutputError), _locked(out):
+    root = draft_path(out)
+    with suppress(OSError, OutputError), held(root, out, "merge", folder=True, make=False):
         finish_replacement(out)
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Hold the draft of an output alone."""
-    lock = os.open(draft_path(out), os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OutputError(f"another merge is writing {out}; wait for it, or choose another name.") from error
-        yield
-    finally:
-        os.close(lock)
 
 
 def finish_replacement(out: Path) -> None:
@@ -385,29 +311,6 @@ def finish_replacement(out: Path) -> None:
     left = {path.name for path in root.iterdir()} if root.is_dir() else set()
     if "journal.jsonl" in left and "model" not in left and left <= {*OURS} and os.path.lexists(out):
         shutil.rmtree(root)
-
-
-def draft_path(out: Path) -> Path:
-    """Return where an output is kept until it is complete."""
-    return out.parent / f".{out.name}.epimer"
-
-
-@contextmanager
-def explain_os_errors(path: Path, verb: str) -> Iterator[None]:
-    """Turn an error of the system into one line with a reason and a remedy."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
-            reason = f"the disk is full ({free / 1e9:.2f} GB free); make room, or choose another place"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            reason = f"its folder may not be written to ({error.strerror}); choose another place"
-        elif error.errno == errno.EMFILE:
-            reason = "it has more files than may be open at once; take a larger --max-shard-size"
-        else:
-            reason = f"{error.strerror or error}; choose another place"
-        raise OutputError(f"{path} cannot be {verb}: {reason}.") from error
 
 
 def _reserve(file: int, size: int) -> None:
@@ -440,11 +343,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

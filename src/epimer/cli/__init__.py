@@ -12,8 +12,10 @@ from typing import Annotated
 
 import typer
 
-from epimer.cli.app import app
+from epimer.cli.app import Stop, app
 from epimer.errors import EpimerError
+from epimer.machine import out_of_memory
+from epimer.opened_files import reason
 from epimer.plain_text import visible
 
 COMMANDS = "merge verify extract_lora inspect methods convert diagnose sweep eval bench demo report curvature basis"
@@ -25,19 +27,25 @@ for command in COMMANDS.split():
 
 
 def main() -> None:
-    """Run the command line and exit: 0 for success, 2 for an error in the input, 1 for an internal error."""
+    """Run the command line and exit: 0 for success, 2 for an error in the input, 1 for an internal error.
+
+    A command that is stopped exits with 130 (Ctrl-C), 143 (SIGTERM) or 129 (the terminal is gone).
+    """
     gc.set_threshold(GARBAGE)
     try:
-        code = app(standalone_mode=False)
+        with Stop.listening():
+            code = app(standalone_mode=False)
         gc.freeze()  # what is left at the end need not be searched for garbage
         sys.exit(code)
     except EpimerError as error:
         _fail(str(error), 2)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the reader of our output has gone)
-    except MemoryError:
-        _fail("this machine has too little memory; set --max-memory to what it can spare.", 2)
     except Exception as error:
+        if out_of_memory(error):
+            _fail("this machine has too little memory; set --max-memory to what it can spare.", 2)
+        if isinstance(error, OSError) and error.errno:
+            _fail(f"{error.filename or 'a file'} cannot be used: {reason(error)}.", 2)
         if hasattr(error, "format_message"):  # an error in the arguments; no message: the help was shown
             _fail(error.format_message(), 2)
         if os.environ.get("EPIMER_DEBUG"):

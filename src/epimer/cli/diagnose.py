@@ -38,7 +38,7 @@ def diagnose(
     Works without data; where the recipe's models have a curvature folder, that is used.
     """
     from epimer.api import diagnose as run
-    from epimer.checkpoints.writer import check_file
+    from epimer.atomic_files import check_file
 
     check_file(json_file)
     check_file(html)

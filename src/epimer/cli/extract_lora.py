@@ -34,7 +34,7 @@ def extract_lora(
     What is no linear layer and moved (norms, embeddings, biases) is written whole, as PEFT's modules_to_save.
     """
     from epimer.api import extract_lora as run
-    from epimer.checkpoints.writer import check_file
+    from epimer.atomic_files import check_file
 
     check_file(record)
     with warnings.catch_warnings(record=True) as caught:

@@ -41,6 +41,10 @@ def merge(
         bool, option("Record the SHA-256 of every input file, for verify.", "--hash-inputs")
     ] = False,
     any_curvature: options.AnyCurvature = False,
+    non_finite: Annotated[
+        str | None,
+        option("On NaN or Inf in a model: error, or skip-tensor to keep the base's.", default="the recipe's, or error"),
+    ] = None,
     compat: Annotated[str | None, option("mergekit: its numbers where it departs from the papers.")] = None,
     workers: options.Workers = None,
     threads: Annotated[int, typer.Option(help="Threads for each of them.")] = 1,
@@ -59,13 +63,14 @@ def merge(
     The folder appears when it is complete. After a kill the same command goes on where it stopped.
     """
     from epimer.api import plan_merge
+    from epimer.atomic_files import check_file
     from epimer.checkpoints.hub_upload import check_upload, upload_folder
     from epimer.checkpoints.object_store import is_store
-    from epimer.checkpoints.writer import check_file
     from epimer.engine.options import RunOptions
     from epimer.engine.output import warn_of
     from epimer.engine.store_output import write_output
     from epimer.recipe.documents import merge_steps
+    from epimer.recipe.non_finite import with_non_finite
 
     progress = not (quiet or as_json)
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
@@ -88,7 +93,7 @@ def merge(
         if dry_run and (lacking := [place for place in step.reads if not Path(place).is_dir()]):
             render.print_text(f"{step.out} is planned once {', '.join(lacking)} is there: merge without --dry-run.")
             continue
-        loaded = step.recipe
+        loaded = with_non_finite(step.recipe, non_finite)
         if (lora or lora_rank is not None) and last:
             loaded = loaded.as_lora(lora_rank)
         with stoppable("nothing was written"):

@@ -100,8 +100,8 @@ def output(
     record: dict[str, Any], print_result: Callable[[], None], *, file: Path | None, as_json: bool = False, quiet: bool
 ) -> None:
     """Write a command's record to a file, if there is one, and print it: as JSON, by `print_result`, or not at all."""
+    from epimer.atomic_files import atomic_file
     from epimer.checkpoints.writer import as_json as encode
-    from epimer.checkpoints.writer import atomic_file
 
     if file is not None:
         with atomic_file(file) as draft:

@@ -45,7 +45,7 @@ def sweep(
 ) -> None:
     """Try many methods, ranks and scales: choose on validation data, report on test data, write only what is asked."""
     from epimer.api import sweep as run
-    from epimer.checkpoints.writer import check_file
+    from epimer.atomic_files import check_file
 
     check_file(out)
     with stoppable("nothing was written"), warnings.catch_warnings():

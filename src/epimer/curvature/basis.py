@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from epimer.atomic_files import atomic_folder
 from epimer.checkpoints.folder import inside
 from epimer.checkpoints.tensor_parts import CHECKSUMS, TensorParts, check_header, read_header
-from epimer.checkpoints.writer import as_json, atomic_folder, save_tensors
+from epimer.checkpoints.writer import as_json, save_tensors
 from epimer.checksums import sealed
 from epimer.curvature.format import model_fingerprint
 from epimer.errors import CurvatureError, ParameterError, short

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -105,7 +106,7 @@ class Curvature(Mapping[str, Metric]):
     @classmethod
     def load(cls, folder: str | Path, where: str = "") -> Curvature:
         """Open a curvature folder, called `where` in messages; each tensor is read from disk when it is accessed."""
-        stored = StoredMetrics(Path(folder).expanduser(), where)
+        stored = StoredMetrics(Path(os.path.expanduser(folder)), where)
         inputs = partial(read_inputs, stored.folder, stored.inputs_header, stored.where)
         curvature = cls(stored, stored.provenance, where=stored.where, inputs=inputs)
         curvature.file = stored.file

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 import epimer
+from epimer.atomic_files import atomic_folder
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside
 from epimer.checkpoints.tensor_parts import CHECKSUMS, TensorParts, check_header, read_header
-from epimer.checkpoints.writer import as_json, atomic_folder, save_tensors
+from epimer.checkpoints.writer import as_json, save_tensors
 from epimer.checksums import sealed
 from epimer.curvature.kept_inputs import KeptInputs
 from epimer.curvature.kinds import KINDS, tensors_of

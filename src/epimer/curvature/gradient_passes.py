@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
@@ -19,6 +20,7 @@ from epimer.curvature.per_sample_gradients import SampleGradients, agree
 from epimer.curvature.recorder import UNKNOWN, Recorder
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, LeftOutWarning, listed, warn
 from epimer.geometry.metric import Metric
+from epimer.machine import out_of_memory
 from epimer.methods.rules import is_matrix, stored_name
 from epimer.progress import Stage
 from epimer.tasks.batches import Batch
@@ -46,6 +48,8 @@ class Measurement:
         self.squares = False  # whether inputs of shape [N, N] belong to all of them
         self.one_by_one = False  # whether batches are taken apart, as a layer mixes their samples
         self.incomplete: set[str] = set()  # parameters that mix samples, of which a batch is missing
+        self.most: int | None = None  # samples of a batch that memory holds, where it did not hold more
+        self.added = False  # whether the batch in work is in the sums already, in part
         self.seen = 0
         unknown = [stored_name(name) for name in self.recorder.unsupported if stored_name(name) != name]
         if unknown := list(dict.fromkeys(unknown)):
@@ -67,6 +71,7 @@ class Measurement:
 
     def _emit(self, name: str, gradients: list[SampleGradients]) -> None:
         self.reached.add(name)
+        self.added = True
         if name in self.names:
             self.collector.add(name, gradients)
 
@@ -81,7 +86,8 @@ class Measurement:
             for batch in batches:
                 if not self.learned and (batch.N > 1 or not self.seen):
                     self.learned = batch.N > 1
-                    self._learn(recorder, batch)
+                    with _memory_for(batch.N):
+                        self._learn(recorder, batch)
                 self._add(recorder, replace(batch, squares=self.squares), collector, stage)
         left_out = self.left_out
         metrics = collector.finish(name for name in names if name not in left_out)
@@ -112,16 +118,33 @@ class Measurement:
             warn(LeftOutWarning(f"left out, without curvature: {parts}."))
 
     def _add(self, recorder: Recorder, batch: Batch, collector: Collector, stage: Stage) -> None:
-        """Add one batch to a collector, sample by sample where a layer mixes those of a batch."""
-        if batch.N > 1 and self.one_by_one:
-            for n in range(batch.N):
-                self._add(recorder, batch.part(n, n + 1), collector, stage)
-        elif self._measure(recorder, batch, collector):
+        """Add one batch to a collector; in parts, where a layer mixes samples or memory does not hold all of them."""
+        most = 1 if self.one_by_one else self.most or batch.N
+        if most < batch.N:
+            for start in range(0, batch.N, most):
+                self._add(recorder, batch.part(start, start + most), collector, stage)
+        elif self._measure_within_memory(recorder, batch, collector):
             self.seen += batch.N
             self.labels.seen = collector.samples = self.seen
             stage.advance(batch.N, "")
         else:
             self._add(recorder, batch, collector, stage)
+
+    def _measure_within_memory(self, recorder: Recorder, batch: Batch, collector: Collector) -> bool:
+        """Do as `_measure`, and go on with batches of half the size where that takes more memory than there is."""
+        self.added = False
+        try:
+            with _memory_for(batch.N):
+                return self._measure(recorder, batch, collector)
+        except TooLittleMemoryError:
+            if batch.N == 1 or self.added or not self.divisible:
+                raise
+        self.most = batch.N // 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        problem = f"there is too little memory for a batch of {batch.N} samples"
+        warn(EpimerWarning(f"{problem}, so the model is measured with batches of {self.most}."))
+        return False
 
     def _take_one_by_one(self, recorder: Recorder) -> bool:
         """Go on with batches of one where a layer to be measured was found to mix samples; return whether so."""
@@ -228,6 +251,23 @@ class Measurement:
                 self.labels.check_range(find_logits(outputs), batch.targets)
                 raise
             recorder.check_layouts(halves)
+
+
+class TooLittleMemoryError(CurvatureError):
+    """A batch takes more memory than there is."""
+
+
+@contextmanager
+def _memory_for(samples: int) -> Iterator[None]:
+    """Say what to do where a batch takes more memory than there is."""
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        remedy = "take a smaller --batch-size or --max-length" if samples > 1 else "take a shorter --max-length"
+        problem = f"there is too little memory for a batch of {samples} samples"
+        raise TooLittleMemoryError(f"{problem}; {remedy}, or more --passes.") from error.with_traceback(None)
 
 
 def _check_finite(metrics: Mapping[str, Metric]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epimer.atomic_files import check_new
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.lazy_tensors import LazyTensors
-from epimer.checkpoints.writer import check_new
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.distributed import process_group, ranks
@@ -130,7 +130,7 @@ def check_request(request: Request) -> StoredBasis | None:
     if request.kind is not None and KINDS[request.kind].collector is None and request.basis is None:
         raise ParameterError(f"--kind {request.kind} is measured in a basis only; make one with `epimer basis`.")
     check_new(request.out, HEADER, overwrite=request.overwrite)
-    return None if request.basis is None else StoredBasis(request.basis.expanduser(), str(request.basis))
+    return None if request.basis is None else StoredBasis(Path(os.path.expanduser(request.basis)), str(request.basis))
 
 
 def _load(request: Request) -> Task:

@@ -9,11 +9,13 @@ tried; one is accepted only if all shapes fit and no other fitting order assigns
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from epimer.checkpoints.folder import inside
-from epimer.checkpoints.torchfile import load, not_dense
+from epimer.checkpoints.torchfile import load, mapped_regions, not_dense, read_mapped
 from epimer.errors import CheckpointError, CurvatureError, ParameterError, listed, nearest, short
 from epimer.geometry.metric import Diagonal
+from epimer.opened_files import OpenedFile
 
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 FILES = ("optimizer.pt", "optimizer.bin")  # of transformers, of accelerate
@@ -44,6 +47,8 @@ class Slot:
     key: int | str
     state: Mapping[str, Any]
     group: Mapping[str, Any]
+    read: Callable[[Tensor], Tensor]
+    """copies a tensor of the state from its file"""
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -75,7 +80,7 @@ def moments(
 
 def _diagonal(slot: Slot, shape: torch.Size, moment: str, where: str) -> Diagonal:
     """Return the bias-corrected Adam moment of one parameter, the first one squared."""
-    x = _tensor(slot.state, MOMENTS[moment], where)
+    x = slot.read(_tensor(slot.state, MOMENTS[moment], where))
     x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     beta = _betas(slot, where)[list(MOMENTS).index(moment)]
     x = x / (1 - beta ** _steps(slot, where))
@@ -127,7 +132,10 @@ def _number(value: object) -> float | None:
 def _read_groups(path: Path, where: str) -> list[list[Slot]]:
     """Return the parameters of each of the optimiser's groups, in order."""
     file = _find(path, where)
-    saved = _unnest(load(file, where, mapped=zipfile.is_zipfile(file), save="optimizer.state_dict()"), where)
+    opened, mapped = OpenedFile(file, where), zipfile.is_zipfile(file)
+    with opened.open():
+        saved = _unnest(load(file, where, mapped=mapped, save="optimizer.state_dict()"), where)
+    read = partial(read_mapped, file=opened, regions=mapped_regions(file) if mapped else [])
     state, groups = saved.get("state"), saved["param_groups"]
     if not isinstance(state, Mapping) or not isinstance(groups, list):
         raise CheckpointError(f"{where} is not a whole optimizer.state_dict(): expected 'state' and 'param_groups'.")
@@ -142,15 +150,15 @@ def _read_groups(path: Path, where: str) -> list[list[Slot]]:
     if stray := state.keys() - set(keys):
         raise CheckpointError(f"{where} has state that is no parameter's: {listed(sorted(map(str, stray)))}.")
     _check_adam(state, groups, where)
-    return [[Slot(key, state.get(key, {}), group) for key in group["params"]] for group in groups]
+    return [[Slot(key, state.get(key, {}), group, read) for key in group["params"]] for group in groups]
 
 
 def _find(path: Path, where: str) -> Path:
     """Return the file with the optimiser's state: the path itself, or the file in that folder."""
     if SHARDS.search(path.name):
         raise CheckpointError(f"{where} is part of a sharded optimiser's state; {GATHER}.")
-    if not path.is_dir():
-        if path.exists() and not path.is_file():
+    if not os.path.isdir(path):
+        if os.path.exists(path) and not path.is_file():
             raise CheckpointError(f"{where} is not a regular file; copy the optimiser's state to one.")
         return path
     entries = sorted(entry.name for entry in path.iterdir())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.writer import explain_os_errors
+from epimer.atomic_files import explain_os_errors
 from epimer.curvature.kinds import tensors_of
 from epimer.errors import CurvatureError, EpimerWarning
 from epimer.geometry.metric import Metric

@@ -11,7 +11,7 @@ from epimer.checkpoints.adapter_files import CONFIG, WEIGHTS, adapter_config, ad
 from epimer.checkpoints.sidecar_files import sidecar_files
 from epimer.checkpoints.writer import Draft, as_json, plan_shards
 from epimer.engine.factors import FactorWalk
-from epimer.engine.merge import MergeWalk, joined
+from epimer.engine.merge import MergeWalk, joined, with_kept
 from epimer.engine.options import RunOptions
 from epimer.engine.output import write_files
 from epimer.engine.protocol import Engine
@@ -84,7 +84,7 @@ def _merge_all(
     records: dict[str, TensorRecord] = {}
     for job in plan.parts:
         records[job.name] = joined(records.get(job.name), done[_keys(job)[0]])
-    return records
+    return with_kept(plan, records)
 
 
 def _keys(job: Job) -> tuple[str, ...]:

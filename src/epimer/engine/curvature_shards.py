@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from epimer.atomic_files import output_path
 from epimer.checkpoints import open_checkpoint
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature, sum_of
@@ -128,7 +129,7 @@ def measure_on_cluster(request: Request, run: RunOptions, shards: int | None = N
 
 def _absolute(request: Request) -> Request:
     """Return a request whose paths hold on every machine."""
-    out = Path(os.path.abspath(request.out.expanduser()))
+    out = output_path(request.out)
     at, data = (None if text is None else _absolute_path(text) for text in (request.at, request.data))
     return replace(request, model=_absolute_path(request.model), at=at, data=data, out=out)
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 import epimer
+from epimer.atomic_files import explain_os_errors, output_path
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.file_checksums import data_checksum, hash_files
-from epimer.checkpoints.folder import DIFFUSERS
+from epimer.checkpoints.folder import DIFFUSERS, parse_json
 from epimer.checkpoints.hub import HUB_NAME, fetch_code
 from epimer.checkpoints.sentence_modules import sentence_files
 from epimer.checkpoints.sidecar_files import (
@@ -24,11 +25,10 @@ from epimer.checkpoints.sidecar_files import (
     code_files,
     left_behind,
     names_code,
-    parse_json,
     read_sidecar,
     sidecar_files,
 )
-from epimer.checkpoints.writer import Draft, Shard, as_json, explain_os_errors, plan_shards, recover, shard_index
+from epimer.checkpoints.writer import Draft, Shard, as_json, plan_shards, recover, shard_index
 from epimer.checksums import sealed
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
@@ -37,7 +37,7 @@ from epimer.engine.modules import merged_modules
 from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
 from epimer.engine.written import WritingWalk
-from epimer.errors import DataError, EpimerWarning, OutputError, listed, warn
+from epimer.errors import DataError, EpimerError, EpimerWarning, OutputError, listed, warn
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
 from epimer.plan.participants import Participants
@@ -90,7 +90,7 @@ def write_files(
     """
     started = time.perf_counter()
     sidecars = sidecars | {RECIPE: plan.public_recipe().encode()}
-    out = Path(os.path.abspath(out.expanduser()))
+    out = output_path(out)
     recover(out)
     record = finished(out, plan, shards, sidecars)
     if record is not None and (record.input_files is not None or not hash_inputs):
@@ -165,7 +165,9 @@ def merge_record(
     shown = {} if first is None else {name: _plain(value) for name, value in plan.method.values(first.options).items()}
     weights = (prepared and prepared.weights) or (first.weights if first is not None else ())
     known: dict[str, Any] = {"unlabelled": plan.unlabelled, "choices": plan.choices}
-    known["untouched"] = _untouched(plan.participants, tensors)
+    known["untouched"], unchanged = _untouched(plan.participants, tensors)
+    trims = {job.name for job in plan.jobs if job.rule == "elementwise" and not job.is_weighted_sum}
+    known["lost"] = tuple(name for name in unchanged if name not in trims) or None  # what is trimmed is meant to be
     if plan.recipe is not None:
         known |= {
             "models": tuple((one.checkpoint.name, one.checkpoint.fingerprint) for one in plan.participants.all),
@@ -181,18 +183,20 @@ def merge_record(
     return MergeRecord(plan.method.name, shown, tuple(weights), tensors, **known)
 
 
-def _untouched(participants: Participants, tensors: Mapping[str, TensorRecord]) -> float:
+def _untouched(participants: Participants, tensors: Mapping[str, TensorRecord]) -> tuple[float, list[str]]:
     """Return the share of the parameters that some model has changed and that did not change in the merge.
 
-    Only tensors that did not change in the merge are looked at in the models, and of those some entries.
+    With it come the names of the tensors that were merged all the same. Only tensors that did not change in the merge
+    are looked at in the models, and of those some entries.
     """
-    changed, left = 0, 0
+    changed, left, unchanged = 0, 0, list[str]()
     for name, tensor in tensors.items():
         if tensor.rule not in ("copy", "skip") and not tensor.unchanged:
             changed += tensor.parameters
         elif tensor.parameters and participants.moved(name):
             left += tensor.parameters
-    return left / (changed + left) if left else 0.0
+            unchanged += [name] if tensor.unchanged else []
+    return left / (changed + left) if left else 0.0, unchanged
 
 
 def _plain(value: Any) -> Any:
@@ -218,6 +222,9 @@ def warn_of(record: MergeRecord) -> None:
         )
         text = f"{text}; look at the rules, or at scale and dtype."
         warn(EpimerWarning(text, method=record.method))
+    elif record.lost:
+        text = f"what models changed in {listed(record.lost)} is lost in the merge, which has the base's tensor there"
+        warn(EpimerWarning(f"{text}; raise scale, or write a wider dtype.", method=record.method))
     lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
     if lowered:
         ranks = sorted({rank for name in lowered if (rank := records[name].rank) is not None})
@@ -236,7 +243,7 @@ def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, byt
     """Return the record of an output that is already what the plan would make."""
     try:
         record = _recorded(out)
-    except DataError:
+    except EpimerError:
         return None
     sizes = {shard.file: shard.size for shard in shards}
     if record is None or record.request != plan.request or not sizes.items() <= record.files.items():
@@ -251,11 +258,8 @@ def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, byt
 
 def _recorded(out: Path) -> MergeRecord | None:
     """Return the record in a folder; None where there is none."""
-    try:
-        data = (out / RECORD).read_bytes()
-    except OSError:
-        return None
-    return MergeRecord.from_json(data, str(out / RECORD))
+    data = read_sidecar(out, RECORD)
+    return None if data is None else MergeRecord.from_json(data, str(out / RECORD))
 
 
 def check_output(out: Path, participants: Participants, *, overwrite: bool) -> None:
@@ -281,7 +285,7 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         )
     try:
         record = _recorded(out)
-    except DataError as error:
+    except EpimerError as error:
         raise OutputError(f"{out} is not replaced: {error}") from error
     if record is None:
         raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.")

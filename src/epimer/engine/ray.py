@@ -26,6 +26,7 @@ from epimer.engine.protocol import JobT, LoadedT, ResultT, Walk
 from epimer.engine.threads import Threads
 from epimer.engine.written import WritingWalk
 from epimer.errors import EpimerError, OutputError, ParameterError
+from epimer.machine import out_of_memory
 
 AHEAD = 2  # jobs that are submitted and not done, per worker, where workers take all of the cluster
 KEPT = 16  # jobs that are submitted and whose results are not consumed, per worker
@@ -180,13 +181,17 @@ def run_job(
         known = [job, *getattr(job, "jobs", ())]
         with torch.no_grad():
             result = walk.work(job, walk.read(job), torch.device(device))
-    except torch.OutOfMemoryError:
-        what, node = getattr(known[0], "name", "this work"), os.uname().nodename
-        result = OutputError(f"a GPU of {node} has too little memory for {what!r}; use --device cpu, or larger ones.")
     except EpimerError as error:
         result = error
     except Exception as error:
-        result = RuntimeError(f"{type(error).__name__}: {error} (on {os.uname().nodename})")
+        node = os.uname().nodename
+        result = RuntimeError(f"{type(error).__name__}: {error} (on {node})")
+        if out_of_memory(error):
+            what = getattr(known[0] if known else None, "name", "this work")
+            who, remedy = (
+                (node, "set --max-memory lower") if device == "cpu" else (f"a GPU of {node}", "use --device cpu")
+            )
+            result = OutputError(f"{who} has too little memory for {what!r}; {remedy}, or take larger ones.")
     try:
         return pack(result, scratch, str(number), known=known, load=read_tensor)
     except EpimerError as error:

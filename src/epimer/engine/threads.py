@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from queue import Empty, Full, Queue
 from threading import Condition, Event, Thread
 from typing import Any, Generic, TypeVar
@@ -17,6 +18,7 @@ from torch import Tensor
 from epimer.engine.protocol import JobT, LoadedT, ResultT, Walk
 from epimer.errors import OutputError, ParameterError
 from epimer.geometry.decompositions import eigh
+from epimer.machine import out_of_memory
 
 J = TypeVar("J")
 L = TypeVar("L")
@@ -80,6 +82,41 @@ class Budget:
             self._changed.notify_all()
 
 
+class Turns:
+    """Lets jobs be worked on at once, or one of them alone."""
+
+    def __init__(self) -> None:
+        self.working, self.taken = 0, False
+        self._changed = Condition()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Work beside others, unless one is alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.taken)
+            self.working += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.working -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait for the others, and work while they wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.taken)
+            self.taken = True
+            self._changed.wait_for(lambda: not self.working)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.taken = False
+                self._changed.notify_all()
+
+
 class _Failure:
     """An error in place of a result."""
 
@@ -94,7 +131,7 @@ class _Run(Generic[J, L, R]):
         self, walk: Walk[Any, Any, Any], devices: Sequence[torch.device], threads: int, budget: Budget
     ) -> None:
         self.walk, self.devices, self.threads, self.budget = walk, devices, threads, budget
-        self.stop = Event()
+        self.stop, self.turns = Event(), Turns()
         self.todo: Queue[tuple[int, J, L] | None] = Queue(maxsize=AHEAD * len(devices))
         self.done: Queue[tuple[int, R | _Failure]] = Queue()
 
@@ -130,11 +167,10 @@ class _Run(Generic[J, L, R]):
             self.budget.take(job.memory, self.stop)
             if self.stop.is_set():
                 return
-            try:
-                with torch.no_grad():
-                    loaded = self.walk.read(job)
-            except BaseException as error:
-                self.done.put((i, _Failure(error)))
+            with torch.no_grad():
+                loaded = self._attempt(partial(self.walk.read, job), job, torch.device("cpu"))
+            if isinstance(loaded, _Failure):
+                self.done.put((i, loaded))
                 break
             self._offer((i, job, loaded))
             del loaded
@@ -148,24 +184,43 @@ class _Run(Generic[J, L, R]):
             while (item := self._next()) is not None:
                 i, job, loaded = item
                 del item
-                try:
-                    if stream is not None:
-                        stream.wait_stream(torch.cuda.default_stream(device))
-                    result: R | _Failure = self.walk.work(job, loaded, device)
-                    if stream is not None:
-                        stream.synchronize()
-                        _keep_for(torch.cuda.default_stream(device), result)
-                except torch.OutOfMemoryError as error:
-                    what = getattr(job, "name", "this work")
-                    message = f"{device} has too little memory for {what!r}; use --device cpu, or a larger device."
-                    refusal = OutputError(message)
-                    refusal.__cause__ = error
-                    result = _Failure(refusal)
-                except BaseException as error:
-                    result = _Failure(error)
+                inputs = [loaded]
                 del loaded
+                result: R | _Failure = self._attempt(partial(self._work_on, inputs, job, device, stream), job, device)
                 self.done.put((i, result))
                 del result
+
+    def _work_on(self, inputs: list[Any], job: J, device: torch.device, stream: torch.cuda.Stream | None) -> R:
+        """Return the result of a job; where its inputs were used up in vain, they are read again."""
+        loaded = inputs.pop() if inputs else self.walk.read(job)
+        if stream is None:
+            return self.walk.work(job, loaded, device)
+        stream.wait_stream(torch.cuda.default_stream(device))
+        result: R = self.walk.work(job, loaded, device)
+        stream.synchronize()
+        _keep_for(torch.cuda.default_stream(device), result)
+        return result
+
+    def _attempt(self, run: Callable[[], Any], job: J, device: torch.device) -> Any:
+        """Return what `run` returns, or its failure; where there is too little memory, it is run again alone."""
+        with self.turns.shared():
+            result = _outcome(run)
+        if not isinstance(result, _Failure) or not out_of_memory(result.error):
+            return result
+        del result  # and with its traceback all that it holds
+        with self.turns.alone():
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            result = _outcome(run)
+        if isinstance(result, _Failure) and out_of_memory(result.error):
+            what = f"too little memory for {getattr(job, 'name', 'this work')!r}"
+            remedy = "free some, or set --max-memory and --workers lower"
+            problem = f"{device} has {what}; use --device cpu, or a larger device."
+            refusal = OutputError(f"this machine has {what}; {remedy}." if device.type == "cpu" else problem)
+            refusal.__cause__ = result.error.with_traceback(None)
+            return _Failure(refusal)
+        return result
 
     def _offer(self, item: tuple[int, J, L] | None) -> None:
         while not self.stop.is_set():
@@ -178,6 +233,14 @@ class _Run(Generic[J, L, R]):
             with suppress(Empty):
                 return self.todo.get(timeout=0.1)
         return None
+
+
+def _outcome(run: Callable[[], Any]) -> Any:
+    """Return what a call returns, or its failure."""
+    try:
+        return run()
+    except BaseException as error:
+        return _Failure(error)
 
 
 @cache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from epimer.checkpoints.writer import check_file
+from epimer.atomic_files import check_file
 from epimer.errors import ParameterError, nearest
 from epimer.evaluation.evaluate import Evaluation, evaluate
 from epimer.evaluation.lm_eval import HARNESSES, run_harness

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from epimer.errors import DataError
 from epimer.geometry.linalg import nonfinite
+from epimer.machine import out_of_memory
 from epimer.tasks.batches import Batch
 from epimer.tasks.labels import IGNORED, logits_of
 
@@ -226,12 +227,28 @@ class Suite:
 
     @torch.no_grad()
     def _per_sample(self, state: State, task: SuiteTask, split: str, function: SampleFunction) -> Tensor:
-        """Return the function's value for every sample of a split."""
+        """Return the function's value for every sample of a split, in batches that memory holds."""
         count = len(task.splits[split])
         if not count:
             raise DataError(f"{self.name}: task {task.name!r} has no sample in {split}; give at least one.")
-        network, results = self.network(state, task), list[Tensor]()
-        for inputs, targets in task.splits[split].batches(self.batch):
+        network, size = self.network(state, task), min(self.batch, count)
+        while True:
+            try:
+                return self._in_batches(network, task, split, function, size)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                if size == 1:
+                    problem = f"there is too little memory for one {split} sample of task {task.name!r}"
+                    raise DataError(f"{self.name}: {problem}; free some, or take another device.") from None
+            size //= 2
+
+    def _in_batches(
+        self, network: nn.Module, task: SuiteTask, split: str, function: SampleFunction, size: int
+    ) -> Tensor:
+        """Return the function's value for every sample of a split, `size` of them at a time."""
+        count, results = len(task.splits[split]), list[Tensor]()
+        for inputs, targets in task.splits[split].batches(size):
             self._check_labels(task, split, targets)
             values = function(Batch(inputs, targets, 0).run(network), targets)
             if not isinstance(values, Tensor):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from epimer.errors import EpimerError, ParameterError, nearest
 from epimer.evaluation.suite import Data, State, Suite, SuiteTask
+from epimer.machine import out_of_memory
 
 LIBRARY_FOLDERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]))
 """folders of code that the user did not write"""
@@ -69,9 +70,11 @@ def one_line_errors(label: str) -> Iterator[None]:
     """Turn any exception in the user's code, which `label` names, into one line; usable as a decorator too."""
     try:
         yield
-    except (EpimerError, MemoryError):
+    except EpimerError:
         raise
     except (Exception, SystemExit) as error:
+        if out_of_memory(error):
+            raise
         raise _failure(label, error) from error
 
 

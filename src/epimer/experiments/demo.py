@@ -10,15 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from epimer.api import diagnose_state_dicts
-from epimer.checkpoints.writer import (
-    as_json,
-    atomic_file,
-    atomic_folder,
-    check_file,
-    check_folder,
-    check_new,
-    save_tensors,
-)
+from epimer.atomic_files import atomic_file, atomic_folder, check_file, check_folder, check_new
+from epimer.checkpoints.writer import as_json, save_tensors
 from epimer.evaluation.suite import Suite
 from epimer.experiments.bench import COARSE_SCALES, Bench, Outcome, all_candidates
 from epimer.experiments.glyphs8.build import load

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.writer import as_json, atomic_file, explain_os_errors
+from epimer.atomic_files import atomic_file, explain_os_errors
+from epimer.checkpoints.writer import as_json
 from epimer.evaluation.statistics import EXACT, Scores, compare, holm
 from epimer.evaluation.suite import Suite, SuiteTask
 from epimer.records import Dots, Experiment, Lines, Maps

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.writer import check_folder
+from epimer.atomic_files import check_folder
 from epimer.errors import DataError, ParameterError, nearest
 from epimer.evaluation.open_suite import open_suite
 from epimer.experiments.basins import WITHOUT_SUITE

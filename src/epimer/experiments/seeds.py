@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from epimer.checkpoints.writer import check_folder
+from epimer.atomic_files import check_folder
 from epimer.errors import DataError, ParameterError
 from epimer.evaluation.open_suite import open_suite
 from epimer.evaluation.statistics import sign_flip_p

@@ -14,6 +14,7 @@ from pydantic import Field
 from epimer.plain_text import markdown_line, table_cell
 from epimer.records.record import Record
 
+FARTHEST, NEAREST = 1e100, 1e-100  # of the ends of a landscape's axes, and of their distance
 Point = tuple[float, float, float, float]
 """x, y and the ends of y's interval"""
 
@@ -88,8 +89,8 @@ class Maps:
                 raise ValueError(f"map {name!r} is not of {len(self.b)} x {len(self.a)} values")
         for name, axis in (("a", self.a), ("b", self.b)):
             rising = all(low < high for low, high in pairwise(axis))
-            if len(axis) < 2 or not rising or not all(map(math.isfinite, axis)):
-                raise ValueError(f"{name} must be two or more rising numbers")
+            if len(axis) < 2 or not rising or not all(abs(x) < FARTHEST for x in axis) or axis[-1] - axis[0] < NEAREST:
+                raise ValueError(f"{name} must be two or more rising numbers that can be drawn")
 
 
 @dataclass(frozen=True)

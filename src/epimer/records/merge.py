@@ -75,7 +75,7 @@ class MergeRecord(Record):
     """How a merge was done: the method, its parameters and every tensor's rule."""
 
     kind: ClassVar[str] = "merge"
-    omitted: ClassVar[frozenset[str]] = frozenset({"error", "input_files"})
+    omitted: ClassVar[frozenset[str]] = frozenset({"error", "input_files", "lost"})
 
     method: str
     parameters: dict[str, Any]
@@ -113,6 +113,8 @@ class MergeRecord(Record):
     """name and SHA-256 of every file that was read for tensors and curvature, where that was asked for"""
     environment: dict[str, str] = field(default_factory=dict)
     """what the last digits depend on: the version of torch, the kind of device, the number of threads"""
+    lost: tuple[str, ...] | None = None
+    """tensors that models changed and that were merged to the base's again; None for none"""
 
     @property
     def shares(self) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -10,8 +9,9 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from epimer.checksums import is_intact, is_text
+from epimer.checksums import is_intact
 from epimer.errors import DataError, short
+from epimer.json_values import json_value
 
 T = TypeVar("T")
 
@@ -37,11 +37,11 @@ class Record:
     def from_json(cls, text: bytes, where: str) -> Self:
         """Return the record in the text of a JSON file, or raise a DataError that names the file `where`."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = json_value(text)
+        except ValueError as error:
             raise DataError(f"{where} is not a record of epimer: it is not JSON; make it again.") from error
-        if not isinstance(data, dict) or not is_text(data):
-            raise DataError(f"{where} is not a record of epimer: expected an object in UTF-8; make it again.")
+        if not isinstance(data, dict):
+            raise DataError(f"{where} is not a record of epimer: expected an object; make it again.")
         return cls.from_dict(data, where)
 
     @classmethod

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from epimer.errors import OutputError
+from epimer.atomic_files import atomic_file, explain_os_errors
 from epimer.report.page import build, standalone
 from epimer.report.read import gather, read_records
 
@@ -20,10 +20,8 @@ def make_report(
     written = [write(Path(out), build(records))]
     if figures is not None:
         folder = Path(figures)
-        try:
+        with explain_os_errors(folder, "made"):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"{folder} cannot be made: {error.strerror}; choose another place.") from error
         written += [write(folder / name, content) for name, content in standalone(records)]
     return written
 
@@ -34,14 +32,7 @@ def write_page(data: Iterable[Mapping[str, Any]], out: Path) -> Path:
 
 
 def write(path: Path, content: str) -> Path:
-    """Write a text file under another name first."""
-    draft = path.parent / f".{path.name}.epimer"
-    try:
-        try:
-            draft.write_text(content, encoding="utf-8", newline="\n")
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}; choose another place.") from error
+    """Write a text file, which appears complete or not at all."""
+    with atomic_file(path) as draft:
+        draft.write_text(content, encoding="utf-8", newline="\n")
     return path

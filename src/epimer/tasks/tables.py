@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from epimer.errors import DataError, listed, nearest, short
+from epimer.json_values import json_value
+from epimer.opened_files import OpenedFile, reason
 
 BOM = b"\xef\xbb\xbf"
 PEEK = 100  # rows of a .jsonl file whose keys are its columns
@@ -106,8 +107,8 @@ class Lines(Table):
     def __init__(self, path: Path, *, plain: bool = False) -> None:
         self.path, self.name, self.folder, self.plain = path, path.name, path.parent, plain
         self.starts, self.numbers = array("Q"), array("Q")
-        position = 0
-        with reading(path), path.open("rb") as file:
+        self.file, position = OpenedFile(path, path.name, DataError), 0
+        with self.file.open() as file:
             for number, line in enumerate(file, 1):
                 if line.removeprefix(BOM if number == 1 else b"").strip():
                     self.starts.append(position)
@@ -119,13 +120,13 @@ class Lines(Table):
         return len(self.starts)
 
     def row(self, i: int) -> dict[str, Any]:
-        with reading(self.path), self.path.open("rb") as file:
+        with self.file.open() as file:
             file.seek(self.starts[i])
             line = file.readline().removeprefix(BOM if self.starts[i] == 0 else b"")
         try:
             text = line.decode("utf-8").strip()
-            value = {"text": text} if self.plain else json.loads(text)
-        except (ValueError, RecursionError) as error:
+            value = {"text": text} if self.plain else json_value(text)
+        except ValueError as error:
             kind = "UTF-8 text" if self.plain or isinstance(error, UnicodeDecodeError) else "JSON"
             raise DataError(f"{self.where(i)} is not {kind}: {error}; write one row per line.") from error
         return _object(value, self.where(i))
@@ -159,8 +160,8 @@ def read_json_table(path: Path) -> Table:
     if first.startswith(b"{") and _is_json(first.splitlines()[0]):
         return Lines(path)
     try:
-        values = json.loads(data.decode("utf-8-sig")) if first else []
-    except (ValueError, RecursionError) as error:
+        values = json_value(data) if first else []
+    except ValueError as error:
         raise DataError(f"{path.name} is not JSON: {error}; expected a list of objects.") from error
     if not isinstance(values, list):
         raise DataError(f"{path.name} holds a {type(values).__name__}, expected a list of objects, one per row.")
@@ -302,7 +303,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path.name} cannot be read: {error.strerror}.") from error
+        raise DataError(f"{path.name} cannot be read: {reason(error)}.") from error
 
 
 def files_under(folder: Path) -> Iterator[str]:
@@ -326,7 +327,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line)
-    except (ValueError, RecursionError):
+        json_value(line)
+    except ValueError:
         return False
     return True

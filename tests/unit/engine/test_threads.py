@@ -102,8 +102,46 @@ def test_a_device_without_memory_is_named_with_the_job():
         def work(self, job, loaded, device):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(OutputError, match="cpu has too little memory for '7'; use --device cpu"):
+    with pytest.raises(OutputError, match="this machine has too little memory for '7'; free some, or set --max-memory"):
         list(Threads([CPU]).map(Greedy([Job("7")])))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), "torch's own"])
+@pytest.mark.parametrize("where", ["read", "work"])
+def test_a_job_without_memory_is_tried_again_while_no_other_job_runs(where, error):
+    failed, together, busy, lock = set(), [], [0], threading.Lock()
+
+    class Tight(Squares):
+        def _use(self, job):
+            with lock:
+                busy[0] += 1
+                together.append((job.name in failed, busy[0]))
+            try:
+                time.sleep(0.01)
+                if job.name in ("2", "5") and job.name not in failed:
+                    failed.add(job.name)
+                    if isinstance(error, str):
+                        torch.empty(1 << 60, dtype=torch.uint8)
+                    raise error
+            finally:
+                with lock:
+                    busy[0] -= 1
+
+        def read(self, job):
+            if where == "read":
+                self._use(job)
+            return super().read(job)
+
+        def work(self, job, loaded, device):
+            if where == "work":
+                self._use(job)
+            return super().work(job, loaded, device)
+
+    jobs = [Job(str(i)) for i in range(12)]
+    found = {job.name: result for job, result in Threads([CPU] * 3).map(Tight(jobs))}
+    assert found == {job.name: result for job, result in Threads([CPU]).map(Squares(jobs))}
+    assert failed == {"2", "5"}
+    assert [count for again, count in together if again] == [1, 1]
 
 
 def test_torch_s_threads_are_as_before_afterwards():

@@ -318,7 +318,7 @@ def test_it_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     out.write_text("before")
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        with pytest.raises(OutputError, match=r"page\.html cannot be written: No space left"):
+        with pytest.raises(OutputError, match=r"page\.html cannot be written: the disk is full"):
             make_report([records], out)
     assert out.read_text() == "before"
     made = make_report([records], out, tmp_path / "figures")

@@ -6,7 +6,6 @@ See docs/glyphs8.md for the choices behind it and for its results.
 from __future__ import annotations
 
 import copy
-import fcntl
 import hashlib
 import itertools
 import json
@@ -23,8 +22,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from epimer.atomic_files import draft_path, empty_folder, explain_os_errors, held
 from epimer.checkpoints import open_checkpoint
-from epimer.checkpoints.writer import as_json, draft_path, explain_os_errors, save_tensors
+from epimer.checkpoints.writer import as_json, save_tensors
 from epimer.errors import DataError, EpimerError
 from epimer.evaluation.suite import Split, Suite, SuiteTask
 from epimer.experiments.glyphs8.tasks import SPLITS, TASKS, GlyphTask, LabeledImages, draw_pool
@@ -92,11 +92,9 @@ def _locked_draft(place: Path) -> Iterator[Path]:
     draft = draft_path(place)
     with explain_os_errors(place, "written"):
         place.parent.mkdir(parents=True, exist_ok=True)
-        with draft.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            shutil.rmtree(draft, ignore_errors=True)  # left by a killed process
-            draft.mkdir()
+        with held(draft, place, folder=True, wait=True):
             try:
+                empty_folder(draft)  # of what a killed process left
                 yield draft
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
