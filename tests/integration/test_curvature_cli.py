@@ -971,8 +971,8 @@ def test_what_is_missing(here):
 
 def test_factors_of_another_library_are_imported(here):
     """Our own factors as sums in kronfluence's files, under the layers' names: the same curvature again."""
-    done("curvature", *on("llama"), "--out", "measured")
-    measured = epimer.Curvature.load("measured")
+    done("curvature", *on("llama"), "--out", "own.curv")
+    measured = epimer.Curvature.load("own.curv")
     layers = {name.removesuffix(".weight"): metric for name, metric in measured.items()}
     tokens = {layer: torch.tensor([measured.provenance.counts[f"{layer}.weight"]]) for layer in layers}
     Path("factors_x").mkdir()
@@ -983,8 +983,8 @@ def test_factors_of_another_library_are_imported(here):
         save_file(factors, f"factors_x/{side}_covariance.safetensors")
         save_file(tokens, f"factors_x/num_{side}_covariance_processed.safetensors")
     how = ("curvature", "llama/one", "--task", "causal-lm", "--import", "factors_x")
-    assert "factors of kronfluence" in done(*how, "--samples", ROWS, "--out", "imported")
-    found = epimer.Curvature.load("imported")
+    assert "factors of kronfluence" in done(*how, "--samples", ROWS, "--out", "imported.curv")
+    found = epimer.Curvature.load("imported.curv")
     assert list(found) == list(measured)
     assert found.provenance.model == measured.provenance.model
     for name, metric in found.items():
