@@ -17,11 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import struct
-import subprocess
-import sys
 import tempfile
-import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -30,29 +26,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plans_hold import NAME, SAMPLES, metric_of, recipe_of, write_models
-from projected_is_small import orthonormal
+from plans_hold import NAME, SAMPLES, measure_apart, metric_of, recipe_of, write_models, write_projected
 
 import epimer
 from epimer.api import plan_merge
-from epimer.checkpoints import open_checkpoint
-from epimer.curvature.basis import save_basis
 from epimer.curvature.collectors import WIDEST
 from epimer.curvature.curvature import Curvature, Provenance
 from epimer.curvature.format import FORMAT, HEADER, NUMBERS
-from epimer.engine.memory import SLACK, resident_memory
 from epimer.engine.options import RunOptions
-from epimer.engine.output import write_merge
 from epimer.errors import EpimerError
-from epimer.geometry.metric import Projected
-from epimer.geometry.subspace import Tagged, tensor_product
 from epimer.methods.registry import Method
 from epimer.plan.memory import METHOD
 from epimer.plan.time import Speeds, measured_speeds
 
-SHAPES, RANK = ["4096x14336", "8192x28672"], 32
+SHAPES, PROJECTED = ["4096x14336", "8192x28672"], "kronecker-tensor"
 IN_A_BASIS = ("epimer_kron", "mats")  # methods that are also merged with projected factors
-LEEWAY = 1 << 24  # bytes beyond the plan that the limit of a process allows
 Shape = tuple[int, int]
 
 
@@ -70,16 +58,16 @@ class Inputs:
 
     def recipe(self, row: Method, kind: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
         """Return the recipe of one case; its curvature is written if it is not there."""
-        projected = kind == "projected"
         if kind is not None and not (self.place / f"{kind}0").exists():
             for seed in (0, 1):
-                self._write_projected(seed) if projected else self._write_curvature(kind, seed)
-        recipe = recipe_of(self.place, row, kind, self.tasks, parameters)
-        return recipe | ({"basis": str(self.place / "basis")} if projected else {})
+                self._write_curvature(kind, seed)
+        return recipe_of(self.place, row, kind, self.tasks, parameters)
 
     def _write_curvature(self, kind: str, seed: int) -> None:
         (m, n), folder = self.shape, self.place / f"{kind}{seed}"
-        if kind == "kronecker" and max(self.shape) > WIDEST:  # as a measurement leaves it out
+        if kind == PROJECTED:
+            write_projected(self.place, "kronecker", "tensor", self.shape, self.tasks, seed)
+        elif kind == "kronecker" and max(self.shape) > WIDEST:  # as a measurement leaves it out
             why = f"a factor of side {max(self.shape)} is too large to keep without --basis (basis=)"
             other = {"other.weight": metric_of(kind, (4, 4), seed)}
             Curvature(other, Provenance(kind, left_out={NAME: why})).save(folder)
@@ -91,22 +79,6 @@ class Inputs:
             write_empty(folder / NUMBERS, {f"{NAME}.{part}": shape for part, shape in shapes[kind].items()}, "F32")
         else:
             Curvature({NAME: metric_of(kind, self.shape, seed)}, Provenance(kind)).save(folder)
-
-    def _write_projected(self, seed: int) -> None:
-        """Write factors projected on a random basis of these models, which is written with the first."""
-        width = min(RANK * self.tasks, *self.shape)
-        if not seed:
-            U, V = (orthonormal(side, width, "cpu") for side in self.shape)
-            owner = torch.arange(width) * self.tasks // width
-            self.basis = tensor_product(Tagged(U, V, torch.linspace(2, 1, width), owner))
-            models = [open_checkpoint(str(self.place / f"m{t}.safetensors")) for t in range(self.tasks + 1)]
-            about = {"rank": RANK, "models": [model.fingerprint for model in models]}
-            save_basis([(NAME, self.basis)], self.place / "basis", about=about)
-        X = torch.randn(2, width, 2 * width)
-        G, A = X @ X.mT / (2 * width)
-        fingerprint = json.loads((self.place / "basis" / "basis.json").read_text())["fingerprint"]
-        metric = Projected(A=A, G=G, basis=self.basis)
-        Curvature({NAME: metric}, Provenance("kronecker", basis=fingerprint)).save(self.place / f"projected{seed}")
 
 
 def write_empty(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
@@ -129,7 +101,7 @@ def cases(names: list[str]) -> Iterator[tuple[Method, str | None]]:
         row = epimer.describe_method(name)
         yield row, row.curvature if row.needs_curvature else None
         if name in IN_A_BASIS:
-            yield row, "projected"
+            yield row, PROJECTED
 
 
 def planned(recipe: dict[str, Any], limit: str | None, speeds: Speeds) -> dict[str, Any]:
@@ -151,36 +123,6 @@ def planned(recipe: dict[str, Any], limit: str | None, speeds: Speeds) -> dict[s
         smaller = [(name, value) for name, value, needed in plan.parts[0].smaller() if needed <= room]
         fitting = [(name, value) for name, value in smaller if name != METHOD]  # a method has a row of its own
         return told | {"refused": str(error), "instead": dict(fitting[:1])}
-    return told
-
-
-def measure(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
-    """Return the bytes and the seconds that a merge of this process takes."""
-    plan = plan_merge(recipe, any_curvature=True)
-    plan.check()
-    X = torch.randn(256, 256, dtype=torch.float64)
-    for warm_up in (X, X.float()):  # loads libraries
-        torch.linalg.eigh(warm_up @ warm_up.T), torch.linalg.svd(warm_up), torch.linalg.qr(warm_up)
-    before = resident_memory()
-    run = RunOptions("cpu", workers=1, max_memory=before + SLACK + plan.memory + LEEWAY)
-    Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's peak anew
-    started = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        record = write_merge(plan, place / "out", run, overwrite=True)
-    seconds, lines = time.perf_counter() - started, Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    told = record.tensors[NAME]
-    return {"taken": peak - before, "peak": peak, "seconds": seconds, "status": told.status, "residual": told.residual}
-
-
-def measure_apart(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
-    """Return what `measure` returns in a process of its own."""
-    file = place / "recipe.json"
-    file.write_text(json.dumps(recipe))
-    command = [sys.executable, __file__, "--one", str(file)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    told: dict[str, Any] = json.loads(done.stdout)
     return told
 
 
@@ -212,7 +154,7 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def line(row: dict[str, Any]) -> str:
     """Return a row in words."""
-    method = row["method"] + (" in a basis" if row["kind"] == "projected" else "")
+    method = row["method"] + (" in a basis" if row["kind"] == PROJECTED else "")
     method += "".join(f", {name}: {value}" for name, value in row["options"].items())
     what = f"{method:28} {row['shape']:>11} T = {row['tasks']} "
     if "planned" in row:
@@ -245,7 +187,6 @@ def growth(rows: list[dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     """Measure every case, and print plan against what was taken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--methods", nargs="+")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--tasks", nargs="+", type=int, default=[3, 8])
@@ -255,9 +196,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where there is room for the files")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measure(json.loads(options.one.read_text()), options.one.parent)))
-        return
     found = []
     for row in compare(options):
         found.append(row)

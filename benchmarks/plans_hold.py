@@ -1,9 +1,15 @@
-"""Claim: no merge takes more memory than its plan says, and a plan says at most 1.6 times what is taken.
+"""Claim: no merge takes more memory than its plan says, and a plan says at most 1.5 times what is taken.
 
-One matrix of T models is merged through a recipe in a process of its own, for every method, basis, shape and T. What is
-taken is the kernel's peak for the process, less what it had before the first tensor was read.
+One matrix of T models is merged through a recipe in a process of its own: by every method and its mergekit form, in
+every basis it takes, under every kind of curvature it accepts, at two shapes and two numbers of models. What is taken
+is the kernel's peak for the process, under the limit that the plan names, less what it had before the first tensor was
+read: other people's load does not change it. The shapes are those of ViT-B's and ViT-L's MLPs: each task vector has 9
+and 17 MB, so that what Python and libraries take beside is little, and the full space is decomposed in seconds.
 
     python benchmarks/plans_hold.py [--methods epimer_kron] [--shapes 768x2688] [--tasks 8] [--json FILE]
+
+With `--json`, cases that the file has already are measured again and replaced, others stay: it can be run in pieces.
+`--json FILE --table` prints what the file has, as a table of the worst ratios, and measures nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -21,24 +28,38 @@ from typing import Any
 
 import torch
 from diagnosis_is_quick import step
+from projected_is_small import orthonormal
 from safetensors.torch import save_file
 
 import epimer
+from epimer.checkpoints import open_checkpoint
+from epimer.curvature.basis import save_basis
 from epimer.curvature.curvature import Curvature, Provenance
-from epimer.engine.memory import resident_memory
+from epimer.engine.memory import SLACK, peak_memory, resident_memory
 from epimer.engine.options import RunOptions
 from epimer.engine.output import write_merge
-from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Samples
+from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
+from epimer.geometry.subspace import Tagged, tensor_product
 from epimer.methods.registry import Method
 
-SHAPES = ["768x768", "768x2688", "2688x768", "3072x768", "1024x4096"]
-NAME = "layer.weight"
+SHAPES, TASKS = ["768x3072", "1024x4096"], [4, 8]
+NAME, RANK = "layer.weight", 32
+BASES = ("tagged", "tensor", "full")
 SAMPLES = (64, 4)  # per-sample gradients and tokens of each
-LEAST = 100 << 20  # below this a plan need not be near
-MOST = 6e9  # what a case may be planned at
-PRUNED = {name: {"density": 0.4} for name in ("mergekit_ties", "mergekit_della", "breadcrumbs_ties")}
+MOST = 1.5  # times what is taken that a plan may say
+WIDEST = 9e9  # bytes that a case may be planned at
+LEEWAY = 1 << 22  # bytes beyond the plan that the limit of a process allows
+PRUNING = ("ties", "dare", "dare_ties", "breadcrumbs", "breadcrumbs_ties", "della", "della_linear")
+PRUNED: dict[str, dict[str, Any]] = {f"mergekit_{name}": {"density": 0.4} for name in PRUNING}
 PRUNED |= {"sce": {"select_topk": 0.3}, "model_stock": {"filter_wise": True}, "nuslerp": {"nuslerp_flatten": False}}
 """options under which a method does all that it can"""
+OTHERWISE: dict[str, tuple[dict[str, Any], ...]] = {
+    "tsv": ({"rank": RANK},),
+    "epimer": ({"projection_tol": 0},),
+    "epimer_kron": ({"anchor": "tsv"}, {"anchor": "iso_c"}, {"calibrate": 1.0}),
+    "epimer_free": ({"calibrate": None},),
+}
+"""options that take other memory than the defaults"""
 FEW_STEPS = {"iterations": 2}  # the peak of conjugate gradients does not depend on how many there are
 
 
@@ -76,36 +97,72 @@ def metric_of(kind: str, shape: tuple[int, int], seed: int) -> Metric:
             )
 
 
+def write_curvature(place: Path, kind: str, shape: tuple[int, int], tasks: int) -> None:
+    """Write two folders of curvature, which the models take in turn; `projected-…` also writes its basis."""
+    kind, _, basis = kind.partition("-")
+    for seed in (0, 1):
+        if basis:
+            write_projected(place, kind, basis, shape, tasks, seed)
+        else:
+            Curvature({NAME: metric_of(kind, shape, seed)}, Provenance(kind)).save(place / f"{kind}{seed}")
+
+
+def write_projected(place: Path, kind: str, basis: str, shape: tuple[int, int], tasks: int, seed: int) -> None:
+    """Write curvature measured in a random basis of these models, which is written with the first.
+
+    Kronecker factors are projected on either kind of basis, other kinds on tagged atoms, as one p x p matrix.
+    """
+    width, name = min(RANK * tasks, *shape), f"{kind}-{basis}"
+    torch.manual_seed(0)
+    U, V = (orthonormal(side, width, "cpu") for side in shape)
+    atoms = Tagged(U, V, torch.linspace(2, 1, width), torch.arange(width) * tasks // width)
+    built = tensor_product(atoms) if basis == "tensor" else atoms
+    if not seed:
+        models = [open_checkpoint(str(place / f"m{t}.safetensors")) for t in range(tasks + 1)]
+        about = {"rank": RANK, "models": [model.fingerprint for model in models]}
+        save_basis([(NAME, built)], place / f"{name}-basis", about=about)
+    X = torch.randn(3, width, 2 * width, generator=torch.Generator().manual_seed(seed))
+    G, A, H = X @ X.mT / (2 * width)
+    metric = Projected(A=A, G=G, basis=built) if kind == "kronecker" else Projected(H=H, basis=built)
+    fingerprint = json.loads((place / f"{name}-basis" / "basis.json").read_text())["fingerprint"]
+    Curvature({NAME: metric}, Provenance(kind, basis=fingerprint)).save(place / f"{name}{seed}")
+
+
 def recipe_of(place: Path, row: Method, kind: str | None, tasks: int, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe of one case."""
+    """Return the recipe of one case, whose curvature, if any, lies in folders named by its kind."""
     count = tasks if row.models[1] is None else min(tasks, row.models[1])
     models = [{"model": str(place / f"m{t}.safetensors")} for t in range(1, count + 1)]
+    recipe: dict[str, Any] = {"merge_method": row.name, "base_model": str(place / "m0.safetensors")}
     if kind is not None:
         models = [model | {"curvature": str(place / f"{kind}{t % 2}")} for t, model in enumerate(models)]
-    base = {"base_model": str(place / "m0.safetensors")}
-    return {"merge_method": row.name, "parameters": dict(parameters), "models": models} | base
+        if "-" in kind:
+            recipe["basis"] = str(place / f"{kind}-basis")
+            parameters = {name: value for name, value in parameters.items() if name != "basis"}
+    return recipe | {"models": models, "parameters": dict(parameters)}
 
 
 def cases(rows: Sequence[Method]) -> Iterator[tuple[Method, str | None, dict[str, Any]]]:
-    """Yield every method with the kind of curvature and the options to merge under."""
+    """Yield every method with each kind of curvature, basis and other options to merge under.
+
+    `kind-basis` is curvature of that kind, measured in a basis that was built ahead.
+    """
     for row in rows:
-        kind = row.curvature if row.needs_curvature else None
+        kinds = row.accepted if row.needs_curvature else (None,)
         if "basis" not in row.defaults:
-            yield row, kind, PRUNED.get(row.name, {})
-        for basis in ("tagged", "tensor", "full") if "basis" in row.defaults else ():
-            few = FEW_STEPS if basis == "full" or kind in ("diagonal", "samples") else {}
-            yield row, kind, {"basis": basis} | few
-        if row.name == "tsv":
-            yield row, None, {"rank": 32}
-        if row.name == "epimer":
-            yield row, kind, {"projection_tol": 0}
-        if row.name == "epimer_kron":
-            for basis in ("tagged", "tensor"):
-                yield row, "ekfac", {"basis": basis} | FEW_STEPS
+            for kind in kinds:
+                yield row, kind, PRUNED.get(row.name, {})
+        for kind in kinds if "basis" in row.defaults else ():
+            if kind == "projected":
+                for basis in BASES[:2] if row.curvature == "kronecker" else BASES[:1]:
+                    yield row, f"{row.curvature}-{basis}", {"basis": basis} | FEW_STEPS
+                continue
+            for basis in BASES:
+                yield row, kind, {"basis": basis} | FEW_STEPS
+        yield from ((row, row.curvature if row.needs_curvature else None, more) for more in OTHERWISE.get(row.name, ()))
 
 
-def measure(recipe: dict[str, Any], place: Path) -> tuple[int, int]:
-    """Return the bytes that a merge of this process is planned at and those it takes."""
+def measure(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Return the bytes that a merge is planned at and those that this process takes, under the limit of its plan."""
     from epimer.api import plan_merge
 
     plan = plan_merge(recipe, any_curvature=True)
@@ -114,23 +171,25 @@ def measure(recipe: dict[str, Any], place: Path) -> tuple[int, int]:
     for warm_up in (X, X.float()):  # loads libraries
         torch.linalg.eigh(warm_up @ warm_up.T), torch.linalg.svd(warm_up), torch.linalg.qr(warm_up)
     before = resident_memory()
+    run = RunOptions("cpu", workers=1, max_memory=before + SLACK + plan.memory + LEEWAY)
     Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's peak anew
+    started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        write_merge(plan, place / "out", RunOptions("cpu", workers=1, max_memory="1TB"), overwrite=True)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    return plan.memory, peak - before
+        record = write_merge(plan, place / "out", run, overwrite=True)
+    seconds, peak, told = time.perf_counter() - started, peak_memory(), record.tensors[NAME]
+    sizes = {"planned": plan.memory, "taken": peak - before, "peak": peak, "seconds": seconds}
+    return sizes | {"status": told.status, "residual": told.residual}
 
 
-def measure_apart(recipe: dict[str, Any], place: Path) -> tuple[int, int]:
+def measure_apart(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
     """Return what `measure` returns in a process of its own."""
     file = place / "recipe.json"
     file.write_text(json.dumps(recipe))
     command = [sys.executable, __file__, "--one", str(file)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    planned, taken = map(int, done.stdout.split())
-    return planned, taken
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
 
 
 def planned(recipe: dict[str, Any]) -> int:
@@ -142,31 +201,71 @@ def planned(recipe: dict[str, Any]) -> int:
 
 def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for every case."""
-    names = options.methods or [name for name in epimer.list_methods() if name not in ("greedy_soup", "auto")]
-    rows = [epimer.describe_method(name) for name in names]
+    listed = [epimer.describe_method(name) for name in epimer.list_methods() if name != "greedy_soup"]
+    rows = [form for row in listed for form in (row, row.mergekit) if form is not None]
+    rows = [epimer.describe_method(name) for name in options.methods] if options.methods else rows
     for text in options.shapes:
-        shape = tuple(map(int, text.split("x")))
+        m, n = map(int, text.split("x"))
         for tasks in options.tasks:
             with tempfile.TemporaryDirectory() as folder:
                 place = Path(folder)
-                write_models(place, shape, tasks, getattr(torch, options.dtype))
+                write_models(place, (m, n), tasks, getattr(torch, options.dtype))
                 for row, kind, parameters in cases(rows):
-                    if options.bases and (parameters.get("basis") not in options.bases or kind == "ekfac"):
-                        continue
-                    for seed in (0, 1) if kind is not None and not (place / f"{kind}0").exists() else ():
-                        metric = metric_of(kind, shape, seed)
-                        Curvature({NAME: metric}, Provenance(kind)).save(place / f"{kind}{seed}")
-                    recipe = recipe_of(place, row, kind, tasks, parameters)
-                    if planned(recipe) > MOST:
-                        print(f"{row.name} {parameters} {text} T = {tasks}: left out, too wide to measure here")
-                        continue
-                    plan, taken = measure_apart(recipe, place)
                     basis = parameters.get("basis", row.defaults.get("basis"))
-                    told = {"method": row.name, "curvature": kind, "basis": basis}
-                    yield told | {
-                        "rank": parameters.get("rank", row.defaults.get("rank")), "shape": text, "tasks": tasks,
-                        "dtype": options.dtype, "options": parameters, "planned": plan, "taken": taken,
-                    }  # fmt: skip
+                    if (options.bases and basis not in options.bases) or (options.kinds and kind not in options.kinds):
+                        continue
+                    if kind is not None and not (place / f"{kind}0").exists():
+                        write_curvature(place, kind, (m, n), tasks)
+                    recipe = recipe_of(place, row, kind, tasks, parameters)
+                    told = {"method": row.name, "curvature": kind, "basis": basis, "shape": text, "tasks": tasks}
+                    told |= {"models": len(recipe["models"]), "dtype": options.dtype, "options": parameters}
+                    if planned(recipe) > WIDEST:
+                        print(f"{what(told)}: left out, too wide to measure here")
+                        continue
+                    measured = measure_apart(recipe, place)
+                    yield told | {key: measured[key] for key in ("planned", "taken")}
+
+
+def what(row: Mapping[str, Any]) -> str:
+    """Return a case in words."""
+    others = (f"{name} {value}" for name, value in row["options"].items() if name not in ("basis", *FEW_STEPS))
+    case = " ".join(filter(None, (row["method"], row["curvature"], row["basis"], *others)))
+    return f"{case:55} {row['shape']:>9} T = {row['tasks']} {row['dtype']}"
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Return a case with its plan and its peak; one whose plan did not hold is marked."""
+    ratio = row["planned"] / row["taken"]
+    sizes = f"planned {row['planned'] / 2**20:6.0f} MiB, taken {row['taken'] / 2**20:6.0f}, {ratio:5.2f}x"
+    return f"{what(row)}  {sizes}{'' if 1 <= ratio <= MOST else '  <-'}"
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many plans held, with the least and the largest ratio of plan to peak."""
+    ratios = sorted((row["planned"] / row["taken"], what(row)) for row in rows)
+    above = sum(ratio < 1 for ratio, _ in ratios)
+    wide = sum(ratio > MOST for ratio, _ in ratios)
+    (least, tightest), (largest, loosest) = ratios[0], ratios[-1]
+    return (
+        f"{len(rows)} cases: {above} took more than planned, {wide} were planned at over {MOST} times what they took\n"
+        f"least    {least:.2f}x  {tightest}\nmedian   {ratios[len(ratios) // 2][0]:.2f}x\n"
+        f"largest  {largest:.2f}x  {loosest}"
+    )
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the least and the largest ratio of every method, basis and kind, as a Markdown table."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        others = (f"{name} {value}" for name, value in row["options"].items() if name not in ("basis", *FEW_STEPS))
+        case = ", ".join(filter(None, (row["curvature"], row["basis"], *others)))
+        ratios.setdefault((row["method"], case), []).append(row["planned"] / row["taken"])
+    by_method: dict[str, list[str]] = {}
+    for (method, case), found in ratios.items():
+        span = f"{min(found):.2f} to {max(found):.2f}"
+        by_method.setdefault(method, []).append(f"{case} {span}" if case else span)
+    lines = [f"| `{method}` | {'; '.join(found)} |" for method, found in by_method.items()]
+    return "\n".join(["| method | planned / taken, least and largest |", "|---|---|", *lines])
 
 
 def main() -> None:
@@ -174,26 +273,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--methods", nargs="+")
-    parser.add_argument("--bases", nargs="+", choices=["tagged", "tensor", "full"])
+    parser.add_argument("--bases", nargs="+", choices=BASES)
+    parser.add_argument("--kinds", nargs="+", help="of curvature, or kind-basis for those measured in a basis")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
-    parser.add_argument("--tasks", nargs="+", type=int, default=[2, 8])
+    parser.add_argument("--tasks", nargs="+", type=int, default=TASKS)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", action="store_true", help="of what the JSON file has; nothing is measured")
     options = parser.parse_args()
     if options.one:
-        print(*measure(json.loads(options.one.read_text()), options.one.parent))
+        print(json.dumps(measure(json.loads(options.one.read_text()), options.one.parent)))
         return
-    found = []
+    there = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
+    found = {what(row): row for row in there}
+    if options.table:
+        print(table(there), summary(there), sep="\n\n")
+        return
+    measured = []
     for row in compare(options):
-        found.append(row)
-        ratio = row["planned"] / row["taken"]
-        verdict = "" if row["taken"] < LEAST or 1 <= ratio <= 1.6 else "  <-"
-        what = f"{row['method']} {row['curvature'] or ''} {row['basis'] or ''}"
-        sizes = f"planned {row['planned'] / 2**20:6.0f} MiB, taken {row['taken'] / 2**20:6.0f}, {ratio:5.2f}x"
-        print(f"{what:40} {row['shape']:>9} T = {row['tasks']} {row['dtype']}  {sizes}{verdict}", flush=True)
+        measured.append(row)
+        found[what(row)] = row
+        print(line(row), flush=True)
         if options.json:  # as far as it has come
-            lines = ",\n".join(json.dumps(one) for one in found)
+            lines = ",\n".join(json.dumps(one) for one in found.values())
             options.json.write_text(f'{{"date": "{date.today()}", "rows": [\n{lines}\n]}}\n')
+    print(summary(measured))
+    if any(not 1 <= row["planned"] / row["taken"] <= MOST for row in measured):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

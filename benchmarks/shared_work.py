@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,25 +17,36 @@ from epimer.experiments.bench import Bench, Candidate, Outcome
 def share(folder: Path, part: int, parts: int) -> None:
     """Keep every outcome in a folder; where it has none, make those of this part, and stand in for the others.
 
-    Only what the last process, with one part, returns is a result.
+    Merges with the same measured curvature are made by the same part. Only what the last process, with one part,
+    returns is a result.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    make = Bench._best
+    best, at = Bench._best, Bench.at
 
-    def best(bench: Bench, candidate: Candidate) -> Outcome:
-        key = f"{bench.suite.name} {bench.samples} {bench.seed} {candidate!r}"
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        file = folder / f"{digest[:16]}.pt"
+    def kept(bench: Bench, candidate: Candidate, what: str, make: Callable[[], Any], missing: Callable[[], Any]) -> Any:
+        key = f"{bench.suite.name} {bench.samples} {bench.seed} {candidate!r}{what}"
+        file = folder / (f"{_digest(key):064x}"[:16] + ".pt")
+        measured = f"{bench.samples} {bench.seed} {candidate.curvature} {candidate.labels}"
         if file.exists():
             return torch.load(file, weights_only=False)
-        if int(digest, 16) % parts != part:
-            return stand_in(bench)
-        outcome = make(bench, candidate)
-        torch.save(outcome, file.with_suffix(f".{part}"))
+        if _digest(measured if candidate.curvature else key) % parts != part:
+            return missing()
+        found = make()
+        torch.save(found, file.with_suffix(f".{part}"))
         os.replace(file.with_suffix(f".{part}"), file)
-        return outcome
+        return found
 
-    Bench._best = best
+    def kept_best(bench: Bench, candidate: Candidate) -> Outcome:
+        return kept(bench, candidate, "", lambda: best(bench, candidate), lambda: stand_in(bench))
+
+    def kept_at(bench: Bench, candidate: Candidate, scale: float) -> Scores:
+        return kept(bench, candidate, f" at {scale}", lambda: at(bench, candidate, scale), lambda: stand_in(bench).test)
+
+    Bench._best, Bench.at = kept_best, kept_at
+
+
+def _digest(key: str) -> int:
+    return int(hashlib.sha256(key.encode()).hexdigest(), 16)
 
 
 def stand_in(bench: Bench) -> Outcome:

@@ -166,6 +166,11 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_PAGES.take(size), dtype=dtype, count=math.prod(shape)).reshape(shape)
 
 
+def release_unused_pages() -> None:
+    """Give the pages that wait for a tensor back to the system, where the next tensors have other sizes."""
+    _PAGES.release()
+
+
 class Pages:
     """Memory of large tensors that are gone, kept for the next ones: new pages cost more than the reading into them.
 
@@ -193,6 +198,11 @@ class Pages:
         view = memoryview(pages)
         weakref.finalize(view, self._give_back, pages).atexit = False
         return view
+
+    def release(self) -> None:
+        """Give all that waits back to the system."""
+        with self._lock:
+            self._free.clear()
 
     def _give_back(self, pages: mmap.mmap) -> None:
         # Garbage may be collected, and so this be called, while this very thread is in `take`: never wait here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -19,9 +20,9 @@ def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bo
         raise CheckpointError(f"{source} is not a torch file: expected {suffixes}.")
     if target.suffix != ".safetensors":
         raise OutputError(f"{target} should end in .safetensors; give the file to make.")
-    if target.exists() and not overwrite:
+    if os.path.exists(target) and not overwrite:
         raise OutputError(f"{target} exists; choose another name, or pass --overwrite.")
-    tensors = load_tensors(source, str(source), key=key, mapped=source.exists() and zipfile.is_zipfile(source))
+    tensors = load_tensors(source, str(source), key=key, mapped=os.path.exists(source) and zipfile.is_zipfile(source))
     if not tensors:
         raise CheckpointError(f"{source} holds no tensor.")
     for name, W in tensors.items():

@@ -26,6 +26,8 @@ UNSUPPORTED = ("use_qalora", "use_bdlora", "kasa_config", "layer_replication", "
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base's weights
 CONV1D = ("gpt2", "imagegpt", "openai-gpt", "decision_transformer")  # models whose linear layers are stored transposed
 
+REPEATED_GROUP, MOST_REPEATS = re.compile(r"\)[*+{]"), 3
+"""what makes a pattern take exponential time, and how many repeats are few enough to take little"""
 MOVED = ("model", "language_model", "text_model")  # words of names that a network and its file have in different places
 
 
@@ -315,6 +317,9 @@ class Adapted(Checkpoint):
         patterns = self.config.get("alpha_pattern") or {}
         assert isinstance(patterns, dict)
         for pattern, value in patterns.items():
+            if REPEATED_GROUP.search(pattern) or sum(map(pattern.count, "*+{")) > MOST_REPEATS:
+                where = f"{self.where}/adapter_config.json"
+                raise CheckpointError(f"{where}: alpha_pattern {pattern!r} may match without end; name the modules.")
             try:
                 if re.match(rf"(.*\.)?({pattern})$", module):
                     return value

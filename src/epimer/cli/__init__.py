@@ -14,8 +14,9 @@ import typer
 
 from epimer.cli.app import app
 from epimer.errors import EpimerError
+from epimer.plain_text import visible
 
-COMMANDS = "merge extract_lora inspect methods convert diagnose sweep eval bench demo report curvature basis"
+COMMANDS = "merge verify extract_lora inspect methods convert diagnose sweep eval bench demo report curvature basis"
 """one module each, in the order of --help"""
 GARBAGE = 50_000  # new objects before garbage is collected; loading torch makes many, and no garbage
 
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    line = " ".join(message.split())
+    line = visible(" ".join(message.split()))
     if line and "--json" in sys.argv and sys.argv[1:2] != ["diagnose"]:  # whose --json takes a file
         print(json.dumps({"error": line}))  # noqa: T201
     if line:

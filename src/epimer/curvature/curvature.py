@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -20,7 +21,8 @@ from epimer.curvature.kept_inputs import KeptInputs, read_inputs
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.optimizer_state import moments
 from epimer.errors import CurvatureError, listed
-from epimer.geometry.metric import Diagonal, Metric, Projected
+from epimer.geometry.decompositions import eigh
+from epimer.geometry.metric import Diagonal, Metric, Projected, Samples
 from epimer.methods.rules import is_stack, member_name
 
 SEQUENCES = ("expand", "reduce")
@@ -104,7 +106,7 @@ class Curvature(Mapping[str, Metric]):
     @classmethod
     def load(cls, folder: str | Path, where: str = "") -> Curvature:
         """Open a curvature folder, called `where` in messages; each tensor is read from disk when it is accessed."""
-        stored = StoredMetrics(Path(folder).expanduser(), where)
+        stored = StoredMetrics(Path(os.path.expanduser(folder)), where)
         inputs = partial(read_inputs, stored.folder, stored.inputs_header, stored.where)
         curvature = cls(stored, stored.provenance, where=stored.where, inputs=inputs)
         curvature.file = stored.file
@@ -197,7 +199,7 @@ class Curvature(Mapping[str, Metric]):
 def _clip(metric: Projected) -> tuple[Tensor, float]:
     """Return H with its negative eigenvalues set to 0, and the share of the spectrum that was negative."""
     assert metric.H is not None
-    values, vectors = torch.linalg.eigh(metric.H.double())
+    values, vectors = eigh(metric.H.double())
     total = float(values.abs().sum())
     clipped = (vectors * values.clamp_min(0)) @ vectors.T
     return clipped.to(metric.H.dtype), float(values.clamp_max(0).abs().sum()) / total if total else 0.0
@@ -238,6 +240,10 @@ def combined_provenance(provenances: Sequence[Provenance]) -> Provenance:
 
 def add_metrics(name: str, metrics: Sequence[Metric], provenances: Sequence[Provenance]) -> Metric:
     """Return one tensor's curvature on several data sets together."""
+    own = slice(2, None) if isinstance(metrics[0], Samples) else slice(None)  # of samples, not their number and tokens
+    shapes = [{part: W.shape[own] for part, W in tensors_of(metric).items()} for metric in metrics]
+    if any(other != shapes[0] for other in shapes):
+        raise CurvatureError(f"the measurements of {name!r} have different shapes; measure the same model alike.")
     samples = [provenance.samples or 0 for provenance in provenances]
     by_token = provenances[0].sequence == "expand"
     tokens = [provenance.counts.get(name, 0) for provenance in provenances] if by_token else samples

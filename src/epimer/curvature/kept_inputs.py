@@ -16,6 +16,7 @@ from torch import Tensor
 
 from epimer.checkpoints.folder import inside
 from epimer.checkpoints.safetensors import SafetensorsFile
+from epimer.checkpoints.tensor_parts import CHECKSUMS, check_files
 from epimer.checkpoints.writer import save_tensors
 from epimer.errors import CheckpointError, CurvatureError, listed, short
 from epimer.geometry.linalg import nonfinite
@@ -66,10 +67,10 @@ class KeptInputs:
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the samples and the head into a folder; return what its JSON header says of them."""
         counted = {} if self.counted is None else {COUNTED: self.counted}
-        save_tensors(folder / INPUTS, {**self.tensors, **counted})
+        checksums = save_tensors(folder / INPUTS, {**self.tensors, **counted})
         if self.head:
-            save_tensors(folder / HEAD, dict(self.head))
-        return {"task": self.task, "pooling": self.pooling, "samples": len(self)}
+            checksums |= save_tensors(folder / HEAD, dict(self.head))
+        return {"task": self.task, "pooling": self.pooling, "samples": len(self), CHECKSUMS: checksums}
 
 
 class InputKeeper:
@@ -144,15 +145,17 @@ def read_inputs(folder: Path, header: Any, where: str) -> KeptInputs | None:
         file = SafetensorsFile(inside(folder, INPUTS), f"{where}/{INPUTS}")
         _check_headers(file, task, samples)
         tensors = {name: file.read(name) for name in file.headers}
-        head = dict[str, Tensor]()
+        files, head = [file], dict[str, Tensor]()
         if (folder / HEAD).exists():
             head = dict(read_head(inside(folder, HEAD), torch.float32).state_dict())
+            files.append(SafetensorsFile(inside(folder, HEAD), f"{where}/{HEAD}"))
     except CheckpointError as error:
         raise CurvatureError(f"{where}: its kept inputs are damaged: {error} Or {REMEDY}.") from error
     if any(nonfinite(value) for value in head.values()):
         raise CurvatureError(f"{where}/{HEAD} holds NaN or Inf; {REMEDY}.")
     if problem := _problem(tensors):
         raise CurvatureError(f"{where}/{INPUTS}: {problem}; {REMEDY}.")
+    check_files(files, values.get(CHECKSUMS), REMEDY)
     counted = tensors.pop(COUNTED, None)
     return KeptInputs(task, pooling, tensors, counted, head)
 

@@ -130,7 +130,7 @@ def check_request(request: Request) -> StoredBasis | None:
     if request.kind is not None and KINDS[request.kind].collector is None and request.basis is None:
         raise ParameterError(f"--kind {request.kind} is measured in a basis only; make one with `epimer basis`.")
     check_new(request.out, HEADER, overwrite=request.overwrite)
-    return None if request.basis is None else StoredBasis(request.basis.expanduser(), str(request.basis))
+    return None if request.basis is None else StoredBasis(Path(os.path.expanduser(request.basis)), str(request.basis))
 
 
 def _load(request: Request) -> Task:

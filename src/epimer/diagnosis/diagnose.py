@@ -16,6 +16,7 @@ from epimer.checkpoints.checkpoint import header
 from epimer.diagnosis.advice import advise
 from epimer.diagnosis.layer import Question, Sums, conflict_of, examine, floats, share
 from epimer.engine.basis import matrix_jobs, read_deltas
+from epimer.engine.layer import named_failure
 from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.task_vectors import Tensors, read_tensors
 from epimer.errors import ParameterError, TensorError
@@ -72,7 +73,8 @@ class DiagnosisWalk:
             metrics = layer_metrics(self.curvatures, name, W, matrix=True, kinds=KINDS, user="a diagnosis")
             if not metrics:
                 raise missing_metric(name, "a diagnosis", self.curvatures)
-        basis = layer_basis(self.bases, metrics, name, W, len(self.participants.models))
+        count = len(self.participants.models)
+        basis = layer_basis(self.bases, metrics, name, W, count, count)
         if basis is not None and not isinstance(basis, Tagged):
             kind = type(basis).__name__
             raise ParameterError(f"basis[{name!r}] must be a tagged basis for a diagnosis, got {kind}.")
@@ -88,7 +90,8 @@ class DiagnosisWalk:
         rank = clamp_rank(like.shape, len(deltas), self.question.rank) if basis is None else basis.rank
         fixed = None if basis is None else basis.to(like)
         W0 = W0.to(like).reshape(like.shape)
-        return examine(job.matrix, W0, deltas, metrics, job.weights, rank, self.question, fixed, job.inputs)
+        with named_failure(job.matrix, deltas, range(len(deltas))):
+            return examine(job.matrix, W0, deltas, metrics, job.weights, rank, self.question, fixed, job.inputs)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from epimer.errors import ParameterError
+from epimer.geometry.decompositions import eigh
 from epimer.records import MapPoint, Maps
 
 State = Mapping[str, Tensor]
@@ -132,7 +133,7 @@ class _Plane:
         for name in names:
             X = torch.stack([m[name].float() - self.mean[name] for m in models]).reshape(len(models), -1).double()
             gram += (X @ X.T).cpu()
-        values, vectors = torch.linalg.eigh(gram)
+        values, vectors = eigh(gram)
         values = values.clamp_min(0)
         self.explained = float(values[-2:].sum() / values.sum()) if float(values.sum()) > 0 else 1.0
         mix = vectors[:, [-1, -2]] / values[[-1, -2]].sqrt().clamp_min(1e-30)

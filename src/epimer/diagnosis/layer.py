@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import pinv
 from epimer.geometry.frechet import build_problem
 from epimer.geometry.linalg import chunks, dense
 from epimer.geometry.metric import EKFAC, Kronecker, Metric, TaskGram
@@ -221,7 +222,7 @@ def _kept(
     found: dict[int, Tensor] = {}
     for k, least in ranks:
         some = (order < least).nonzero().flatten()
-        left, right = (torch.linalg.pinv(gram[some][:, some], hermitian=True, rtol=1e-6) for gram in grams)
+        left, right = (pinv(gram[some][:, some], 1e-6) for gram in grams)
         parts = [core[some][:, some] for core in cores]
         found[k] = _vector([float(((left @ part @ right) * part).sum()) for part in parts])
     return found

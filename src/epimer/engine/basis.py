@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import header, nbytes
+from epimer.engine.layer import named_failure
 from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.task_vectors import Tensors, read_tensors, task_vectors
 from epimer.geometry.subspace import Basis, clamp_rank, tagged, tensor_product
@@ -46,7 +47,8 @@ class BasisWalk:
         """Return the basis of one matrix."""
         deltas = read_deltas(self.participants, job, tensors, device)
         deltas = [deltas[t] for t in job.models]
-        atoms = tagged(deltas, clamp_rank(deltas[0].shape, len(deltas), self.rank))
+        with named_failure(job.matrix, deltas, job.models):
+            atoms = tagged(deltas, clamp_rank(deltas[0].shape, len(deltas), self.rank))
         atoms = replace(atoms, owner=torch.tensor(job.models, device=atoms.owner.device)[atoms.owner])
         return atoms if self.kind == "tagged" else tensor_product(atoms)
 
@@ -90,7 +92,7 @@ def matrix_jobs(
 def read_deltas(participants: Participants, job: Job, tensors: Tensors, device: torch.device) -> list[Tensor]:
     """Return a matrix's task vectors, dense, m x n."""
     assert tensors.base is not None
-    return task_vectors(participants, job, tensors.base.to(device, job.precision), tensors, device)
+    return task_vectors(participants, job, tensors.base.to(device).to(job.precision), tensors, device)
 
 
 def build_bases(

@@ -12,27 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import allocate, header
+from epimer.checkpoints.checkpoint import allocate, header, release_unused_pages
+from epimer.engine.batches import SMALL, Batch, batches, directions, stacks
+from epimer.engine.layer import merge_layer
 from epimer.engine.protocol import Engine
 from epimer.engine.task_vectors import Tensors, check_deltas, read_tensors, task_vectors
 from epimer.engine.weighted_sums import add_weighted_sum, in_precision
-from epimer.errors import CurvatureError, TensorError
+from epimer.errors import NumericalError, TensorError
 from epimer.geometry.linalg import CHUNK, LowRank, as_compute_dtype, chunks, dense, nonfinite
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import owned_by
-from epimer.methods.averaging import average, convex_combination
-from epimer.methods.full_space import FISHER, fisher
+from epimer.geometry.subspace import Tagged, tagged_of_layers
+from epimer.methods.averaging import convex_combination
 from epimer.methods.registry import Layer, Method, Prepared, Prepass, describe_method
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job, Plan, precision
 from epimer.plan.layer_curvature import NO_CURVATURE, LayerCurvature, layer_curvature
+from epimer.plan.memory import streamed_rows
 from epimer.plan.participants import SAMPLED, sample_rows
 from epimer.progress import Stage
 from epimer.records import MergeRecord, Status, TensorRecord
 
-SMALL = 1 << 20  # jobs below this many bytes are handed over together
-TOGETHER = 1 << 23
-STREAMED = 1 << 20  # entries that are read at a time where entries stand alone
 PROBE = 1 << 10  # entries that are compared with the base's before the others
 
 Merged = tuple[Job, Tensor, TensorRecord]
@@ -40,29 +39,15 @@ Sink = Callable[[Job, Tensor], None]
 """takes the next rows of a job's result, in memory that is used again afterwards"""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Small jobs that are done together, so that a norm or a bias does not cost a turn of its own; or one large job."""
-
-    jobs: tuple[Job, ...]
-
-    @property
-    def name(self) -> str:
-        """What to call it in an error: its first tensor."""
-        return self.jobs[0].name
-
-    @property
-    def memory(self) -> int:
-        """Bytes in use at once."""
-        return sum(job.memory for job in self.jobs)
-
-
 class MergeWalk:
     """Merges the tensors of a plan."""
 
-    def __init__(self, plan: Plan, jobs: Sequence[Job], prepared: Prepared | None = None) -> None:
+    def __init__(
+        self, plan: Plan, jobs: Sequence[Job], prepared: Prepared | None = None, *, stacked: bool = False
+    ) -> None:
+        """Merge these parts of a plan; where they are `stacked`, as a GPU likes it, matrices of one shape together."""
         self.plan, self.prepared = plan, prepared
-        self.jobs = list(batches(jobs))
+        self.jobs = list(stacks(jobs) if stacked else batches(jobs))
 
     def read(self, batch: Batch) -> list[Tensors]:
         """Read the tensors, the curvature and the basis of every job; what is streamed, let the system load."""
@@ -74,8 +59,7 @@ class MergeWalk:
 
     def _streams(self, job: Job) -> bool:
         """Whether a job's tensors are merged a few rows at a time as they are read, which needs little memory."""
-        wide = job.entrywise and job.memory > SMALL and job.name not in self.plan.corrections
-        return wide and job.template.dim() > 0 and all(one.checkpoint.streams for one in self.plan.participants.all)
+        return job.streams and job.memory > SMALL and job.name not in self.plan.corrections
 
     def _read_one(self, job: Job) -> Tensors:
         participants = self.plan.participants
@@ -87,6 +71,8 @@ class MergeWalk:
 
     def work(self, batch: Batch, loaded: list[Tensors], device: torch.device) -> list[Merged]:
         """Merge small tensors whose entries stand alone as one vector; anything else, and what fails, one by one."""
+        if batch.stacked:
+            return self._merge_stack(batch, loaded, device)
         alike = {self._common(job, tensors) for job, tensors in zip(batch.jobs, loaded, strict=True)}
         if len(batch.jobs) > 1 and len(alike) == 1:
             with suppress(TensorError):  # which does not say whose fault it was
@@ -122,46 +108,83 @@ class MergeWalk:
         ]
         whole = replace(batch.jobs[0], template=header((sum(sizes),), batch.jobs[0].template.dtype))
         result, record = self._merge(whole, Tensors(base, list(models)), device)
-        for job, part in zip(batch.jobs, torch.split(result, sizes), strict=True):
+        for job, part, tensors in zip(batch.jobs, torch.split(result, sizes), loaded, strict=True):
             shape, share = tuple(job.template.shape), (record.seconds or 0) * part.numel() / sum(sizes)
-            yield job, part.reshape(shape), replace(record, shape=shape, seconds=share)
+            unchanged = record.unchanged or equals_base(part, tensors.base)
+            yield job, part.reshape(shape), replace(record, shape=shape, seconds=share, unchanged=unchanged)
 
     def _merge(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor, TensorRecord]:
         started = time.perf_counter()
         solution, unchanged = Solution(job.template), False
         if job.method is None:
-            result = self._copy(job, tensors)
+            result, solution = self._copy(job, tensors)
         else:
             job = self._weighted(job)
             if tensors.base is not None and not any(isinstance(W, Tensor) for W in tensors.models):
-                check_finite("base", job.name, tensors.base)
+                assert self.plan.participants.base is not None
+                check_finite(self.plan.participants.base, job.name, tensors.base)
             if self._in_chunks(job, device):
                 result = allocate(job.template.shape, job.template.dtype)
                 solution, unchanged = self._merge_rows(job, tensors, result)
             else:
                 if tensors.streamed:
                     tensors = read_tensors(self.plan.participants, job, job.rows)
-                base, tensors.base = tensors.base, None
-                start = None if base is None else base.to(device, job.precision)
-                del base
-                deltas = task_vectors(self.plan.participants, job, start, tensors, device)
+                start, deltas = self._task_vectors(job, tensors, device)
                 curvature = tensors.curvature.converted(deltas[0])
                 result = torch.empty(job.template.shape, dtype=job.template.dtype, device=device)
                 solution = self._merge_deltas(job, start, deltas, result, curvature)
                 unchanged = equals_base(result, start)
         return result.to(job.device), _record(job, solution, unchanged, started)
 
+    def _task_vectors(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor | None, list[Any]]:
+        """Return the base's tensor and the task vectors, on the device and in working precision."""
+        base, tensors.base = tensors.base, None
+        start = None if base is None else base.to(device).to(job.precision)  # converted there, after the transfer
+        del base
+        return start, task_vectors(self.plan.participants, job, start, tensors, device)
+
+    def _merge_stack(self, batch: Batch, loaded: list[Tensors], device: torch.device) -> list[Merged]:
+        """Merge matrices of one shape whose singular vectors are found for all of them at once."""
+        started, merged = time.perf_counter(), []
+        jobs = [self._weighted(job) for job in batch.jobs]
+        read = [self._task_vectors(job, tensors, device) for job, tensors in zip(jobs, loaded, strict=True)]
+        found: list[Tagged | None] = [None] * len(jobs)
+        layers = [deltas for _, deltas in read]
+        if all(isinstance(D, Tensor) for deltas in layers for D in deltas) and not any(
+            tensors.curvature.basis for tensors in loaded
+        ):
+            with suppress(NumericalError):  # which does not say whose fault it was
+                found = tagged_of_layers(layers, directions(jobs[0]))
+        del layers
+        began = time.perf_counter()
+        share = (began - started) / len(jobs)
+        for job, tensors, atoms in zip(jobs, loaded, found, strict=True):
+            start, deltas = read.pop(0)
+            curvature = tensors.curvature.converted(deltas[0])
+            result = torch.empty(job.template.shape, dtype=job.template.dtype, device=device)
+            solution = self._merge_deltas(job, start, deltas, result, curvature, atoms)
+            record = _record(job, solution, equals_base(result, start), began - share)
+            merged.append((job, result.to(job.device), record))
+            began = time.perf_counter()
+        return merged
+
     def _weighted(self, job: Job) -> Job:
         """Return a job with the weights that the pre-pass found, if it did."""
         return replace(job, weights=self.prepared.weights) if self.prepared and self.prepared.weights else job
 
-    def _copy(self, job: Job, tensors: Tensors) -> Tensor:
-        W = tensors.base
+    def _copy(self, job: Job, tensors: Tensors) -> tuple[Tensor, Solution]:
+        """Copy the base's tensor; Inf in it, as a mask has, is kept and told, NaN is refused."""
+        W, template, solution = tensors.base, self.plan.participants.template, Solution(job.template)
         assert W is not None
-        result = W.to(job.template.dtype, copy=self.plan.participants.template.checkpoint.in_memory)
-        if W.is_floating_point() and nonfinite(result) and not nonfinite(W):
+        result = W.to(job.template.dtype, copy=template.checkpoint.in_memory)
+        if not W.is_floating_point() or not (bad := nonfinite(result)):
+            return result, solution
+        if bad > nonfinite(W):
             raise TensorError(f"{job.name!r} does not fit in {result.dtype}, to which it is copied; widen the dtype.")
-        return result
+        text = template.non_finite(job.name)
+        if bool(as_compute_dtype(W).isnan().any()):
+            raise TensorError(f"{text}, and is copied as it is; repair it, or give it the rule 'skip'.")
+        return result, replace(solution, status=Status.NON_FINITE, note=text)
 
     def _in_chunks(self, job: Job, device: torch.device) -> bool:
         """Whether a job is merged a part at a time because its entries do not depend on each other."""
@@ -184,6 +207,7 @@ class MergeWalk:
             unchanged = unchanged and equals_base(target, part.base)
             if sink is not None:
                 sink(job, target)
+            del part  # before the next is read
         return solution, unchanged
 
     def _pieces(self, job: Job, tensors: Tensors, result: Tensor | None) -> Iterator[tuple[Tensor, Tensors]]:
@@ -193,7 +217,7 @@ class MergeWalk:
             yield result, tensors
             return
         W, first = job.template, job.rows[0] if job.rows else 0
-        step = max(1, STREAMED // max(1, W[:1].numel()))
+        step = streamed_rows(W)
         room = allocate((min(step, len(W)), *W.shape[1:]), W.dtype) if result is None else result
         for start in range(0, len(W), step):
             stop = min(start + step, len(W))
@@ -228,28 +252,35 @@ class MergeWalk:
         return solution
 
     def _merge_deltas(
-        self, job: Job, W0: Tensor | None, deltas: list[Any], result: Tensor, curvature: LayerCurvature
+        self,
+        job: Job,
+        W0: Tensor | None,
+        deltas: list[Any],
+        result: Tensor,
+        curvature: LayerCurvature,
+        atoms: Tagged | None = None,
     ) -> Solution:
         """Merge task vectors onto the base, and write that to `result`, in its shape and dtype."""
         context = None if self.prepared is None else self.prepared.context
         start = None if W0 is None else as_compute_dtype(W0)
-        layer = Layer(job.matrix, deltas, job.weights, context=context, inputs=job.inputs, base=start)
-        if job.rule == "statistic":
-            solution = convex_combination(layer, job.options.scale, based=W0 is not None)
-            total = solution.value.reshape(result.shape)
-        else:
-            solution = merge_layer(job, layer, curvature)
-            total = job.options.scale * dense(solution.value).reshape(result.shape)
-        if start is not None:
-            total += start
-        if (correction := self.plan.corrections.get(job.name)) is not None:
-            total += (correction if job.rows is None else correction[slice(*job.rows)]).to(total)
-        if nonfinite(result.copy_(total)):
+        layer = Layer(job.matrix, deltas, job.weights, context=context, inputs=job.inputs, base=start, atoms=atoms)
+        for wide in (False, True):
+            if job.rule == "statistic":
+                solution = convex_combination(layer, job.options.scale, based=W0 is not None)
+                total = solution.value.reshape(result.shape)
+            else:
+                solution = merge_layer(job, layer, curvature, wide=wide)
+                total = job.options.scale * dense(solution.value).reshape(result.shape)
+            if start is not None:
+                total += start
+            if (correction := self.plan.corrections.get(job.name)) is not None:
+                total += (correction if job.rows is None else correction[slice(*job.rows)]).to(total)
+            if not nonfinite(result.copy_(total)):
+                return solution
             check_deltas(self.plan.participants, job, deltas)
-            raise TensorError(
-                f"the merged {job.name!r} does not fit in {result.dtype}; lower scale, or widen its dtype."
-            )
-        return solution
+            if job.precision == torch.float64 or job.rule == "statistic" or not nonfinite(total):
+                break
+        raise TensorError(f"the merged {job.name!r} does not fit in {result.dtype}; lower scale, or widen its dtype.")
 
 
 def _record(job: Job, solution: Solution, unchanged: bool, started: float) -> TensorRecord:
@@ -266,58 +297,6 @@ def equals_base(result: Tensor, base: Tensor | None) -> bool:
     return all(torch.equal(W[:end], W0[:end].to(W)) for end in (min(len(W), PROBE), len(W)))
 
 
-def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
-    """Return the merged task vector of one tensor under its rule; its curvature is in the task vectors' precision."""
-    if len(job.models) < len(job.weights):
-        job, layer, curvature = without_zero_weights(job, layer, curvature)
-    assert job.method is not None
-    if job.rule == "average":
-        return average(layer, job.options)
-    if job.method.needs_curvature and not curvature.metrics:
-        return replace(average(layer, job.options), note="no curvature: averaged")
-    layer = replace(layer, metrics=curvature.metrics, base_metric=curvature.base_metric, basis=curvature.basis)
-    return fisher(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
-
-
-def without_zero_weights(job: Job, layer: Layer, curvature: LayerCurvature) -> tuple[Job, Layer, LayerCurvature]:
-    """Return the merge of one tensor without the models of weight 0, which thus shape neither basis nor count."""
-    assert job.method is not None
-    models, basis = job.models, curvature.basis
-    if basis is not None:
-        basis = owned_by(basis, models)
-        if basis is None:
-            zero = ", ".join(f"models[{t}]" for t, weight in enumerate(job.weights) if not weight)
-            raise CurvatureError(
-                f"the basis of {job.matrix!r} was built with {zero} of weight 0; leave that model out, or build "
-                "the basis from the recipe with these weights (`epimer basis`)."
-            )
-    weights = [job.weights[t] for t in models]
-    layer = replace(
-        layer,
-        deltas=[layer.deltas[t] for t in models],
-        weights=weights,
-        context=None if layer.context is None else [layer.context[t] for t in models],
-    )
-    metrics = [curvature.metrics[t] for t in models] if curvature.metrics else []
-    job = replace(job, weights=weights, options=job.method.options_of(job.options, models))
-    return job, layer, replace(curvature, metrics=metrics, basis=basis)
-
-
-def batches(jobs: Sequence[Job]) -> Iterator[Batch]:
-    """Group small jobs; a large one stands alone."""
-    batch: list[Job] = []
-    for job in jobs:
-        if batch and (job.memory > SMALL or sum(other.memory for other in batch) > TOGETHER):
-            yield Batch(tuple(batch))
-            batch = []
-        batch.append(job)
-        if job.memory > SMALL:
-            yield Batch(tuple(batch))
-            batch = []
-    if batch:
-        yield Batch(tuple(batch))
-
-
 # --- the pre-pass of methods that look at the whole model first ---
 
 
@@ -329,8 +308,8 @@ class ReadJob:
 
     @property
     def memory(self) -> int:
-        """Bytes in use at once."""
-        return self.job.reads
+        """Bytes in use at once: its own, and what was read before, which its consumer still has."""
+        return 2 * self.job.reads
 
 
 class ReadWalk:
@@ -348,7 +327,7 @@ class ReadWalk:
     def work(self, item: ReadJob, loaded: list[Tensor], device: torch.device) -> list[Tensor]:
         """Check that the tensors are finite, and move them to where they are worked on."""
         for one, W in zip(self.plan.participants.all, loaded, strict=True):
-            check_finite(one.label, item.job.name, W)
+            check_finite(one, item.job.name, W)
         return [W.to(device) for W in loaded]
 
 
@@ -374,7 +353,9 @@ def prepare(plan: Plan, engine: Engine, stage: Stage) -> Prepared | None:
     sample = partial(sample_rows, plan.participants, [(job.name, job.rows, job.template) for job in jobs])
     sampled = sample if streams and entries > 64 * SAMPLED else None
     prepass = Prepass(tensors, jobs[0].weights, mean, entries, precision(headers), workers, sampled)
-    return plan.method.prepare(prepass, jobs[0].options)
+    prepared = plan.method.prepare(prepass, jobs[0].options)
+    release_unused_pages()  # of the blocks that it read
+    return prepared
 
 
 def averaging_plan(plan: Plan, weights: list[float]) -> Plan:
@@ -405,7 +386,8 @@ def merge_in_memory(
     prepared = prepare(plan, engine, stage or Stage(None, None))
     pieces: dict[str, list[Tensor]] = {}
     records: dict[str, TensorRecord] = {}
-    for batch, merged in engine.map(MergeWalk(plan, plan.parts, prepared)):
+    walk = MergeWalk(plan, plan.parts, prepared, stacked=engine.devices[0].type == "cuda")
+    for batch, merged in engine.map(walk):
         for job, result, record in merged:
             pieces.setdefault(job.name, []).append(result)
             records[job.name] = joined(records.get(job.name), record)
@@ -437,7 +419,16 @@ def all_records(plan: Plan, records: dict[str, TensorRecord]) -> dict[str, Tenso
     records = dict(records)
     for name, W in plan.skipped.items():
         records[name] = TensorRecord("skip", tuple(W.shape))
+    records = with_kept(plan, records)
     for name, twin in plan.ties.items():
         records[name] = replace(records[twin], status=Status.TIED, note=f"tied to {twin}")
     order = (name for name in plan.participants.template.headers if name in records)
     return {name: records[name] for name in order}
+
+
+def with_kept(plan: Plan, records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """Return records that tell which tensors are left as the base has them, and which model has NaN or Inf there."""
+    shapes = {name: tuple(plan.participants.template.headers[name].shape) for name in plan.assigned.kept}
+    kept = {name: records.get(name, TensorRecord("copy", shape)) for name, shape in shapes.items()}
+    told = {name: replace(kept[name], status=Status.NON_FINITE, note=text) for name, text in plan.assigned.kept.items()}
+    return records | told

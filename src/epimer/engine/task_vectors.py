@@ -38,7 +38,7 @@ def read_tensors(participants: Participants, job: Job, rows: Rows = None, *, fac
         delta = model.delta(job.name, base, rows) if factors and base is not None else None
         if delta is not None:
             for factor in (delta.A, delta.B):
-                check_finite(model.label, job.name, factor)
+                check_finite(model, job.name, factor)
         models.append(model.read(job.name, rows) if delta is None else delta)
     return Tensors(None if base is None else base.read(job.name, rows), models)
 
@@ -55,7 +55,7 @@ def task_vectors(
             D = W.to(device, job.precision)
             deltas.append(D if job.factored and len(D.A) else D.dense().reshape(job.shape))
             continue
-        E = W.to(device, job.precision)
+        E = W.to(device).to(job.precision)
         if start is not None:  # in place where that is nobody else's: what was read from a file, or has been converted
             E = E - start if E is W and model.checkpoint.in_memory else E.sub_(start)
         check_delta(participants, model, job, E)
@@ -75,5 +75,5 @@ def check_delta(participants: Participants, model: Participant, job: Job, D: Ten
     if nonfinite(D):
         for one in (participants.base, model):
             if one is not None:
-                check_finite(one.label, job.name, one.read(job.name, job.rows))
+                check_finite(one, job.name, one.read(job.name, job.rows))
         raise TensorError(f"{model.label}[{job.name!r}] is too far from base for {D.dtype}; pass both in float64.")

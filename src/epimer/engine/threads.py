@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from functools import cache
 from queue import Empty, Full, Queue
 from threading import Condition, Event, Thread
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from epimer.engine.protocol import JobT, LoadedT, ResultT, Walk
 from epimer.errors import OutputError, ParameterError
+from epimer.geometry.decompositions import eigh
 
 J = TypeVar("J")
 L = TypeVar("L")
@@ -41,7 +45,7 @@ class Threads:
         """Yield every job with its result, in the order of the jobs."""
         for device in set(self.devices):
             if device.type == "cuda":
-                torch.linalg.eigh(torch.eye(2, device=device))  # loads a library, which two threads must not do at once
+                eigh(torch.eye(2, device=device))  # loads a library, which two threads must not do at once
         budget = Budget(self.memory, IN_FLIGHT * len(self.devices))
         run: _Run[Any, Any, Any] = _Run(walk, self.devices, self.threads, budget)
         with torch_threads(self.threads):
@@ -95,7 +99,8 @@ class _Run(Generic[J, L, R]):
         self.done: Queue[tuple[int, R | _Failure]] = Queue()
 
     def results(self) -> Iterator[tuple[J, R]]:
-        workers = [Thread(target=self._work, args=(device,), daemon=True) for device in self.devices]
+        numbered = enumerate(self.devices)
+        workers = [Thread(target=self._work, args=(device, number), daemon=True) for number, device in numbered]
         threads = [Thread(target=self._read, daemon=True), *workers]
         for thread in threads:
             thread.start()
@@ -136,14 +141,20 @@ class _Run(Generic[J, L, R]):
         for _ in self.devices:
             self._offer(None)
 
-    def _work(self, device: torch.device) -> None:
+    def _work(self, device: torch.device, number: int) -> None:
         torch.set_num_threads(self.threads)
-        with torch.no_grad():
+        stream = _worker_stream(device, number) if device.type == "cuda" else None
+        with torch.no_grad(), torch.cuda.stream(stream):
             while (item := self._next()) is not None:
                 i, job, loaded = item
                 del item
                 try:
+                    if stream is not None:
+                        stream.wait_stream(torch.cuda.default_stream(device))
                     result: R | _Failure = self.walk.work(job, loaded, device)
+                    if stream is not None:
+                        stream.synchronize()
+                        _keep_for(torch.cuda.default_stream(device), result)
                 except torch.OutOfMemoryError as error:
                     what = getattr(job, "name", "this work")
                     message = f"{device} has too little memory for {what!r}; use --device cpu, or a larger device."
@@ -167,6 +178,26 @@ class _Run(Generic[J, L, R]):
             with suppress(Empty):
                 return self.todo.get(timeout=0.1)
         return None
+
+
+@cache
+def _worker_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    """Return a GPU worker's own stream, so that none waits for another; always the same, as it keeps memory."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _keep_for(stream: torch.cuda.Stream, result: Any) -> None:
+    """Let a result's memory on a GPU be used again only after what `stream` is doing with it."""
+    if isinstance(result, Tensor):
+        if result.is_cuda:
+            result.record_stream(stream)
+    elif isinstance(result, list | tuple):
+        for part in result:
+            _keep_for(stream, part)
+    elif isinstance(result, dict):
+        _keep_for(stream, list(result.values()))
+    elif is_dataclass(result):
+        _keep_for(stream, [getattr(result, part.name) for part in fields(result)])
 
 
 def _drain(queue: Queue[Any]) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from epimer.checkpoints.safetensors import as_bytes
 from epimer.checkpoints.writer import Draft, write_at
-from epimer.engine.merge import Batch, MergeWalk
+from epimer.engine.batches import Batch
+from epimer.engine.merge import MergeWalk
 from epimer.engine.task_vectors import Tensors
 from epimer.errors import OutputError
 from epimer.plan.jobs import Job
@@ -39,7 +40,7 @@ class WritingWalk:
         `names` tells what tensors are called in the output, where that is not their own name.
         """
         self.walk, self.jobs, self.sync = walk, walk.jobs, sync
-        self.folder, self.journal, self.first_line = draft.folder, draft.journal, draft.first_line
+        self.folder, self.journal, self.first_line = draft.folder, draft.journal.path, draft.journal.first_line
         stored = {job.name: (names or {}).get(job.name, job.name) for batch in walk.jobs for job in batch.jobs}
         places = {name: draft.place[one] for name, one in stored.items()}
         self.places = {name: (shard.file, start) for name, (shard, start) in places.items()}

@@ -68,7 +68,7 @@ class SuiteFile:
 def read_suite_file(path: str | Path, *, labels: bool = True, progress: bool = False) -> SuiteFile:
     """Read and check a suite's file and open its data, which must have a column of labels if `labels`."""
     source = YamlFile(str(path), "suite")
-    return _Reader(source, Path(path).expanduser().parent, progress, labels).suite(source.read())
+    return _Reader(source, Path(os.path.expanduser(path)).parent, progress, labels).suite(source.read())
 
 
 @contextmanager
@@ -128,7 +128,7 @@ class _Reader:
         if keys.get("pooling") is not None and head is None:
             raise self.error((*path, "pooling"), "'pooling' is what a 'head' reads; add one, or leave pooling out.")
         classes = self.names((*path, "classes"), keys.get("classes"))
-        file = None if head is None else self.folder / Path(head).expanduser()
+        file = None if head is None else self.folder / os.path.expanduser(head)
         if file is not None:
             with errors_at(self.source, (*path, "head")):
                 count = read_head(file, dtype).out_features
@@ -193,8 +193,8 @@ class _Reader:
 
     def resolve(self, text: str) -> str:
         """Return a path that is relative to the file's folder as one from here; a hub id stays as it is."""
-        path = self.folder / Path(text).expanduser()
-        if path.exists():
+        path = self.folder / os.path.expanduser(text)
+        if os.path.exists(path):
             return str(path)
         if "+" in text:
             base, adapter = text.rsplit("+", 1)

@@ -17,6 +17,7 @@ from torch.nn.functional import softplus
 from epimer.api import merge_state_dicts
 from epimer.evaluation.evaluate import provenance
 from epimer.experiments.results import Column, Row, number, tabulate, text
+from epimer.geometry.decompositions import solve
 from epimer.geometry.metric import Diagonal, Kronecker
 from epimer.records import Experiment, MapPoint, Maps
 
@@ -89,7 +90,7 @@ def minimum(loss: Loss, steps: int = 50) -> Tensor:
     w = torch.zeros(2, dtype=torch.float64)
     for _ in range(steps):
         gradient, H = _derivatives(loss, w)
-        step = torch.linalg.solve(H, gradient)
+        step = solve(H, gradient)
         while loss(w - step) > loss(w) and step.norm() > 1e-12:
             step = step / 2
         w = w - step

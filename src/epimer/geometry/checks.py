@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epimer.errors import CurvatureError
+from epimer.geometry.decompositions import cholesky, eigvalsh
 from epimer.geometry.linalg import as_compute_dtype, nonfinite
 
 ROUNDING = 1e-6  # share of the trace by which an eigenvalue may be negative
@@ -87,9 +88,9 @@ def _negative_eigenvalue(name: str, M: Tensor, slack: float) -> str | None:
     for dtype in dict.fromkeys((as_compute_dtype(M[:0]).dtype, torch.float64)):
         shifted = M.to(dtype, copy=True)
         shifted.diagonal().add_(slack)
-        if not torch.linalg.cholesky_ex(shifted).info:
+        if not cholesky(shifted).info:
             return None
-    lowest = float(torch.linalg.eigvalsh(M.double())[0])
+    lowest = float(eigvalsh(M.double())[0])
     if lowest >= -slack:
         return None
     return f"{name} must be positive semi-definite; its lowest eigenvalue is {lowest:.3g}"

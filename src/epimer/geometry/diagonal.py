@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import qr
 from epimer.geometry.linalg import conjugate_gradients, mean_of, null_share, small_eigh
 from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.solution import Solution, solved
@@ -17,7 +18,7 @@ from epimer.records import Status
 if TYPE_CHECKING:
     from epimer.geometry.subspace import Tagged
 
-CHUNK = 1 << 24  # elements of the largest temporary of an exact projection
+CHUNK = 1 << 21  # elements of the largest temporary of an exact projection, which stays near the cache
 START_RANK = 8  # of the projection that preconditions a solve
 STEPS = 60  # of a solve on exact products, which cost about as much as one exact projection
 CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut
@@ -107,7 +108,7 @@ def project_diagonal_lowrank(F_mn: Tensor, U_mp: Tensor, V_np: Tensor, rank: int
     """Project a low-rank part F ≈ Σ_r α_r β_rᵀ: H = Σ_r (Uᵀdiag(α_r)U) ∘ (Vᵀdiag(β_r)V), cost r·p²(m + n)."""
     rank = min(rank, *F_mn.shape)
     sketch = torch.randn(F_mn.shape[1], rank, generator=torch.Generator().manual_seed(0)).to(F_mn)
-    Q_mr = torch.linalg.qr(F_mn @ (F_mn.T @ (F_mn @ sketch))).Q
+    Q_mr, _ = qr(F_mn @ (F_mn.T @ (F_mn @ sketch)))
     H_pp = torch.zeros(U_mp.shape[1], U_mp.shape[1], dtype=torch.float64, device=F_mn.device)
     for alpha, beta in zip(Q_mr.T, Q_mr.T @ F_mn, strict=True):
         H_pp += (U_mp.T @ (alpha[:, None] * U_mp)) * (V_np.T @ (beta[:, None] * V_np))

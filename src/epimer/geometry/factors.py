@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import qr
 from epimer.geometry.linalg import LowRank
 from epimer.geometry.svd import top_svd
 
@@ -30,10 +31,10 @@ class Cores:
 
 def cores_of(deltas: Sequence[LowRank]) -> Cores:
     """Return the space that the factors of matrices of one shape span, and every matrix in it."""
-    P, left = torch.linalg.qr(torch.cat([D.B for D in deltas], dim=1).double())
-    Q, right = torch.linalg.qr(torch.cat([D.A for D in deltas]).T.double())
+    P, left = qr(torch.cat([D.B for D in deltas], dim=1).double())
+    Q, right = qr(torch.cat([D.A for D in deltas]).T.double())
     ranks = [len(D.A) for D in deltas]
-    parts = zip(left.split(ranks, dim=1), right.split(ranks, dim=1), strict=True)
+    parts = zip(*(torch.split(R, ranks, dim=1) for R in (left, right)), strict=True)
     return Cores(P, Q, [B @ A.T for B, A in parts])
 
 
@@ -47,7 +48,7 @@ def of_rank(C_mn: Tensor, rank: int) -> tuple[LowRank, float]:
 
 def in_columns(D_mn: Tensor, B_mr: Tensor) -> tuple[LowRank, float]:
     """Return a matrix whose columns are combinations of B's as factors, and the share of it that is none."""
-    P = torch.linalg.qr(B_mr.double()).Q.to(D_mn.dtype)
+    P = qr(B_mr.double())[0].to(D_mn.dtype)
     factors = LowRank(P, P.T @ D_mn)
     return factors, _missing(D_mn, factors)
 

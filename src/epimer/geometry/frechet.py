@@ -11,6 +11,7 @@ The mean has r = x̄ = Σ λ_t x_t and ε = 0; anchored has its anchor and its d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from epimer.errors import CurvatureError
+from epimer.errors import CurvatureError, NumericalError
+from epimer.geometry.decompositions import of_task
 from epimer.geometry.diagonal import TaggedDiagonal, sum_of_products
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.linalg import weighted_sum
@@ -126,6 +128,8 @@ class Problem:
             length = min(float(torch.linalg.vector_norm(x)) for x in (reference, self.flat_mean()))
             operator = replace(operator, allowed=MERGE_TOLERANCE * length)
         step = operator.solve(descent, self.mean_shift + epsilon)
+        if not math.isfinite(step.residual):
+            raise NumericalError("the system of the mean has no finite solution: it overflowed")
         return replace(step, value=reference + step.value)
 
     def mean(self) -> Solution:
@@ -169,6 +173,10 @@ def build_problem(
     scaled = normalize != "none"
     divisors = {"trace": sizes, "common": [mean_size] * len(sizes), "none": [1.0] * len(sizes)}[normalize]
     scales = [1 / divisor if divisor > 0 else 0.0 for divisor in divisors]
+    for t, (size, scale) in enumerate(zip(sizes, scales, strict=True)):
+        if not (math.isfinite(size) and math.isfinite(scale)):
+            with of_task(t):
+                raise NumericalError(f"its curvature's mean diagonal, {size:.2g}, or the inverse overflows")
     return Problem(
         subspace=subspace,
         points=Coordinates(subspace, deltas)

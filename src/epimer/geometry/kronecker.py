@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import cholesky, cholesky_inverse, cholesky_solve, eigvalsh
 from epimer.geometry.linalg import NULL, conjugate_gradients, conjugate_steps, gram, mean_of, small_eigh, solve_spd
 from epimer.geometry.operator import SubspaceOperator
 from epimer.geometry.solution import Solution, solved
@@ -23,6 +24,7 @@ PAIRS = 1024  # products of them that it inverts exactly
 SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
 DOUBLE = 1e-10  # the same where it is in float64
 MIXED = 1 << 12  # unknowns from which single precision with corrections is faster than float64
+BEARABLE = 1e30  # size of factors and coefficients up to which, and down to whose inverse, single precision bears them
 FLOOR = 3e-6  # relative residual that single precision reaches without a correction
 
 
@@ -78,14 +80,21 @@ class KroneckerSum(SubspaceOperator):
             solution = conjugate_gradients(self.shifted(damping), b, tolerance=1e-8, max_steps=self.max_steps)
             return replace(solution, status=Status.DAMPED, damping=damping)
         norm = float(torch.linalg.vector_norm(b))
-        if self.null > NULL:
+        single = self._fits_single(shift)
+        if self.null > NULL and single:
             return self._refined(b, shift, max(SINGLE * norm, shift * self.allowed))
-        if b.numel() >= MIXED and self.max_steps is None:
+        if b.numel() >= MIXED and self.max_steps is None and single:
             solution = self._refined(b, shift, DOUBLE * norm)
             if solution.status is Status.CONVERGED:
                 return solution
         apply, precondition = _shifted_sum(self.terms, shift, b), _preconditioner(self.terms, shift, b)
         return conjugate_gradients(apply, b, precondition, max_steps=self.max_steps)
+
+    def _fits_single(self, shift: float) -> bool:
+        """Whether single precision can hold the factors and multiply by them and by their coefficients."""
+        sizes = [(c, _mean_diagonal(G), _mean_diagonal(A)) for c, G, A in self.terms]
+        values = [shift, *(x for c, g, a in sizes for x in (c, g, a, g * a))]
+        return all(x == 0 or 1 / BEARABLE < x < BEARABLE for x in values)
 
     def _refined(self, b: Tensor, shift: float, goal: float) -> Solution:
         """Iterate in single precision until the residual, which is kept in float64, is at most `goal`.
@@ -110,10 +119,7 @@ class KroneckerSum(SubspaceOperator):
         """Return the damping an undamped sum needs: 0 where one term alone is well above rounding everywhere."""
         lowest = highest = 0.0
         for c, G, A in self.terms:
-            spectra = [
-                [1.0, 1.0] if M is None else torch.linalg.eigvalsh(_matrix(M).double())[[0, -1]].tolist()
-                for M in (G, A)
-            ]
+            spectra = [[1.0, 1.0] if M is None else eigvalsh(_matrix(M).double())[[0, -1]].tolist() for M in (G, A)]
             lowest = max(lowest, c * max(0.0, spectra[0][0]) * max(0.0, spectra[1][0]))
             highest += c * spectra[0][1] * spectra[1][1]
         return 0.0 if lowest > self.null * highest else self.null * highest
@@ -178,8 +184,11 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
     identity: (s + W Λ Wᵀ)⁻¹ = (1 - W (s Λ⁻¹ + WᵀW)⁻¹ Wᵀ) / s, where WᵀW is a product of two Gram matrices.
     """
     (p, q), tasks = like.shape, len(terms)
-    g_tk, E_tpk = _leading([G for _, G, _ in terms], p, like)
-    a_th, F_tqh = _leading([A for _, _, A in terms], q, like)
+    left, right = [G for _, G, _ in terms], [A for _, _, A in terms]
+    if like.is_cuda and p == q:  # many matrices take a GPU hardly longer than few
+        (g_tk, a_th), (E_tpk, F_tqh) = (torch.split(parts, tasks) for parts in _leading([*left, *right], p, like))
+    else:
+        (g_tk, E_tpk), (a_th, F_tqh) = _leading(left, p, like), _leading(right, q, like)
     c_t = torch.tensor([c for c, _, _ in terms], dtype=like.dtype, device=like.device)
     values_tkh = c_t[:, None, None] * g_tk[:, :, None] * a_th[:, None, :]
     largest = torch.topk(values_tkh.flatten(), min(PAIRS, -(-p * q // 2), values_tkh.numel()))
@@ -192,10 +201,10 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
     E_np, F_nq = E_tpk[task, :, i], F_tqh[task, :, j]
     inner = gram(E_np.T) * gram(F_nq.T)
     inner.diagonal().add_(rest / values)
-    L, info = torch.linalg.cholesky_ex(inner)
+    L, info = cholesky(inner)
     if info or not values.numel() or not rest > 0:
         return lambda r: r
-    inverse = torch.cholesky_inverse(L) if like.is_cuda else None  # on a CPU it costs more than all of the solves
+    inverse = cholesky_inverse(L) if like.is_cuda else None  # on a CPU it costs more than all of the solves
     k, h = int(i.max()) + 1, int(j.max()) + 1
     E_tpk, F_tqh = E_tpk[:, :, :k].contiguous(), F_tqh[:, :, :h].contiguous()
     F_sq, place = F_tqh.mT.flatten(0, 1), (task * k + i) * h + j
@@ -204,7 +213,7 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
         along = (torch.matmul(E_tpk.mT, r) @ F_tqh).flatten()
         weights = torch.zeros_like(along)
         inner = along[place]
-        weights[place] = torch.cholesky_solve(inner[:, None], L)[:, 0] if inverse is None else inverse @ inner
+        weights[place] = cholesky_solve(inner[:, None], L)[:, 0] if inverse is None else inverse @ inner
         lifted = torch.matmul(E_tpk, weights.view(tasks, k, h)).transpose(0, 1).flatten(1) @ F_sq
         return (r - lifted) / rest
 

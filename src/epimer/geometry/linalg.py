@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import cholesky, cholesky_solve, eigh, thin_svd
+from epimer.geometry.replay import repeated
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
 
@@ -27,6 +30,7 @@ PROBE = 1e-3  # size of the error, relative to a column, that measures how error
 NEARLY_SQUARE = 0.75  # columns per row from which on a stack's Gram matrix is taken in float64
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 MAX_STEPS = 2000  # of conjugate gradients
+CPU_THREADS = min(8, os.cpu_count() or 1)  # that decompose a GPU's small matrices
 
 
 def nonfinite(x: Tensor) -> int:
@@ -156,19 +160,21 @@ def sandwich(M_nn: Tensor, U_np: Tensor) -> Tensor:
 
 
 def small_eigh(H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors of symmetric matrices; a GPU's small ones from the CPU, a thread each."""
+    """Return eigenvalues and eigenvectors of symmetric matrices; a GPU's small ones from the CPU, shared by threads."""
     if H.shape[-1] > SMALL_EIGH or not H.is_cuda:
-        return torch.linalg.eigh(H)
-    stack = H.cpu().reshape(-1, *H.shape[-2:])
-    pairs = list(_cpu_threads().map(torch.linalg.eigh, stack)) if len(stack) > 1 else [torch.linalg.eigh(stack[0])]
-    values, vectors = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+        return eigh(H)
+    stacks = H.cpu().reshape(-1, *H.shape[-2:]).chunk(CPU_THREADS)
+    contexts = [copy_context() for _ in stacks]  # in which a thread notes what it had to try again
+    threads = _cpu_threads().map if len(stacks) > 1 else map
+    pairs = list(threads(lambda context, M: context.run(eigh, M), contexts, stacks))
+    values, vectors = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     return values.reshape(H.shape[:-1]).to(H.device), vectors.reshape(H.shape).to(H.device)
 
 
 @cache
 def _cpu_threads() -> ThreadPoolExecutor:
-    """Return threads that work on a matrix each."""
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), initializer=torch.set_num_threads, initargs=(1,))
+    """Return threads that work on matrices of their own."""
+    return ThreadPoolExecutor(CPU_THREADS, initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Polar(NamedTuple):
@@ -199,7 +205,7 @@ def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Pola
     if not X_mp.shape[1]:
         return Polar(X_mp, True, 1.0, 1.0)
     if X_mp.is_cuda and X_mp.dtype != torch.float64 and least == 0:
-        factor, amplification = newton_schulz_polar(X_mp)
+        factor, (amplification,) = newton_schulz_polar(X_mp)
         if amplification < math.inf:
             return Polar(factor, True, amplification, math.inf)  # a direction that turned over has amplified a lot
     inner = stack_gram(X_mp) if inner is None else inner
@@ -214,7 +220,7 @@ def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Pola
                 factor = _newton_schulz(factor)
             return Polar(factor, True, *_sensitivity(values, len(X_mp)))
     X = X_mp.double()
-    U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
+    U, sigma, Vh = thin_svd(X)
     kept = sigma > math.sqrt(NULL) * sigma[0]
     shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
     factor = ((U[:, kept] * shrunk) @ Vh[kept]).to(X_mp.dtype)
@@ -223,24 +229,24 @@ def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Pola
     return Polar(factor, True, *_sensitivity(sigma.square(), len(X_mp)))
 
 
-def newton_schulz_polar(X_mp: Tensor) -> tuple[Tensor, float]:
-    """Return the polar factor by products alone, and its amplification: inf where the steps did not converge.
+def newton_schulz_polar(X: Tensor) -> tuple[Tensor, list[float]]:
+    """Return polar factors of one X_mp or of several by products alone, and each one's amplification.
 
-    The amplification is measured: a second stack, with a small error, is taken along.
+    The amplification is measured: a second stack, with a small error, is taken along. It is inf where the steps did
+    not converge.
     """
-    generator = torch.Generator(X_mp.device).manual_seed(0)
-    noise = torch.randn(X_mp.shape, generator=generator, dtype=X_mp.dtype, device=X_mp.device)
-    noise = noise * (PROBE / math.sqrt(len(X_mp)))
-    scale = torch.linalg.matrix_norm(X_mp.T @ X_mp, ord=1).sqrt()
-    pair = torch.stack([X_mp, X_mp + noise]) / (1.01 * scale)
+    m, p = X.shape[-2:]
+    generator = torch.Generator(X.device).manual_seed(0)
+    noise = torch.randn(m, p, generator=generator, dtype=X.dtype, device=X.device) * (PROBE / math.sqrt(m))
+    scale = torch.linalg.matrix_norm(X.mT @ X, ord=1, keepdim=True).sqrt()
+    pair = torch.stack([X, X + noise]) / (1.01 * scale)
     for stretch in _stretches():
         pair = _newton_schulz(pair, stretch)
     factor, other = pair
-    eye = torch.eye(X_mp.shape[1], dtype=X_mp.dtype, device=X_mp.device)
-    defect = (factor.T @ factor - eye).abs().max()
-    grown = torch.linalg.vector_norm(other - factor) / torch.linalg.vector_norm(noise)
-    wrong, amplification = torch.stack([defect, grown]).tolist()
-    return factor, amplification if wrong < 1e-3 else math.inf
+    defect = (factor.mT @ factor - torch.eye(p, dtype=X.dtype, device=X.device)).abs().amax((-2, -1))
+    grown = torch.linalg.vector_norm(other - factor, dim=(-2, -1)) / torch.linalg.vector_norm(noise)
+    found = torch.stack([defect, grown]).reshape(2, -1).tolist()
+    return factor, [amplified if wrong < 1e-3 else math.inf for wrong, amplified in zip(*found, strict=True)]
 
 
 @cache
@@ -277,7 +283,7 @@ def _sensitivity(values: Tensor, m: int) -> tuple[float, float]:
 
 def column_basis(X_mp: Tensor) -> Tensor:
     """Return an orthonormal basis of the columns of a partial isometry."""
-    U, sigma, _ = torch.linalg.svd(X_mp, full_matrices=False)
+    U, sigma, _ = thin_svd(X_mp)
     return U[:, sigma > 0.5]
 
 
@@ -312,12 +318,12 @@ def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL) -
         return Solution(b.clone())
     H_pp = (H_pp + H_pp.T).mul_(0.5)
     H_pp.diagonal().add_(shift)
-    L, info = torch.linalg.cholesky_ex(H_pp)
+    L, info = cholesky(H_pp)
     pivots = L.diagonal().square()
     noise = null * float(pivots.max())
     if not info and (pivots.min() > noise or (shift > noise and pivots.min() > NULL * float(pivots.max()))):
-        return Solution(torch.cholesky_solve(b, L))
-    values, vectors = torch.linalg.eigh(H_pp)
+        return Solution(cholesky_solve(b, L))
+    values, vectors = eigh(H_pp)
     largest = float(values[-1])
     if largest <= 0:
         return Solution(torch.zeros_like(b))
@@ -360,22 +366,29 @@ def conjugate_steps(
     """Return what conjugate gradients make of `apply(y) = b` until the residual that they keep is below `goal`.
 
     The start is 0, so that the iterates stay in the operator's range and a consistent singular system is solved. A
-    step asks the device for its numbers once.
+    step works on the same tensors every time, so that a GPU can replay it, and asks the device for its numbers once.
     """
-    y, r, z = torch.zeros_like(b), b, precondition(b)
-    direction, rz = z, (b * z).sum()
-    for _ in range(max_steps or MAX_STEPS):
+    y, r, direction = torch.zeros_like(b), b.clone(), torch.zeros_like(b)
+    rz, step, numbers = b.new_full((), math.inf), b.new_zeros(()), b.new_zeros(2)
+
+    def advance() -> None:
+        z = precondition(r)
+        current = (r * z).sum()
+        torch.addcmul(z, current / rz, direction, out=direction)
         image = apply(direction)
         curvature = (direction * image).sum()
-        step = rz / curvature
-        r = torch.addcmul(r, step, image, value=-1)
-        positive, size = torch.stack([curvature, torch.linalg.vector_norm(r)]).tolist()
+        torch.div(current, curvature, out=step)
+        r.addcmul_(step, image, value=-1)
+        rz.copy_(current)
+        torch.stack([curvature, torch.linalg.vector_norm(r)], out=numbers)
+
+    once_more = repeated(advance, b)
+    for _ in range(max_steps or MAX_STEPS):
+        once_more()
+        positive, size = numbers.tolist()
         if not positive > 0:
             break
-        y = torch.addcmul(y, step, direction)
+        y.addcmul_(step, direction)
         if size <= goal:
             break
-        z = precondition(r)
-        rz, previous = (r * z).sum(), rz
-        direction = torch.addcmul(z, rz / previous, direction)
     return y

@@ -14,7 +14,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import NEARLY_SQUARE, NULL, atom_coefficients, column_basis, polar, stack_gram, sum_of_atoms
+from epimer.geometry.decompositions import eigh
+from epimer.geometry.linalg import (
+    NEARLY_SQUARE,
+    NULL,
+    atom_coefficients,
+    column_basis,
+    gram,
+    newton_schulz_polar,
+    polar,
+    stack_gram,
+    sum_of_atoms,
+)
 from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.svd import SVD_TOLERANCE, Svd, top_svd, top_svds
@@ -179,14 +190,44 @@ def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, li
     Whitening magnifies errors where the stack is near-singular (near-duplicate models, or as many directions as there
     are); then the SVDs are taken more sharply, or exactly. Where that can be told beforehand, they are sharper at once.
     """
-    crowded = rank * len(deltas) > NEARLY_SQUARE * min(deltas[0].shape)
-    tolerance = CROWDED_TOLERANCE if crowded else SVD_TOLERANCE
+    tolerance = _first_tolerance(deltas, rank)
     while True:
-        triples, error = top_svds(deltas, rank, tolerance)
+        triples, errors = top_svds(deltas, rank, tolerance)
         atoms, bearable = whiten(triples)
-        if error <= bearable:
+        if max(errors, default=0.0) <= bearable:
             return atoms, triples
         tolerance = bearable / 2 if bearable > SHARPEST else 0.0
+
+
+def _first_tolerance(deltas: Sequence[Tensor], rank: int) -> float:
+    crowded = rank * len(deltas) > NEARLY_SQUARE * min(deltas[0].shape)
+    return CROWDED_TOLERANCE if crowded else SVD_TOLERANCE
+
+
+def tagged_of_layers(layers: Sequence[Sequence[Tensor]], rank: int) -> list[Tagged | None]:
+    """Return the tagged bases of several layers of one shape, found at once: a GPU is fast on many matrices only.
+
+    None stands for a layer whose singular vectors are near-singular as a stack, or copies: it needs more care.
+    """
+    tasks, tolerance = len(layers[0]), _first_tolerance(layers[0], rank)
+    triples, errors = top_svds([D for deltas in layers for D in deltas], rank, tolerance)
+    if any(len(triple.sigma) < rank for triple in triples):
+        return [None] * len(layers)
+    by_layer = [triples[start : start + tasks] for start in range(0, len(triples), tasks)]
+    left, right = (
+        torch.stack([torch.cat([triple[side] for triple in one], dim=1) for one in by_layer]) for side in (0, 2)
+    )
+    sigma = torch.stack([torch.cat([triple.sigma for triple in one]) for one in by_layer])
+    owner = torch.arange(tasks, device=sigma.device).repeat_interleave(rank)
+    nearest = _largest_cosines(gram(left), gram(right), sigma, owner).tolist()
+    (U, above), (V, below) = newton_schulz_polar(left), newton_schulz_polar(right)
+    found: list[Tagged | None] = []
+    for i, near in enumerate(nearest):
+        amplification = max(above[i], below[i])
+        bearable = BASIS_TOLERANCE / amplification if amplification else math.inf
+        good = near <= DISTINCT and max(errors[i * tasks : (i + 1) * tasks]) <= bearable
+        found.append(Tagged(U[i], V[i], sigma[i], owner) if good else None)
+    return found
 
 
 def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, float]:
@@ -196,13 +237,13 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
     grams = [stack_gram(X) for X in stacks]
     sigma = torch.cat([triple.sigma for triple in triples])
     owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)]).to(sigma.device)
-    nearness = (_largest_cosine(grams[0], grams[1], sigma, owner) - DISTINCT) / (COPIES - DISTINCT)
+    nearness = (float(_largest_cosines(grams[0], grams[1], sigma, owner)) - DISTINCT) / (COPIES - DISTINCT)
     least = LEAST * min(1.0, max(0.0, nearness))
     left, right = (polar(X, least, inner) for X, inner in zip(stacks, grams, strict=True))
     mix = None
     if not (left.full_rank and right.full_rank):
         U, V = left.factor.double(), right.factor.double()
-        values, vectors = torch.linalg.eigh((U.T @ U) * (V.T @ V))
+        values, vectors = eigh((U.T @ U) * (V.T @ V))
         kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
     atoms = Tagged(left.factor, right.factor, sigma, owner, mix)
@@ -211,14 +252,18 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
     return atoms, min(left.bearable, right.bearable, allowed)
 
 
-def _largest_cosine(left_pp: Tensor, right_pp: Tensor, sigma: Tensor, owner: Tensor) -> float:
-    """Return the largest cosine between two tasks' leading parts U diag(σ) Vᵀ, from UᵀU and VᵀV; 0 for a single one."""
+def _largest_cosines(left: Tensor, right: Tensor, sigma: Tensor, owner: Tensor) -> Tensor:
+    """Return the largest cosine between two tasks' leading parts U diag(σ) Vᵀ, from UᵀU and VᵀV; 0 for a single one.
+
+    Of one layer (p x p and p), or of several at once.
+    """
     tasks = int(owner.max()) + 1 if len(owner) else 1
-    owned = torch.nn.functional.one_hot(owner, tasks) * sigma.double()[:, None]  # p x T
-    inner = owned.T @ (left_pp.double() * right_pp.double()) @ owned
-    norms = inner.diagonal().clamp_min(0).sqrt()
-    cosines = inner / (norms[:, None] * norms).clamp_min(torch.finfo(inner.dtype).tiny)
-    return float(cosines.fill_diagonal_(0).max())
+    owned = torch.nn.functional.one_hot(owner, tasks) * sigma.double().unsqueeze(-1)  # p x T
+    inner = owned.mT @ (left.double() * right.double()) @ owned
+    norms = inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    cosines = inner / (norms.unsqueeze(-1) * norms.unsqueeze(-2)).clamp_min(torch.finfo(inner.dtype).tiny)
+    cosines.diagonal(dim1=-2, dim2=-1).zero_()
+    return cosines.amax((-2, -1))
 
 
 def tensor_product(atoms: Tagged) -> TensorProduct:
@@ -252,3 +297,34 @@ def owned_by(basis: Basis, tasks: Sequence[int]) -> Basis | None:
 def atoms_of(basis: Basis) -> Tagged:
     """Return the tagged atoms of a basis."""
     return basis.atoms if isinstance(basis, TensorProduct) else basis
+
+
+def basis_problem(basis: Basis) -> str | None:
+    """Return which tensors of a basis do not fit together, by their shapes and dtypes alone, or None."""
+    atoms = atoms_of(basis)
+    count = len(atoms.sigma) if atoms.sigma.dim() else 0
+    sides = {"U": atoms.U, "V": atoms.V, "sigma": atoms.sigma, "mix": atoms.mix}
+    if isinstance(basis, TensorProduct):
+        sides |= {"left": basis.U, "right": basis.V}
+    for name, M in sides.items():
+        if M is not None and not M.is_floating_point():
+            return f"{name} is {M.dtype}, expected floats"
+        if M is not None and M.dim() != (1 if name == "sigma" else 2):
+            return f"{name} has shape {tuple(M.shape)}, expected a {'vector' if name == 'sigma' else 'matrix'}"
+    if atoms.owner.dtype != torch.int64 or atoms.owner.shape != (count,):
+        return f"owner is {atoms.owner.dtype} of shape {tuple(atoms.owner.shape)}, expected {count} of torch.int64"
+    if atoms.U.shape[1] != count or atoms.V.shape[1] != count:
+        return f"U and V have shapes {tuple(atoms.U.shape)} and {tuple(atoms.V.shape)}, expected {count} columns each"
+    if atoms.mix is not None and not (len(atoms.mix) == count >= atoms.mix.shape[1]):
+        return f"mix has shape {tuple(atoms.mix.shape)}, expected {count} rows and no more columns"
+    if (len(basis.U), len(basis.V)) != (len(atoms.U), len(atoms.V)):
+        return f"left and right have {len(basis.U)} and {len(basis.V)} rows, expected {len(atoms.U)} and {len(atoms.V)}"
+    return None
+
+
+def owner_problem(owner: Tensor, tasks: int | None) -> str | None:
+    """Return that an atom's owner is none of the tasks, by number, or None; `tasks` is None where it is not known."""
+    lowest, highest = (int(owner.min()), int(owner.max())) if len(owner) else (0, -1)
+    if lowest >= 0 and (tasks is None or highest < tasks):
+        return None
+    return f"owner reaches from {lowest} to {highest}, expected {'0 or more' if tasks is None else f'0 to {tasks - 1}'}"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import cholesky, eigh, of_task, qr, solve_triangular, thin_svd
 from epimer.geometry.linalg import Delta, LowRank, gram, rounding_share, small_eigh
 
 BLOCK = 16  # the search space's columns are a multiple of this, which matrix products like
@@ -43,25 +44,29 @@ def top_svd(A_mn: Delta, k: int, *, exact: bool = False) -> Svd:
     return top_svds([A_mn], k, 0.0 if exact else SVD_TOLERANCE)[0][0]
 
 
-def top_svds(matrices: Sequence[Delta], k: int, tolerance: float = SVD_TOLERANCE) -> tuple[list[Svd], float]:
-    """Return the `k` leading singular triples of matrices of one shape, and the largest angle they are wrong by.
+def top_svds(matrices: Sequence[Delta], k: int, tolerance: float = SVD_TOLERANCE) -> tuple[list[Svd], list[float]]:
+    """Return the `k` leading singular triples of matrices of one shape, and the angle that each one's are wrong by.
 
     Large float32 matrices are searched until the root mean square angle is below `tolerance`, all others, and those
     where it cannot be reached, decomposed exactly (angle 0); a `tolerance` of 0 decomposes all.
     """
     if not matrices:
-        return [], 0.0
+        return [], []
     if matrices[0].shape[0] < matrices[0].shape[1]:
-        flipped, error = top_svds([A.T for A in matrices], k, tolerance)
-        return [Svd(V, sigma, U) for U, sigma, V in flipped], error
+        flipped, errors = top_svds([A.T for A in matrices], k, tolerance)
+        return [Svd(V, sigma, U) for U, sigma, V in flipped], errors
     searched = [t for t, A in enumerate(matrices) if tolerance > 0 and searches(A, k)]
     triples: dict[int, Svd] = {}
-    worst = 0.0
+    errors = [0.0] * len(matrices)
     for group in _groups(searched, matrices[0]):
         for t, svd, error in zip(group, *_search([matrices[t] for t in group], k, tolerance), strict=True):
             if error <= tolerance:
-                triples[t], worst = _nonzero(svd, matrices[t]), max(worst, error)
-    return [triples[t] if t in triples else _decompose(A, k) for t, A in enumerate(matrices)], worst
+                triples[t], errors[t] = svd, error
+    for t, A in enumerate(matrices):
+        if t not in triples:
+            with of_task(t if len(matrices) > 1 else None):
+                triples[t] = _decompose(A, k)
+    return [triples[t] for t in range(len(matrices))], errors
 
 
 def searches(A_mn: Delta, k: int) -> bool:
@@ -94,14 +99,14 @@ def _decompose(A_mn: Delta, k: int) -> Svd:
     a full SVD; large float32 matrices the eigenvectors of their Gram matrix in float64.
     """
     if isinstance(A_mn, LowRank):
-        left, right = torch.linalg.qr(A_mn.B.double()), torch.linalg.qr(A_mn.A.T.double())
-        U, sigma, Vh = torch.linalg.svd(left.R @ right.R.T)
-        return _nonzero(Svd(left.Q @ U[:, :k], sigma[:k], right.Q @ Vh[:k].T), A_mn)
+        (P, left), (Q, right) = qr(A_mn.B.double()), qr(A_mn.A.T.double())
+        U, sigma, Vh = thin_svd(left @ right.T)
+        return _nonzero(Svd(P @ U[:, :k], sigma[:k], Q @ Vh[:k].T), A_mn)
     n = A_mn.shape[1]
     if k == 0:
         return Svd(A_mn[:, :0], A_mn.new_zeros(0), A_mn.new_zeros(n, 0))
     if A_mn.dtype == torch.float64 or n <= SMALL:
-        U, sigma, Vh = torch.linalg.svd(A_mn.double(), full_matrices=False)
+        U, sigma, Vh = thin_svd(A_mn.double())
         return _nonzero(Svd(U[:, :k], sigma[:k], Vh[:k].T), A_mn)
     return _nonzero(_gram_svd(A_mn, k), A_mn)
 
@@ -109,7 +114,7 @@ def _decompose(A_mn: Delta, k: int) -> Svd:
 def _gram_svd(A_mn: Tensor, k: int) -> Svd:
     """Take the SVD from the eigenvectors of AᵀA in float64, where squaring loses nothing of float32."""
     A = A_mn.double()
-    V = torch.linalg.eigh(gram(A)).eigenvectors.flip(-1)[:, :k]
+    V = eigh(gram(A)).vectors.flip(-1)[:, :k]
     U = A @ V
     sigma = torch.linalg.vector_norm(U, dim=0)
     return Svd(U / sigma.clamp_min(torch.finfo(torch.float64).tiny), sigma, V)
@@ -118,7 +123,11 @@ def _gram_svd(A_mn: Tensor, k: int) -> Svd:
 def _nonzero(svd: Svd, A_mn: Delta) -> Svd:
     """Drop the triples that are zero up to the rounding of `A_mn`'s precision."""
     rank = int((svd.sigma > rounding_share(A_mn) * svd.sigma[0]).sum()) if svd.sigma.numel() else 0
-    U, sigma, V = (part.to(A_mn.dtype) for part in svd)
+    return _leading(svd, rank, A_mn.dtype)
+
+
+def _leading(svd: Svd, rank: int, dtype: torch.dtype) -> Svd:
+    U, sigma, V = (part.to(dtype) for part in svd)
     return Svd(U[:, :rank], sigma[:rank], V[:, :rank])
 
 
@@ -150,14 +159,16 @@ def _search(matrices: Sequence[Delta], k: int, tolerance: float) -> tuple[list[S
     theta, V, error = search(A, k, tolerance)
     U = A @ V
     sigma = torch.linalg.vector_norm(U, dim=-2)
-    lost = (theta[..., :k] < FAINT * theta[..., :1]) & (sigma > rounding_share(A) * sigma[..., :1])
+    share = rounding_share(matrices[0])
+    lost = (theta[..., :k] < FAINT * theta[..., :1]) & (sigma > share * sigma[..., :1])
     error = torch.where(lost.any(-1), torch.inf, error)
+    ranks = (sigma > share * sigma[..., :1]).sum(-1)
     U = U / sigma.clamp_min(torch.finfo(U.dtype).tiny).unsqueeze(-2)
     if scaled:
         sigma = sigma * sizes.squeeze(-1)
-    if len(matrices) == 1:
-        return [Svd(U, sigma, V)], [float(error)]
-    return [Svd(*parts) for parts in zip(U, sigma, V, strict=True)], error.tolist()
+    found = [Svd(*parts) for parts in zip(U, sigma, V, strict=True)] if A.dim() > 2 else [Svd(U, sigma, V)]
+    counts, errors = torch.stack([ranks.double(), error.double()]).reshape(2, -1).tolist()
+    return [_leading(svd, int(rank), A.dtype) for svd, rank in zip(found, counts, strict=True)], errors
 
 
 def _lanczos(A_mn: Tensor, k: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,7 +193,7 @@ def _lanczos(A_mn: Tensor, k: int, tolerance: float) -> tuple[Tensor, Tensor, Te
         W = W - Q[:, :d] @ along
         if step == check or d + b > Q.shape[1]:
             check += 1 + check // 8
-            values, vectors = torch.linalg.eigh(torch.nan_to_num(H[:d, :d]))
+            values, vectors = eigh(torch.nan_to_num(H[:d, :d]))
             theta, R = values.flip(-1)[:width].to(W.dtype), vectors.flip(-1)[:, :k].to(W.dtype)
             residual = torch.linalg.vector_norm(W @ R[d - b :], dim=0)
             error = _mean_angle(theta, residual, n, k)
@@ -258,8 +269,8 @@ def _orthonormal(Y: Tensor) -> Tensor:
     wide = Y.double()
     inner = gram(wide)
     inner.diagonal(dim1=-2, dim2=-1).add_(1e-12)
-    L, _ = torch.linalg.cholesky_ex(inner)
-    return torch.linalg.solve_triangular(L, wide.mT, upper=False).mT.to(Y.dtype)
+    L, _ = cholesky(inner)
+    return solve_triangular(L, wide.mT, upper=False).mT.to(Y.dtype)
 
 
 def _chebyshev(product: Callable[[Tensor], Tensor], X: Tensor, image: Tensor, theta: Tensor, degree: int) -> Tensor:

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import eigvalsh
 from epimer.geometry.diagonal import TaggedDiagonal
 from epimer.geometry.frechet import Problem, build_problem
 from epimer.geometry.metric import Metric, Projected
@@ -204,6 +205,6 @@ def _spectrum(operator: SubspaceOperator, dimension: int) -> Tensor:
     if not dimension:
         return torch.ones(1, dtype=torch.float64)
     if isinstance(operator, Dense | TaggedDiagonal):
-        return torch.linalg.eigvalsh(operator.H).clamp_min(0)
+        return eigvalsh(operator.H).clamp_min(0)
     basis = torch.eye(dimension, dtype=torch.float64)
-    return torch.linalg.eigvalsh(torch.stack([operator.apply(column) for column in basis]))
+    return eigvalsh(torch.stack([operator.apply(column) for column in basis]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from fractions import Fraction
+from functools import lru_cache, reduce
 from typing import Annotated, Any, Literal
 
 import torch
@@ -20,9 +21,10 @@ from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option, per_model
 from epimer.methods.registry import Layer, Method, Prepared, Prepass
 
-BLOCK = 1 << 20  # entries of a model that are counted at a time
+BLOCK = 1 << 19  # entries of a model that a pre-pass looks at at a time
 MARGIN = 0.01  # share of all entries by which a sampled rank may be off
 VOTES = 1 << 30  # of all models together in a count of signs, so that any tally fits 32 bits
+SHARES = 1 << 24  # of all weights: times an entry of float32 and added up over 32 models, exact in float64
 
 Scorer = Callable[[dict[str, Tensor]], Any]
 
@@ -99,7 +101,7 @@ def convex_combination(layer: Layer, scale: float, *, based: bool) -> Solution:
 def norms(prepass: Prepass, options: MethodOptions) -> Prepared:
     """Weigh each model by 1/‖θ_t‖ over the whole model."""
     squares = [0.0] * len(prepass.weights)
-    for _, _, models in prepass.tensors():
+    for _, _, models in prepass.tensors(entries=BLOCK):
         for t, W in enumerate(models):
             squares[t] += float(torch.linalg.vector_norm(W, dtype=torch.float64)) ** 2
     raw = [w / s**0.5 if s > 0 else 0.0 for w, s in zip(prepass.weights, squares, strict=True)]
@@ -170,8 +172,27 @@ def disjoint_sum(deltas: list[Tensor], weights: list[float], elected: Tensor, *,
 
 
 def elected_by_mass(deltas: list[Tensor], weights: list[float]) -> Tensor:
-    """Return per entry the sign of Σ w_t D_t, 0 where that is 0."""
-    return weighted_sum(deltas, weights).sign()
+    """Return per entry the sign of Σ w_t D_t, 0 where that is 0: whole shares of D_t in float64 add up exactly.
+
+    Models in bfloat16 often cancel, and rounding, which depends on their order, would break the tie.
+    """
+    first, *others = whole_shares(tuple(weights))
+    total = deltas[0].to(torch.float64, copy=True).mul_(first)
+    for D, share in zip(deltas[1:], others, strict=True):
+        total.add_(D, alpha=share)
+    return total.sign_().to(deltas[0])
+
+
+@lru_cache
+def whole_shares(weights: tuple[float, ...]) -> list[int]:
+    """Return whole numbers in the proportion of the weights: exact for simple fractions, else to 2^-24 of their sum."""
+    total = sum(map(abs, weights)) or 1.0
+    fractions = [Fraction(w / total).limit_denominator(1000) for w in weights]
+    whole = math.lcm(*(one.denominator for one in fractions))
+    simple = all(math.isclose(one, w / total, rel_tol=1e-12) for one, w in zip(fractions, weights, strict=True))
+    if simple and whole <= SHARES:
+        return [int(one * whole) for one in fractions]
+    return [round(w / total * SHARES) or int(math.copysign(bool(w), w)) for w in weights]
 
 
 def majority(deltas: list[Tensor], weights: list[float]) -> Tensor:
@@ -323,6 +344,7 @@ METHODS: tuple[Method, ...] = (
         models=(1, 1),
         elementwise=True,
         separable=True,
+        workspace=(0.0, 2.0),
         laws=frozenset({"permutation", "copies"}),
     ),
     Method(

@@ -45,6 +45,7 @@ Normalize = Annotated[
     Literal["trace", "common", "none"],
     Option("trace: each task's curvature to mean diagonal 1 per layer; common: all by one number, to that on average"),
 ]
+Anchor = Literal["stretched", "tsv", "sum", "iso_c", "average"]
 Damping = Annotated[float, Option("share of the mean diagonal added to it", low=0)]
 Jitter = Annotated[float, Option("added to the curvature's diagonal before it is projected", low=0)]
 
@@ -64,9 +65,12 @@ class FrechetOptions(MethodOptions):
         Literal["mean", "sum", "anchored"], Option("mean; sum = T times the mean; anchored: a damped pull to an anchor")
     ] = "mean"
     anchor: Annotated[
-        Literal["stretched", "tsv", "sum", "iso_c", "average"],
-        Option("where directions without curvature go (aggregator anchored); stretched: the average at full length"),
-    ] = "stretched"
+        Anchor | None,
+        Option(
+            "where directions without curvature go (aggregator anchored); stretched: the average at full length; "
+            "None: tsv on tagged, else stretched"
+        ),
+    ] = None
     normalize: Normalize = "trace"
     damping: Damping = 1e-2
     jitter: Jitter = 0.0
@@ -92,10 +96,15 @@ class FrechetOptions(MethodOptions):
         ),
     ] = None
 
-    @property
-    def stays_in_subspace(self) -> bool:
-        """Whether the merge lies in the subspace; anchors but tsv's, which is made of the basis, reach out of it."""
-        return self.aggregator != "anchored" or self.anchor == "tsv"
+    def anchored_at(self, basis: str) -> Anchor | None:
+        """Return the anchor on a kind of basis, if any; most of the stretched average lies outside of tagged atoms."""
+        if self.aggregator != "anchored":
+            return None
+        return self.anchor or ("tsv" if basis == "tagged" else "stretched")
+
+    def stays_in_subspace(self, basis: str) -> bool:
+        """Return whether a merge lies in the subspace; anchors reach out of it, but tsv's, which is made of it."""
+        return self.anchored_at(basis) in (None, "tsv")
 
 
 def frechet(layer: Layer, options: FrechetOptions) -> Solution:
@@ -103,11 +112,12 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
     shape, tasks = layer.shape, len(layer.deltas)
     rank = clamp_rank(shape, tasks, options.rank) if len(shape) == 2 else 0
     atoms = None if layer.basis is None else atoms_of(layer.basis)
-    anchored_at_tsv = options.aggregator == "anchored" and options.anchor == "tsv"
-    if atoms is None and (options.basis != "full" or anchored_at_tsv):  # both are made of singular vectors
+    given = "tagged" if isinstance(layer.basis, Tagged) else "tensor"
+    anchor = options.anchored_at(options.basis if isinstance(options.basis, str) else given)
+    if atoms is None and (options.basis != "full" or anchor == "tsv"):  # both are made of singular vectors
         if rank == 0:
             return clamped(layer)
-        atoms = tagged(layer.deltas, rank)
+        atoms = layer.atoms or tagged(layer.deltas, rank)
     problem = build_problem(
         layer.basis or _subspace(layer, options, atoms),
         layer.metrics,
@@ -119,10 +129,10 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
         max_steps=options.iterations,
         name=layer.name,
     )
-    aggregator = _aggregator(layer, options, problem.subspace, atoms)
+    aggregator = _aggregator(layer, options, anchor, problem.subspace, atoms)
     if options.calibrate is None or len(shape) != 2:
         solution = aggregator.aggregate(problem)
-    elif isinstance(problem.subspace, TensorProduct) and options.stays_in_subspace:
+    elif isinstance(problem.subspace, TensorProduct) and anchor in (None, "tsv"):
         solution = aggregator.solve(problem)
         value = _calibrated_coordinates(solution.value, problem.subspace, problem.points, layer, options.calibrate)
         solution = replace(solution, value=problem.subspace.lift(value))
@@ -166,16 +176,18 @@ def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Su
     return tensor_product(atoms) if options.basis == "tensor" else atoms
 
 
-def _aggregator(layer: Layer, options: FrechetOptions, subspace: Subspace, atoms: Tagged | None) -> Aggregator:
+def _aggregator(
+    layer: Layer, options: FrechetOptions, anchor: Anchor | None, subspace: Subspace, atoms: Tagged | None
+) -> Aggregator:
     match options.aggregator:
         case "mean":
             return Mean(options.damping)
         case "sum":
             return Sum(options.damping)
         case "anchored":
-            if options.anchor == "tsv" and (coordinates := _tsv_coordinates(layer, subspace, atoms)) is not None:
+            if anchor == "tsv" and (coordinates := _tsv_coordinates(layer, subspace, atoms)) is not None:
                 return Anchored(coordinates, options.damping, inside=True)
-            return Anchored(_anchor(layer, options, atoms), options.damping)
+            return Anchored(_anchor(layer, anchor, atoms), options.damping)
 
 
 def _tsv_coordinates(layer: Layer, subspace: Subspace, atoms: Tagged | None) -> Tensor | None:
@@ -188,9 +200,9 @@ def _tsv_coordinates(layer: Layer, subspace: Subspace, atoms: Tagged | None) -> 
     return coefficients.diag() if isinstance(subspace, TensorProduct) else coefficients
 
 
-def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Tensor:
+def _anchor(layer: Layer, anchor: Anchor | None, atoms: Tagged | None) -> Tensor:
     """Return the anchor, of the layer's shape."""
-    match options.anchor:
+    match anchor:
         case "stretched":
             return stretched_mean(layer.deltas, layer.weights)
         case "average":
@@ -199,9 +211,16 @@ def _anchor(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Tens
             return len(layer.deltas) * weighted_sum(layer.deltas, layer.weights)
         case "iso_c":
             return iso_c_delta(layer.deltas, layer.weights, min(layer.shape))
-        case "tsv":
+        case "tsv" | None:
             assert atoms is not None
             return tsv_delta(atoms, layer.weights)
+
+
+def directions(options: FrechetOptions, shape: Sequence[int], tasks: int) -> int:
+    """Return how many singular vectors of each model a merge begins with."""
+    if not isinstance(options.basis, str) or (options.basis == "full" and options.anchored_at("full") != "tsv"):
+        return 0
+    return clamp_rank(shape, tasks, options.rank)
 
 
 def in_basis(options: FrechetOptions) -> bool:
@@ -238,6 +257,7 @@ METHODS: tuple[Method, ...] = (
         accepts=("diagonal", "projected"),
         default_for=("diagonal",),
         workspace=workspace.frechet,
+        directions=directions,
         factored=True,
         bounded_rank=in_basis,
         sweep=True,
@@ -255,6 +275,7 @@ METHODS: tuple[Method, ...] = (
         accepts=KRONECKER,
         default_for=KRONECKER,
         workspace=workspace.frechet,
+        directions=directions,
         factored=True,
         bounded_rank=in_basis,
         sweep=True,
@@ -271,6 +292,7 @@ METHODS: tuple[Method, ...] = (
         curvature="kronecker",
         accepts=("kronecker", "ekfac"),
         workspace=workspace.frechet,
+        directions=directions,
         laws=MEAN_LAWS | {"curvature_scale"},
     ),
     Method(
@@ -284,6 +306,7 @@ METHODS: tuple[Method, ...] = (
         accepts=("samples", "projected"),
         default_for=("samples",),
         workspace=workspace.frechet,
+        directions=directions,
         factored=True,
         bounded_rank=in_basis,
         sweep=True,
@@ -299,6 +322,7 @@ METHODS: tuple[Method, ...] = (
         options=FrechetOptions(basis="tensor", aggregator="anchored", anchor="tsv", damping=1.0, calibrate=1.0),
         curvature="task-gram",
         workspace=workspace.frechet,
+        directions=directions,
         factored=True,
         equivariant=True,
         bounded_rank=in_any_basis,

@@ -32,6 +32,8 @@ from epimer.methods.frechet import (
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
 
+SQUARED = 1e-28, 1e36  # of ‖D‖²: outside of it squares of its entries leave float32
+
 
 @dataclass(frozen=True, kw_only=True)
 class RegMeanOptions(FrechetOptions):
@@ -110,11 +112,14 @@ def _check(layer: Layer, grams: Sequence[tuple[str, Tensor]], check: Callable[[s
 def wudi(layer: Layer, options: FrechetOptions) -> Solution:
     """Return regmean's solution with A_t = D_tᵀD_t / ‖D_t‖², which needs no data; D_tD_tᵀ where inputs are the rows."""
     side = layer.deltas[0].shape[layer.inputs]
-    energies = [float(as_compute_dtype(D).square().sum()) for D in layer.deltas]
-    grams: list[Metric] = [
-        InputGram(partial(_gram, D, layer.inputs, energy or 1.0), float(energy > 0) / side, D.dtype, layer.inputs)
-        for D, energy in zip(layer.deltas, energies, strict=True)
-    ]
+    grams: list[Metric] = []
+    for D in layer.deltas:
+        energy = float(as_compute_dtype(D).square().sum())
+        if not SQUARED[0] < energy < SQUARED[1] and (largest := float(D.abs().max())) > 0:
+            D = D / largest  # A does not depend on its size, but the squares would leave their precision
+            energy = float(as_compute_dtype(D).square().sum())
+        form = partial(_gram, D, layer.inputs, energy or 1.0)
+        grams.append(InputGram(form, float(energy > 0) / side, D.dtype, layer.inputs))
     return frechet(replace(layer, metrics=grams), options)
 
 

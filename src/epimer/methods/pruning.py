@@ -207,7 +207,7 @@ def elect_pruned(layer: Layer, options: Any, *, keep: Keep, keep_norm: bool, ele
 
 def elected_or_plus(deltas: list[Tensor], weights: list[float]) -> Tensor:
     """Return per entry the sign of Σ w_t D_t, + where that is 0, as mergekit has it."""
-    elected = weighted_sum(deltas, weights)
+    elected = elected_by_mass(deltas, weights)
     return torch.where(elected >= 0, torch.ones_like(elected), -1)
 
 
@@ -245,6 +245,7 @@ METHODS: tuple[Method, ...] = (
         prepare=None,
         whole_model=frozenset(),
         workspace=(1.0, 7.0),
+        selects=1,
         laws=frozenset({"permutation", "copies", "scale_zero"}),
     ),
     with_mergekit_form(
@@ -293,6 +294,7 @@ METHODS: tuple[Method, ...] = (
             elementwise=True,
             absolute_weights=True,
             workspace=(1.0, 6.0),
+            selects=2,
             laws=frozenset({"permutation", "scale_zero"}),
         ),
         ALL,
@@ -309,6 +311,7 @@ METHODS: tuple[Method, ...] = (
             options=BreadcrumbsTiesOptions(density=0.9, normalize=False),
             elementwise=True,
             workspace=(1.0, 7.0),
+            selects=2,
             laws=frozenset({"permutation", "scale_zero"}),
         ),
         f"{ALL}, {EVEN}",
@@ -326,6 +329,7 @@ METHODS: tuple[Method, ...] = (
             options=DellaOptions(),
             elementwise=True,
             workspace=(1.0, 8.0),
+            sorts=1,
             laws=frozenset({"scale_zero"}),
         ),
         f"{BY_NORM}, {ALL}, {EVEN}",
@@ -344,6 +348,7 @@ METHODS: tuple[Method, ...] = (
             elementwise=True,
             absolute_weights=True,
             workspace=(1.0, 7.0),
+            sorts=1,
             laws=frozenset({"scale_zero"}),
         ),
         f"{BY_NORM}, {ALL}",

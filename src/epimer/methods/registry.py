@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from epimer.geometry.metric import Metric
     from epimer.geometry.solution import Solution
-    from epimer.geometry.subspace import Basis
+    from epimer.geometry.subspace import Basis, Tagged
     from epimer.methods.workspace import Workload
 
 BUILT_IN = tuple(
@@ -48,7 +48,8 @@ COMPAT = ("mergekit",)
 """the programs whose numbers can be had where they differ from the papers'"""
 RESERVED = ("auto", *ALIASES)
 """words that recipes give another meaning"""
-ARGUMENTS = ("base", "models", "method", "weights", "weight", "lambda", "curvature", "device", "compat")
+ARGUMENTS = ("base", "models", "method", "weights", "weight", "lambda", "curvature", "device", "compat",
+             "non_finite")  # fmt: skip
 """words that merge_state_dicts and recipes take themselves, so that no option can have them"""
 
 NORMALIZE = ("normalize", "normalize_weights")
@@ -71,6 +72,8 @@ class Layer:
     base_metric: Metric | None = None
     basis: Basis | None = None
     """a basis that was built ahead and is to be used for this tensor"""
+    atoms: Tagged | None = None
+    """the tagged basis of `Method.directions`, where it was found together with other layers'"""
     context: list[Any] | None = None
     """what the method's pre-pass found out about each model"""
     inputs: int = 1
@@ -173,6 +176,10 @@ class Method(Generic[OptionsT]):
     workspace: tuple[float, float] | Callable[[Workload], int] = (0.0, 4.0)
     """memory of a merge apart from its task vectors and curvature: tensors per model and tensors in any case, or a
     function of a tensor's size and options that returns bytes"""
+    selects: int = 0
+    """how often a k-th largest entry of each task vector is searched for, which counts for the time it takes"""
+    sorts: int = 0
+    """how often the rows of each task vector are sorted"""
     squares: bool = False
     """tensors of the workspace have the longer side twice"""
     factored: bool = False
@@ -183,6 +190,9 @@ class Method(Generic[OptionsT]):
     bounded_rank: Callable[[OptionsT], bool] = _never
     """whether, with some options, a merge has no other columns than its task vectors have (no other rows where inputs
     are stored first), so that its rank is at most the sum of theirs"""
+    directions: Callable[[OptionsT, Sequence[int], int], int] | None = None
+    """with some options, for a shape and a number of models: how many singular vectors of each model a merge begins
+    with, as a tagged basis, 0 for none; on a GPU those of many layers are found at once and given as `Layer.atoms`"""
     laws: frozenset[str] = frozenset()
     """which of the laws in epimer.testing it obeys at its defaults"""
     mergekit: Method | None = None

@@ -203,6 +203,7 @@ METHODS: tuple[Method, ...] = (
         models=(1, 1),
         elementwise=True,
         workspace=(0.0, 6.0),
+        selects=len(QUARTILES),
         laws=frozenset({"permutation", "scale_zero"}),
     ),
 )

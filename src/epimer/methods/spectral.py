@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -55,12 +56,17 @@ def tsv(layer: Layer, options: TsvOptions) -> Solution:
         rank = clamp_rank(layer.shape, len(layer.deltas), options.rank)
         if rank == 0:
             return clamped(layer)
-        atoms, note = tagged(layer.deltas, rank), rank_note(options.rank, rank)
+        atoms, note = layer.atoms or tagged(layer.deltas, rank), rank_note(options.rank, rank)
     if options.coefficients == "sigma":
         delta = tsv_delta(atoms, layer.weights)
     else:
         delta = len(layer.deltas) * atoms.lift(atoms.project(weighted_sum(layer.deltas, layer.weights)))
     return Solution(delta, rank=rank, note=note)
+
+
+def directions(options: TsvOptions, shape: Sequence[int], tasks: int) -> int:
+    """Return how many singular vectors of each model TSV-M begins with."""
+    return clamp_rank(shape, tasks, options.rank)
 
 
 def iso_c(layer: Layer, options: MethodOptions) -> Solution:
@@ -72,7 +78,7 @@ def _beyond(common: Svd, D: Tensor, rank: int, inputs: int) -> Svd:
     """Return the leading triples of a task vector without its part in the common outputs, rounding apart."""
     shared = common.U @ (common.U.T @ D) if inputs else (D @ common.V) @ common.V.T
     U, sigma, V = top_svd(D - shared, rank)
-    kept = sigma > rounding_share(D) * float(torch.linalg.vector_norm(D))
+    kept = sigma > rounding_share(D) * float(torch.linalg.vector_norm(D, dtype=torch.float64))
     return Svd(U[:, kept], sigma[kept], V[:, kept])
 
 
@@ -97,6 +103,7 @@ METHODS: tuple[Method, ...] = (
         merge=tsv,
         options=TsvOptions(),
         workspace=workspace.tsv,
+        directions=directions,
         factored=True,
         equivariant=True,
         sweep=True,

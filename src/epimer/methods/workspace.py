@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from epimer.methods.registry import Method
 
 DOUBLE = 8  # bytes of what is solved and decomposed
-PAIRS = 1 << 24  # entries of the largest temporary of an exact projection of a diagonal
+PAIRS = 1 << 21  # entries of the largest temporary of an exact projection of a diagonal, if a row has not more
 STACKED = 1024  # factors up to this size are multiplied by all tasks at once
 LEADING, LEADING_PAIRS = 64, 1024  # of a preconditioner: eigenvectors of a factor, and products of two
 SMALL_PIECES = 1.25  # what the heap keeps of matrices under a megabyte
@@ -75,8 +75,8 @@ def workspace_bytes(method: Method, load: Workload) -> int:
 
 
 def elementwise(load: Workload) -> int:
-    """Return the bytes of a solve with a diagonal on the full space: every task vector in float64, and some more."""
-    return DOUBLE * load.entries * (load.tasks + 9)
+    """Return the bytes of a solve with a diagonal on the full space, where one task vector at a time is in float64."""
+    return DOUBLE * 8 * load.entries
 
 
 def in_chunks(load: Workload) -> int:
@@ -142,11 +142,11 @@ def frechet(load: Workload) -> int:
 def equation(load: Workload, solving: int) -> int:
     """Return the bytes of building the basis, of solving in it or of calibrating the merge, whichever is most."""
     options, given = load.options, not isinstance(load.options.basis, str)
-    anchor = options.anchor if options.aggregator == "anchored" else None
+    anchor = options.anchored_at(load.basis)
     atoms = load.basis != "full" or anchor == "tsv"  # other anchors need no singular vectors of the tasks
     held = load.itemsize * load.directions * sum(load.shape) if atoms else 0
     building = basis(load) if atoms and not given else 0
-    outside = not options.stays_in_subspace and load.basis != "full"
+    outside = not options.stays_in_subspace(load.basis) and load.basis != "full"
     solving += iso_c(load) if anchor == "iso_c" else load.itemsize * load.entries if outside else 0
     calibrating = 0 if options.calibrate is None else calibration(load, inside=load.basis == "tensor" and not outside)
     merged = 4 * load.itemsize * load.entries
@@ -176,7 +176,7 @@ def solve(load: Workload) -> int:
         case "diagonal" if full:
             return elementwise(load)
         case "diagonal" if tagged:
-            return DOUBLE * 4 * load.entries + pairs(load)
+            return DOUBLE * 3 * load.entries + pairs(load)
         case "diagonal":
             return (DOUBLE * 3 + load.itemsize * 4) * load.entries + DOUBLE * ITERATE * p * q
         case "ekfac" if tagged:
@@ -198,7 +198,7 @@ def solve(load: Workload) -> int:
 def pairs(load: Workload) -> int:
     """Return the bytes of an exact projection of a diagonal on atoms, where no low rank is enough."""
     short, long = sorted(load.shape)
-    entries = min(PAIRS, long * load.directions**2)
+    entries = min(max(PAIRS, long * load.directions), long * load.directions**2)
     return int(load.itemsize * entries * (1 + 2 * short / long))
 
 

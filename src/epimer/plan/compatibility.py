@@ -7,8 +7,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from epimer.checkpoints.folder import parse_json
 from epimer.checkpoints.sentence_modules import MODULES, missing_modules, module_differences
-from epimer.checkpoints.sidecar_files import parse_json, read_sidecar, vocabularies
+from epimer.checkpoints.sidecar_files import read_sidecar, vocabularies
 from epimer.checkpoints.vocabulary import token_tables
 from epimer.errors import CheckpointError, EpimerError, listed, short
 from epimer.methods.options import Rules

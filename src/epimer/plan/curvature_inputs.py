@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def open_measured(
     basis = None
     if recipe.basis is not None:
         with collect_errors(problems, "basis"):
-            basis = StoredBasis(Path(locate(recipe.basis, folder)).expanduser(), recipe.basis)
+            basis = StoredBasis(Path(os.path.expanduser(locate(recipe.basis, folder))), recipe.basis)
     return curvatures if measured else None, basis
 
 

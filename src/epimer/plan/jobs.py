@@ -77,6 +77,8 @@ class Job:
     """what is to be computed, in units of kernels"""
     stacked: bool = False
     """whether each entry of the first dimension is a matrix of its own: the experts of a layer"""
+    streams: bool = False
+    """whether its tensors can be read and merged some rows at a time, by a CPU; its memory is that of such rows"""
     lora: LoraModule | None = None
     """the layer of an adapter that it is written to, as factors; None where the tensor itself is written"""
 
@@ -137,7 +139,8 @@ class Job:
             return [self]
         if self.stacked and self.rows is None:
             return self.members()
-        return self._divided(-(-self.memory // PART)) if self.entrywise else [self]
+        size = self.reads + self.writes if self.streams else self.memory
+        return self._divided(-(-size // PART)) if self.entrywise else [self]
 
     def members(self) -> list[Job]:
         """Return a job for each matrix of a stack."""
@@ -157,10 +160,11 @@ class Job:
             return [self]
         length, first, parts = len(self.template), self.rows[0] if self.rows else 0, []
         for start, stop in pairwise(length * i // count for i in range(count + 1)):
-            reads, memory = (amount * (stop - start) // length for amount in (self.reads, self.memory))
+            reads = self.reads * (stop - start) // length
+            memory = self.memory if self.streams else self.memory * (stop - start) // length + 1
             template, rows = self.template[start:stop], (first + start, first + stop)
             work = times((stop - start) / length, self.work)
-            parts.append(replace(self, template=template, reads=reads, memory=memory + 1, rows=rows, work=work))
+            parts.append(replace(self, template=template, reads=reads, memory=memory, rows=rows, work=work))
         return parts
 
 
@@ -347,11 +351,14 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float, inputs:
     reads = sum(map(nbytes, tensors)) + measured + parts * basis
     curvature = curvature_size(plan.curvatures, names[0]) if measured else CurvatureSize(inputs=inputs)
     to_read, left_out = bytes_to_read(participants, name) // parts, len(weights) - len(job.models)
-    sizes = TensorInputs(len(job.models), dtype, to_read, basis, curvature, left_out)
+    streams = job.entrywise and W.dim() > 0 and all(one.checkpoint.streams for one in participants.all)
+    sizes = TensorInputs(len(job.models), dtype, to_read, basis, curvature, left_out, streams)
     load = method, rule, one, sizes, options
     work = times(parts, work_of(*workload(method, rule, one, sizes, options))) + Work(bytes=2 * reads)
     smaller = partial(smaller_merges, *load)
-    return replace(job, reads=reads, memory=memory_of(*load), smaller=smaller, work=work, stacked=stacked)
+    return replace(
+        job, reads=reads, memory=memory_of(*load), smaller=smaller, work=work, stacked=stacked, streams=streams
+    )
 
 
 def precision(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -14,6 +14,7 @@ from epimer.curvature.curvature import Curvature
 from epimer.geometry.checks import WIDE
 from epimer.geometry.linalg import CHUNK
 from epimer.geometry.metric import Metric
+from epimer.methods.averaging import average
 from epimer.methods.full_space import FISHER
 from epimer.methods.registry import Method, describe_method, list_methods
 from epimer.methods.rules import AVERAGED, matrix_shape
@@ -26,6 +27,8 @@ MARGIN = 1.2  # for what libraries take, and what the heap keeps in pieces too s
 CHECKED = {"kronecker": 3 * 8, "ekfac": 8}  # bytes per entry of a factor while it is checked
 RANK = 256  # from where on lower ranks are proposed where none is set
 STORED = 4  # bytes per entry of curvature in a folder
+SCRAPS, SCRAP_CHUNKS = 2.2, 8  # what the heap keeps of chunks that come and go: times their own size, and at least
+STREAMED = 1 << 20  # entries that are read at a time where entries stand alone
 METHOD = "merge_method"  # what another method is called among settings
 
 Smaller = tuple[str, Any, int]
@@ -82,6 +85,8 @@ class TensorInputs:
     curvature: CurvatureSize = CurvatureSize()
     left_out: int = 0
     """models of weight 0, which are read and not merged"""
+    streams: bool = False
+    """whether some rows can be read alone, as they are merged, where entries stand alone"""
 
 
 def workload(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options: Any) -> tuple[Method, Workload]:
@@ -111,7 +116,11 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
     size, basis, models, kind = load.itemsize, inputs.basis, inputs.tasks + inputs.left_out, load.kind
     held = (models + 1) * load.entries * size + basis
     if chunked:
-        return int(MARGIN * (inputs.to_read + W.nbytes + held + workspace_bytes(method, load)))
+        share = streamed_rows(W) / max(1, len(W)) if inputs.streams else 1.0
+        working = workspace_bytes(method, load)
+        if W.numel() > CHUNK and method.merge is not average:  # which has one place for its sums, and frees nothing
+            working = int(SCRAPS * working) + SCRAP_CHUNKS * CHUNK * size
+        return int(MARGIN * (share * (inputs.to_read + W.nbytes) + held + working))
     reads = 0 if inputs.curvature.in_memory else inputs.curvature.bytes
     widest = max(load.shape)
     checked = min(widest, WIDE) if kind == "kronecker" else widest  # wide factors are checked where they are used
@@ -119,6 +128,12 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
     converting = held + max(reads, load.curvature) + (load.curvature // models if size != STORED else 0)
     merging = held + load.curvature + workspace_bytes(method, load)
     return int(MARGIN * max(reading, converting, merging))
+
+
+def streamed_rows(W: Tensor) -> int:
+    """Return how many rows of a tensor are read at a time where it is streamed: blocks of one size, as far as it goes."""
+    most = max(1, STREAMED // max(1, W[:1].numel()))
+    return -(-len(W) // max(1, -(-len(W) // most)))
 
 
 def smaller_settings(options: Any, estimate: Callable[[Any], int]) -> Iterator[Smaller]:

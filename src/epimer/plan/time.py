@@ -15,8 +15,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from epimer.geometry.decompositions import eigh
 from epimer.geometry.svd import top_svd
 from epimer.methods import workspace
+from epimer.methods.options import per_model
 from epimer.methods.registry import Method
 from epimer.methods.workspace import Workload, workspace_bytes
 
@@ -44,9 +46,18 @@ def work_of(method: Method, load: Workload) -> Work:
     counts = Work(bytes=tensor * (2 * load.tasks + 4) + CHECKS * load.curvature)
     if method.prepare is not None:
         counts += Work(bytes=SORTING * method.passes * load.tasks * tensor)
+    counts += order(method, load)
     if callable(method.workspace) and method.workspace in WORK:
         return counts + WORK[method.workspace](load)
     return counts + Work(bytes=load.tasks * tensor + workspace_bytes(method, load))
+
+
+def order(method: Method, load: Workload) -> Work:
+    """Return the work of finding k-th largest entries and of sorting rows; none where all entries are kept."""
+    if min(per_model(getattr(load.options, "density", 0.0), 1)) >= 1:
+        return Work()
+    entries = load.tasks * load.entries
+    return Work(selected=method.selects * entries, sorted=method.sorts * entries)
 
 
 # --- singular vectors ---
@@ -111,7 +122,7 @@ def frechet(load: Workload) -> Work:
 def equation(load: Workload) -> Work:
     """Return the work around a solve: the basis with the tasks' coordinates, an anchor, a calibration."""
     options, p = load.options, load.directions
-    anchor = options.anchor if options.aggregator == "anchored" else None
+    anchor = options.anchored_at(load.basis)
     counts = Work()
     if (load.basis != "full" or anchor == "tsv") and isinstance(options.basis, str):
         counts += basis(load)
@@ -120,7 +131,7 @@ def equation(load: Workload) -> Work:
     if anchor == "iso_c":
         counts += iso_c(load)
     if options.calibrate is not None:
-        tensor = load.basis == "tensor" and options.stays_in_subspace
+        tensor = load.basis == "tensor" and options.stays_in_subspace(load.basis)
         side = p if tensor else min(load.shape)
         counts += Work(
             svd=side**3 if tensor else load.entries * side, single=2 * (load.tasks + 2) * load.entries * side
@@ -215,25 +226,35 @@ def falling(m: int, n: int, device: torch.device) -> Tensor:
 
 @cache
 def measured_speeds(device: torch.device, threads: int) -> Speeds:
-    """Return the seconds that a unit of every kernel takes on a device with so many of torch's `threads`."""
-    A = falling(1536, 768, device)
-    square, wide = A[:768], torch.zeros(1 << 24, device=device)
+    """Return the seconds that a unit of every kernel takes on a device with so many of torch's `threads`.
+
+    A GPU is asked for larger singular value problems, as small ones only tell how fast kernels are started, and for
+    the way to it and back in place of a pass over memory, as files are read by the host.
+    """
+    gpu = device.type == "cuda"
+    A = falling(4096, 2048, device) if gpu else falling(1536, 768, device)
+    square, wide = A[:768, :768].contiguous(), torch.zeros(1 << 24)
     core, double = A[:384, :384].contiguous(), A[:512, :512].double()
     kernels: dict[str, tuple[float, Callable[[], object]]] = {
         "single": (2 * 768**3, lambda: square @ square),
         "double": (2 * 512**3, lambda: double @ double),
-        "eigen_single": (256**3, lambda: torch.linalg.eigh(core[:256, :256])),
-        "eigen": (384**3, lambda: torch.linalg.eigh(double[:384, :384])),
-        "leading": (1536 * 768 * 32, lambda: top_svd(A, 32)),
+        "eigen_single": (256**3, lambda: eigh(core[:256, :256])),
+        "eigen": (384**3, lambda: eigh(double[:384, :384])),
+        "leading": (32 * A.numel(), lambda: top_svd(A, 32)),
         "svd": (384**3, lambda: top_svd(core, 384)),
-        "bytes": (2 * wide.nbytes, lambda: wide + 1.0),
+        "selected": (square.numel(), lambda: torch.kthvalue(square.reshape(-1), square.numel() // 2)),
+        "sorted": (square.numel(), lambda: square.reshape(-1, 3072).argsort(dim=1, stable=True)),
+        "bytes": (5 * wide.nbytes, lambda: wide.to(device).cpu()) if gpu else (2 * wide.nbytes, lambda: wide + 1.0),
     }
     return {kernel: _seconds(call, device) / units for kernel, (units, call) in kernels.items()}
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the least time of three calls, or of one that is long enough to be trusted."""
+    """Return the least time of three calls, or of one that is long enough to be trusted; a GPU's first is not."""
     best = float("inf")
+    if device.type == "cuda":
+        call()
+        torch.cuda.synchronize(device)
     for _ in range(3):
         started = time.perf_counter()
         call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -113,7 +114,7 @@ def load_model(
 
 def read_head(head: Head, dtype: torch.dtype) -> nn.Linear:
     """Return a linear head: `weight` [classes, features] and, where there is one, `bias` [classes]."""
-    if isinstance(head, Path) and not head.exists():
+    if isinstance(head, Path) and not os.path.exists(head):
         raise CheckpointError(f"the head {head} does not exist; give a file with 'weight' and 'bias'.")
     file, path = (open_file(head), str(head)) if isinstance(head, Path) else (StateDict(head, "head"), "in memory")
     shapes = {name: tuple(W.shape) for name, W in file.headers.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from epimer.errors import DataError, listed, nearest, short
+from epimer.json_values import json_value
 
 BOM = b"\xef\xbb\xbf"
 PEEK = 100  # rows of a .jsonl file whose keys are its columns
@@ -124,8 +124,8 @@ class Lines(Table):
             line = file.readline().removeprefix(BOM if self.starts[i] == 0 else b"")
         try:
             text = line.decode("utf-8").strip()
-            value = {"text": text} if self.plain else json.loads(text)
-        except (ValueError, RecursionError) as error:
+            value = {"text": text} if self.plain else json_value(text)
+        except ValueError as error:
             kind = "UTF-8 text" if self.plain or isinstance(error, UnicodeDecodeError) else "JSON"
             raise DataError(f"{self.where(i)} is not {kind}: {error}; write one row per line.") from error
         return _object(value, self.where(i))
@@ -159,8 +159,8 @@ def read_json_table(path: Path) -> Table:
     if first.startswith(b"{") and _is_json(first.splitlines()[0]):
         return Lines(path)
     try:
-        values = json.loads(data.decode("utf-8-sig")) if first else []
-    except (ValueError, RecursionError) as error:
+        values = json_value(data) if first else []
+    except ValueError as error:
         raise DataError(f"{path.name} is not JSON: {error}; expected a list of objects.") from error
     if not isinstance(values, list):
         raise DataError(f"{path.name} holds a {type(values).__name__}, expected a list of objects, one per row.")
@@ -326,7 +326,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line)
-    except (ValueError, RecursionError):
+        json_value(line)
+    except ValueError:
         return False
     return True

@@ -56,6 +56,16 @@ def test_a_small_tensor_does_not_get_the_memory_of_a_much_larger_one():
     assert (pages.kept, len(small)) == (100_000, 1000)
 
 
+def test_what_waits_is_given_back_when_asked_and_what_is_in_use_is_not():
+    pages = Pages(1 << 20)
+    kept, gone = tensor_on(pages, 4096).fill_(7), tensor_on(pages, 5000)
+    del gone
+    assert pages.kept == 5000
+    pages.release()
+    assert pages.kept == 0
+    assert (kept == 7).all()
+
+
 def test_tensors_of_several_threads_never_share_memory():
     wrong = []
 

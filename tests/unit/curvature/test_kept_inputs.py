@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import epimer
+from epimer.checksums import sealed
 from epimer.curvature.format import Provenance
 from epimer.curvature.kept_inputs import InputKeeper
 from epimer.errors import CurvatureError
@@ -123,6 +124,8 @@ def test_the_same_through_files(tmp_path, task, head):
     names = {"curvature.json", "curvature.safetensors", "inputs.safetensors"}
     assert {path.name for path in (tmp_path / "c").iterdir()} == names | ({"head.safetensors"} if head else set())
     header = json.loads((tmp_path / "c" / "curvature.json").read_text())
+    checksums = header["inputs"].pop("checksums")
+    assert checksums.keys() == load_file(tmp_path / "c" / "inputs.safetensors").keys() | (head or {}).keys()
     assert header["inputs"] == {"task": task, "pooling": "mean", "samples": 3}
     loaded = epimer.Curvature.load(tmp_path / "c")
     assert_same(loaded.inputs, inputs)
@@ -156,7 +159,7 @@ def without(name):
 
 def in_header(value):
     def change(folder, tensors, header):
-        (folder / "curvature.json").write_text(json.dumps(header | {"inputs": value}))
+        (folder / "curvature.json").write_text(json.dumps(sealed(header | {"inputs": value})))
 
     return change
 

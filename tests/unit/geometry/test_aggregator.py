@@ -77,9 +77,10 @@ def test_a_status_is_its_word_in_json_and_tells_what_helps():
     written = json.loads(json.dumps(record.to_dict()))
     assert written["tensors"]["w"]["status"] == f"{Status.STALLED}" == "stalled"
     assert MergeRecord.from_dict(written).tensors["w"].status is Status.STALLED
-    assert [status.value for status in Status] == ["exact", "converged", "damped", "stalled", "clamped", "tied"]
+    words = ["exact", "converged", "damped", "stalled", "retried", "clamped", "non-finite", "tied"]
+    assert [status.value for status in Status] == words
     assert all(status.meaning for status in Status)
     assert Status.STALLED.remedy == "Raise iterations, or damping."
-    words = "'exact', 'converged', 'damped', 'stalled', 'clamped' or 'tied'"
+    words = f"{', '.join(map(repr, words[:-1]))} or 'tied'"
     with pytest.raises(ValueError, match=rf"tensors\.w\.status: input should be {words}\. Got 'solved' instead"):
         MergeRecord.from_dict({**written, "tensors": {"w": {**written["tensors"]["w"], "status": "solved"}}})

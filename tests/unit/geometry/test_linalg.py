@@ -56,7 +56,7 @@ def test_float32_polar_factors_agree_with_the_svd_and_tell_how_errors_grow(m, p)
     assert full_rank
     assert close(factor, U @ Vh, 1e-3)
     assert close(factor.T @ factor, torch.eye(p), 1e-5)
-    stepped, measured = newton_schulz_polar(X)  # the way a GPU takes
+    stepped, [measured] = newton_schulz_polar(X)  # the way a GPU takes
     assert close(stepped, U @ Vh, 1e-5)
     E = 1e-4 * torch.randn(m, p, dtype=torch.float64) / m**0.5
     U, _, Vh = torch.linalg.svd(X.double() + E, full_matrices=False)
@@ -68,7 +68,12 @@ def test_float32_polar_factors_agree_with_the_svd_and_tell_how_errors_grow(m, p)
 def test_newton_schulz_steps_say_where_they_do_not_converge():
     X = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
     X[:, 7] = X[:, 3]
-    assert newton_schulz_polar(X)[1] == float("inf")
+    assert newton_schulz_polar(X)[1] == [float("inf")]
+    Y = torch.randn(50, 20, generator=torch.Generator().manual_seed(1))
+    factors, amplifications = newton_schulz_polar(torch.stack([Y, X]))
+    (alone, [measured]) = newton_schulz_polar(Y)
+    assert close(factors[0], alone, 1e-6)
+    assert amplifications == [pytest.approx(measured, rel=1e-2), float("inf")]
 
 
 def test_solve_spd_damps_only_what_is_singular():

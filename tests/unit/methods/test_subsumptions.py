@@ -220,3 +220,14 @@ def test_projected_curvature_gives_the_same_merge_as_the_whole():
             assert equal(merge(method, curvature=projected, basis=bases, rank=4), whole)
             if method != "epimer_kron":
                 assert equal(merge(method, curvature=projected, rank=4), whole)
+
+
+@pytest.mark.parametrize(("basis", "anchor"), [("tagged", "tsv"), ("tensor", "stretched"), ("full", "stretched")])
+def test_the_anchor_by_default_is_one_that_lies_where_the_basis_reaches(basis, anchor):
+    given = {"curvature": KRONECKER, "basis": basis, "aggregator": "anchored", "damping": 1.0, "rank": 2}
+    by_default = merge("epimer_kron", **given)
+    assert all(torch.equal(by_default[k], W) for k, W in merge("epimer_kron", anchor=anchor, **given).items())
+    if basis == "tagged":
+        atoms = tagged(DELTAS, 2)
+        delta = by_default[NAME] - BASE[NAME]
+        assert close(atoms.lift(atoms.project(delta)), delta, 1e-10)

@@ -14,7 +14,7 @@ from epimer.plan.merge import plan_state_dicts
 from epimer.plan.participants import state_dict_participants
 from epimer.plan.time import Work, measured_speeds, seconds, times, work_of
 
-KERNELS = {"single", "double", "eigen", "eigen_single", "leading", "svd", "bytes"}
+KERNELS = {"single", "double", "eigen", "eigen_single", "leading", "svd", "selected", "sorted", "bytes"}
 
 
 def work(method, shape=(768, 3072), tasks=8, kind=None, curvature=0, **options):
@@ -52,6 +52,19 @@ def test_restricting_factors_is_counted_by_its_products():
 def test_conjugate_gradients_are_counted_up_to_the_steps_that_are_allowed():
     few, more = (work("mats", (256, 512), iterations=steps)["single"] for steps in (10, 20))
     assert more - few == pytest.approx(10 * 2 * 8 * 256 * 512 * (256 + 512))
+
+
+def test_selecting_and_sorting_entries_are_counted_where_entries_are_dropped():
+    """Breadcrumbs finds two k-th largest entries a task, Arcee Fusion three quartiles, DELLA sorts once."""
+    entries = 768 * 3072
+    assert work("breadcrumbs", tasks=4)["selected"] == 2 * 4 * entries
+    assert work("arcee_fusion", tasks=1)["selected"] == 3 * entries
+    assert work("della", tasks=4)["sorted"] == work("della_linear", tasks=4)["sorted"] == 4 * entries
+    for method in ("mergekit_della", "mergekit_breadcrumbs", "mergekit_ties"):  # which keep all by default
+        whole, pruned = work(method), work(method, density=[0.3, *[1.0] * 7])
+        assert whole["selected"] == whole["sorted"] == 0
+        assert pruned["selected"] + pruned["sorted"] > 0
+    assert work("dare")["selected"] == work("dare")["sorted"] == 0
 
 
 def test_work_adds_up():
