@@ -991,8 +991,8 @@ def test_factors_of_another_library_are_imported(here):
         save_file(factors, f"factors_x/{side}_covariance.safetensors")
         save_file(tokens, f"factors_x/num_{side}_covariance_processed.safetensors")
     how = ("curvature", "llama/one", "--task", "causal-lm", "--import", "factors_x")
-    assert "factors of kronfluence" in done(*how, "--samples", ROWS, "--out", "imported")
-    found = epimer.Curvature.load("imported")
+    assert "factors of kronfluence" in done(*how, "--samples", ROWS, "--out", "imported.curv")
+    found = epimer.Curvature.load("imported.curv")
     assert list(found) == list(measured)
     assert found.provenance.model == measured.provenance.model
     for name, metric in found.items():

@@ -91,6 +91,9 @@ def _metric(layer: nn.Module, name: str, sums: FactorSums, samples: int | None) 
     if inputs_first:
         m, n = n, m
     A, G = sums.A[name], sums.G[name]
+    if A.dim() != 2 or G.dim() != 2 or not A.is_floating_point() or not G.is_floating_point():
+        kinds = f"{A.dtype} of {A.dim()} and {G.dtype} of {G.dim()} dimensions"
+        raise CurvatureError(f"{sums.source} has factors for {name!r} that are {kinds}, expected two matrices.")
     biased = len(A) == n + 1 and getattr(layer, "bias", None) is not None
     if getattr(layer, "groups", 1) != 1 or A.shape != (n + biased,) * 2 or G.shape != (m, m):
         sizes = f"{tuple(A.shape)} and {tuple(G.shape)}, expected {(n, n)} and {(m, m)}"
@@ -109,10 +112,13 @@ def _kronfluence(folder: Path, where: str) -> FactorSums:
     counts = [f"num_{side}_covariance_processed.safetensors" for side in SIDES]
     read = [SafetensorsFile(inside(folder, name), f"{where}/{name}") for name in (*files, *counts)]
     A, G, tokens, again = ({name: file.read(name) for name in file.headers} for file in read)
-    numbers = {name: int(count.sum()) for name, count in tokens.items()}
+    for name, count in (*tokens.items(), *again.items()):
+        if count.numel() != 1 or count.is_floating_point() or count.is_complex():
+            raise CheckpointError(f"{where} counts {tuple(count.shape)} {count.dtype} for {name!r}, expected a number.")
+    numbers = {name: int(count) for name, count in tokens.items()}
     if not A.keys() == G.keys() == tokens.keys() == again.keys() or any(n < 1 for n in numbers.values()):
         raise CheckpointError(f"{where} has other layers in {files[0]} than in {files[1]}; fit the covariances again.")
-    if other := [name for name, count in again.items() if int(count.sum()) != numbers[name]]:
+    if other := [name for name, count in again.items() if int(count) != numbers[name]]:
         problem = f"counts inputs and gradients of {other[0]!r} differently (gradient checkpointing, torch.compile)"
         raise CheckpointError(f"{where} {problem}; fit the covariances without them.")
     samples = None
@@ -135,7 +141,8 @@ def _bergson(folder: Path, where: str) -> FactorSums:
     if not file.is_file() or A.keys() != G.keys():
         raise CheckpointError(f"{where} lacks total_processed.pt, or a side of some layers; give a whole run.")
     total: Any = load(file, f"{where}/{file.name}", mapped=False)
-    tokens = int(total) if isinstance(total, int | Tensor) else 0
+    single = isinstance(total, Tensor) and total.numel() == 1 and not total.is_floating_point()
+    tokens = int(total) if single or isinstance(total, int) else 0
     if tokens < 1:
         raise CheckpointError(f"{where}/{file.name} says that {tokens} tokens were read; measure it again.")
     return FactorSums("bergson", A, G, dict.fromkeys(A, tokens), None)
@@ -166,4 +173,7 @@ def _joined(folder: Path, where: str) -> dict[str, Tensor]:
     files = [SafetensorsFile(inside(folder, f"shard_{i}.safetensors"), f"{where}/shard_{i}") for i in numbers]
     if any(file.headers.keys() != files[0].headers.keys() for file in files):
         raise CheckpointError(f"{where} has other layers in some shards; give a whole run.")
+    for name, W in files[0].headers.items():
+        if any(file.headers[name].shape[1:] != W.shape[1:] or not file.headers[name].dim() for file in files):
+            raise CheckpointError(f"{where} has rows of different lengths for {name!r}; give a whole run.")
     return {name: torch.cat([file.read(name) for file in files]) for name in files[0].headers}

@@ -26,7 +26,10 @@ def read_recording(table: Table, i: int, column: str) -> Recording:
     value: Any = table.row(i).get(column)
     where = table.where(i)
     if isinstance(value, dict) and value.get("array") is not None and isinstance(value.get("sampling_rate"), int):
-        recording = Recording(np.asarray(value["array"], dtype=np.float32), value["sampling_rate"])
+        try:
+            recording = Recording(np.asarray(value["array"], dtype=np.float32), value["sampling_rate"])
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{where} has an array in {column!r} that is not numbers; leave the row out.") from error
     else:
         recording = _decode(table.source(i, value, column, "recording"), where)
     if recording.samples.ndim != 1 or not len(recording.samples) or not np.isfinite(recording.samples).all():
@@ -42,7 +45,7 @@ def _decode(source: Path | bytes, where: str) -> Recording:
         raise DataError(f"{where}: the recording {name} cannot be read ({error.strerror}); copy it there.") from error
     try:
         return _from_wave(data)
-    except (wave.Error, EOFError, ValueError):  # another format, or a .wav file of floats
+    except (wave.Error, EOFError, ValueError, TypeError):  # another format, or a .wav file of floats
         pass
     try:
         soundfile = import_module("soundfile")

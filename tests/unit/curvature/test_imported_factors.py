@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import epimer
@@ -170,3 +170,31 @@ def test_runs_that_are_refused(net, tmp_path):
     assert "were they measured on this model?" in refused(run, net)
     (run / "total_processed.pt").unlink()
     assert "lacks total_processed.pt" in refused(run, net)
+
+
+@pytest.mark.parametrize(
+    ("file", "tensor", "said"),
+    [
+        ("activation_covariance", torch.tensor(1.0), "expected two matrices"),
+        ("gradient_covariance", torch.eye(4, dtype=torch.int64), "expected two matrices"),
+        ("activation_covariance", torch.full((3, 3), float("nan")), "cannot be used"),
+        ("num_activation_covariance_processed", torch.tensor([1.5]), "expected a number"),
+        ("num_gradient_covariance_processed", torch.tensor([1, 2]), "expected a number"),
+        ("num_activation_covariance_processed", torch.tensor([0]), "fit the covariances again"),
+        ("num_gradient_covariance_processed", torch.tensor([5]), "differently"),
+    ],
+)
+def test_damaged_folders_are_refused_in_one_line(net, tmp_path, file, tensor, said):
+    folder = write_kronfluence(tmp_path / "factors_x", net)
+    path = folder / f"{file}.safetensors"
+    save_file({**load_file(path), "head": tensor}, path)
+    message = refused(folder, net)
+    assert said in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("total", [torch.tensor([1, 2]), torch.tensor(float("nan")), {"a": 1}, 0])
+def test_a_damaged_total_is_refused(net, tmp_path, total):
+    run = write_bergson(tmp_path / "run", net)
+    torch.save(total, run / "total_processed.pt")
+    assert "says that 0 tokens were read" in refused(run, net)
