@@ -92,7 +92,10 @@ def _metric(layer: nn.Module, name: str, sums: FactorSums, samples: int | None) 
     if inputs_first:
         m, n = n, m
     A, G = sums.A[name], sums.G[name]
-    biased = A.shape[:1] == (n + 1,) and getattr(layer, "bias", None) is not None
+    if A.dim() != 2 or G.dim() != 2 or not A.is_floating_point() or not G.is_floating_point():
+        kinds = f"{A.dtype} of {A.dim()} and {G.dtype} of {G.dim()} dimensions"
+        raise CurvatureError(f"{sums.source} has factors for {name!r} that are {kinds}, expected two matrices.")
+    biased = len(A) == n + 1 and getattr(layer, "bias", None) is not None
     if getattr(layer, "groups", 1) != 1 or A.shape != (n + biased,) * 2 or G.shape != (m, m):
         sizes = f"{tuple(A.shape)} and {tuple(G.shape)}, expected {(n, n)} and {(m, m)}"
         raise CurvatureError(f"{sums.source} has factors of {sizes} for {name!r}; were they measured on this model?")
@@ -110,10 +113,13 @@ def _kronfluence(folder: Path, where: str) -> FactorSums:
     counts = [f"num_{side}_covariance_processed.safetensors" for side in SIDES]
     read = [SafetensorsFile(inside(folder, name), f"{where}/{name}") for name in (*files, *counts)]
     A, G, tokens, again = ({name: file.read(name) for name in file.headers} for file in read)
-    numbers = {name: _count(count.sum()) for name, count in tokens.items()}
+    for name, count in (*tokens.items(), *again.items()):
+        if count.numel() != 1 or count.is_floating_point() or count.is_complex():
+            raise CheckpointError(f"{where} counts {tuple(count.shape)} {count.dtype} for {name!r}, expected a number.")
+    numbers = {name: int(count) for name, count in tokens.items()}
     if not A.keys() == G.keys() == tokens.keys() == again.keys() or any(n < 1 for n in numbers.values()):
         raise CheckpointError(f"{where} has other layers in {files[0]} than in {files[1]}; fit the covariances again.")
-    if other := [name for name, count in again.items() if _count(count.sum()) != numbers[name]]:
+    if other := [name for name, count in again.items() if int(count) != numbers[name]]:
         problem = f"counts inputs and gradients of {other[0]!r} differently (gradient checkpointing, torch.compile)"
         raise CheckpointError(f"{where} {problem}; fit the covariances without them.")
     samples = None
@@ -169,12 +175,9 @@ def _joined(folder: Path, where: str) -> dict[str, Tensor]:
     files = [SafetensorsFile(inside(folder, f"shard_{i}.safetensors"), f"{where}/shard_{i}") for i in numbers]
     if any(file.headers.keys() != files[0].headers.keys() for file in files):
         raise CheckpointError(f"{where} has other layers in some shards; give a whole run.")
-    for name in files[0].headers:
-        shapes = [tuple(file.headers[name].shape) for file in files]
-        if any(len(shape) != 2 or shape[1] != shapes[0][-1] for shape in shapes):
-            raise CheckpointError(
-                f"{where} has parts of {name!r} of shapes {listed(map(str, shapes))}; give a whole run."
-            )
+    for name, W in files[0].headers.items():
+        if any(file.headers[name].shape[1:] != W.shape[1:] or not file.headers[name].dim() for file in files):
+            raise CheckpointError(f"{where} has rows of different lengths for {name!r}; give a whole run.")
     return {name: torch.cat([file.read(name) for file in files]) for name in files[0].headers}
 
 

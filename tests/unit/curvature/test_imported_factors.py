@@ -179,7 +179,7 @@ def test_damaged_runs_are_refused(net, tmp_path):
     whole = load_file(shard)
     for odd in (torch.zeros(()), whole["mix"][:, :1].clone(), whole["mix"][None].clone()):
         save_file({**whole, "mix": odd}, shard)
-        assert "has parts of 'mix' of shapes" in refused(run, net)
+        assert "has rows of different lengths for 'mix'" in refused(run, net)
     save_file(whole, shard)
     for total in (torch.tensor([1, 2]), torch.tensor(float("nan")), torch.tensor(float("inf")), 2**60, "many"):
         torch.save(total, run / "total_processed.pt")
@@ -197,3 +197,31 @@ def test_sizes_that_no_float_holds_are_refused(net, tmp_path):
     whole = write_kronfluence(tmp_path / "factors_x", net)
     (whole / "covariance_dataset_metadata.json").write_text(json.dumps({"dataset_size": 10**299}))
     assert "samples; fit it again" in refused(whole, net)
+
+
+@pytest.mark.parametrize(
+    ("file", "tensor", "said"),
+    [
+        ("activation_covariance", torch.tensor(1.0), "expected two matrices"),
+        ("gradient_covariance", torch.eye(4, dtype=torch.int64), "expected two matrices"),
+        ("activation_covariance", torch.full((3, 3), float("nan")), "cannot be used"),
+        ("num_activation_covariance_processed", torch.tensor([1.5]), "expected a number"),
+        ("num_gradient_covariance_processed", torch.tensor([1, 2]), "expected a number"),
+        ("num_activation_covariance_processed", torch.tensor([0]), "fit the covariances again"),
+        ("num_gradient_covariance_processed", torch.tensor([5]), "differently"),
+    ],
+)
+def test_damaged_folders_are_refused_in_one_line(net, tmp_path, file, tensor, said):
+    folder = write_kronfluence(tmp_path / "factors_x", net)
+    path = folder / f"{file}.safetensors"
+    save_file({**load_file(path), "head": tensor}, path)
+    message = refused(folder, net)
+    assert said in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("total", [torch.tensor([1, 2]), torch.tensor(float("nan")), {"a": 1}, 0])
+def test_a_damaged_total_is_refused(net, tmp_path, total):
+    run = write_bergson(tmp_path / "run", net)
+    torch.save(total, run / "total_processed.pt")
+    assert "says that 0 tokens were read" in refused(run, net)
