@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import tempfile
@@ -21,6 +20,7 @@ from epimer.engine.output import RECORD, environment, hash_input_files
 from epimer.engine.output_files import OutputFiles, check_files, files_of_tensors
 from epimer.engine.recompute import GPU_TOLERANCE, TOLERANCE, difference, recompute
 from epimer.errors import DataError, EpimerError, ParameterError, listed
+from epimer.json_values import json_value
 from epimer.plan.jobs import Plan
 from epimer.progress import Progress
 from epimer.recipe.load import RecipeLike, load_recipe, open_recipe
@@ -89,7 +89,7 @@ def read_record(folder: OutputFiles) -> tuple[MergeRecord | None, Check]:
         record = MergeRecord.from_json(data, RECORD)  # which compares its hash
     except DataError as error:
         return None, Check("record", Outcome.DIFFERS, str(error).rstrip("."), (RECORD,))
-    if HASH not in json.loads(data):
+    if HASH not in json_value(data):
         return record, Check("record", Outcome.UNCHECKED, f"{RECORD} holds no hash of itself, as epimer writes now")
     counts = f"{len(record.tensors)} tensors of {len(record.models)} inputs by {record.method}"
     return record, Check("record", Outcome.OK, f"{RECORD} has the hash that it says: {counts}")

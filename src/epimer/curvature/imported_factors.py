@@ -24,6 +24,7 @@ from epimer.geometry.metric import Kronecker
 
 SIDES = ("activation", "gradient")
 SHARD = re.compile(r"shard_(\d+)\.safetensors")
+MOST = 1 << 53  # samples or tokens: a float holds the number
 NAMELESS = "the model has no layer of this name"
 
 
@@ -126,8 +127,8 @@ def _kronfluence(folder: Path, where: str) -> FactorSums:
     if described.is_file() and used.is_file():
         size = read_json(described, f"{where}/{described.name}").get("dataset_size")
         most = read_json(used, f"{where}/{used.name}").get("covariance_max_examples")
-        if not isinstance(size, int) or not isinstance(most, int | None) or size < 1:
-            raise CheckpointError(f"{where}/{described.name} says that there are {size} samples; fit it again.")
+        if not isinstance(size, int) or not isinstance(most, int | None) or not 1 <= size <= MOST:
+            raise CheckpointError(f"{where}/{described.name} says that there are {short(size)} samples; fit it again.")
         samples = size if most is None else min(size, most)
     return FactorSums("kronfluence", A, G, numbers, samples)
 
@@ -141,8 +142,7 @@ def _bergson(folder: Path, where: str) -> FactorSums:
     if not file.is_file() or A.keys() != G.keys():
         raise CheckpointError(f"{where} lacks total_processed.pt, or a side of some layers; give a whole run.")
     total: Any = load(file, f"{where}/{file.name}", mapped=False)
-    single = isinstance(total, Tensor) and total.numel() == 1 and not total.is_floating_point()
-    tokens = int(total) if single or isinstance(total, int) else 0
+    tokens = _count(total)
     if tokens < 1:
         raise CheckpointError(f"{where}/{file.name} says that {tokens} tokens were read; measure it again.")
     return FactorSums("bergson", A, G, dict.fromkeys(A, tokens), None)
@@ -150,19 +150,21 @@ def _bergson(folder: Path, where: str) -> FactorSums:
 
 def _methods(config: Path, where: str) -> list[str]:
     """Return the methods of Hessians that a run's config names; none without a config."""
-    try:
-        document = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{where}/config.yaml cannot be read: {short(str(error))}; give a whole run.") from error
+    seen = set[int]()  # YAML can have one mapping in endlessly many places
 
     def walk(value: Any) -> Iterator[str]:
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not isinstance(value, dict | list) or id(value) in seen:
+            return
+        seen.add(id(value))
         if isinstance(value, dict) and {"method", "hessian_dtype"} <= value.keys():
             yield str(value["method"])
-        for item in inner:
+        for item in value.values() if isinstance(value, dict) else value:
             yield from walk(item)
 
-    return list(walk(document))
+    try:
+        return list(walk(yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None))
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{where}/config.yaml cannot be read: {short(str(error))}; give a whole run.") from error
 
 
 def _joined(folder: Path, where: str) -> dict[str, Tensor]:
@@ -173,7 +175,17 @@ def _joined(folder: Path, where: str) -> dict[str, Tensor]:
     files = [SafetensorsFile(inside(folder, f"shard_{i}.safetensors"), f"{where}/shard_{i}") for i in numbers]
     if any(file.headers.keys() != files[0].headers.keys() for file in files):
         raise CheckpointError(f"{where} has other layers in some shards; give a whole run.")
-    for name, W in files[0].headers.items():
-        if any(file.headers[name].shape[1:] != W.shape[1:] or not file.headers[name].dim() for file in files):
-            raise CheckpointError(f"{where} has rows of different lengths for {name!r}; give a whole run.")
+    for name in files[0].headers:
+        shapes = [tuple(file.headers[name].shape) for file in files]
+        if any(len(shape) != 2 or shape[1] != shapes[0][-1] for shape in shapes):
+            raise CheckpointError(
+                f"{where} has parts of {name!r} of shapes {listed(map(str, shapes))}; give a whole run."
+            )
     return {name: torch.cat([file.read(name) for file in files]) for name in files[0].headers}
+
+
+def _count(value: Any) -> int:
+    """Return a count that may be stored as a tensor; 0 where it is none."""
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 and not value.is_complex() else 0
+    return int(value) if isinstance(value, int | float) and 0 <= value <= MOST else 0
