@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from epimer.api import merge_state_dicts as merge_state_dicts
     from epimer.api import sweep as sweep
     from epimer.api import sweep_state_dicts as sweep_state_dicts
+    from epimer.api import verify as verify
     from epimer.curvature.curvature import Curvature as Curvature
     from epimer.curvature.estimate import estimate_curvature as estimate_curvature
     from epimer.diagnosis.landscape import landscape as landscape
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from epimer.methods.registry import unregister_method as unregister_method
     from epimer.records import Diagnosis as Diagnosis
     from epimer.records import MergeRecord as MergeRecord
+    from epimer.records import Verification as Verification
     from epimer.tasks.running_statistics import reestimate_statistics as reestimate_statistics
 
 # Where each public name lives; a module is imported when one of its names is first used (PEP 562),
@@ -71,6 +73,7 @@ _HOMES = {
         "merge_state_dicts",
         "sweep",
         "sweep_state_dicts",
+        "verify",
     ),
     "epimer.curvature.curvature": ("Curvature",),
     "epimer.curvature.estimate": ("estimate_curvature",),
@@ -99,7 +102,7 @@ _HOMES = {
         "register_method",
         "unregister_method",
     ),
-    "epimer.records": ("Diagnosis", "MergeRecord"),
+    "epimer.records": ("Diagnosis", "MergeRecord", "Verification"),
     "epimer.tasks.running_statistics": ("reestimate_statistics",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

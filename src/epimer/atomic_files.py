@@ -63,6 +63,16 @@ def check_folder(folder: Path) -> None:
         raise OutputError(f"{folder} cannot be written: {there} may not be changed; choose another place.")
 
 
+def output_path(out: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of an output; a name that no file can have is refused."""
+    try:
+        if b"\0" in os.fsencode(out):
+            raise ValueError
+    except ValueError as error:
+        raise OutputError(f"{os.fspath(out)!r} is no name that a file can have; choose another.") from error
+    return Path(os.path.abspath(os.path.expanduser(out)))
+
+
 @contextmanager
 def atomic_file(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield a file to write, which is moved to its name when the block ends well and `check` does not object."""
@@ -82,7 +92,7 @@ def atomic_file(path: Path, check: Callable[[], None] = lambda: None) -> Iterato
 
 def check_new(out: Path, marker: str, *, overwrite: bool) -> None:
     """Refuse to write where something else is; a folder that holds `marker` may be replaced if `overwrite` says so."""
-    out = out.expanduser()
+    out = Path(os.path.expanduser(out))
     recover_folder(out)
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
@@ -98,7 +108,7 @@ def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterato
 
     Only a folder that holds `marker`, so one of the same kind, is replaced, and only with `overwrite`.
     """
-    out = Path(os.path.abspath(out.expanduser()))
+    out = output_path(out)
     draft, old, gone = _beside(out)
     with explain_os_errors(out, "written"):
         check_new(out, marker, overwrite=overwrite)

@@ -10,7 +10,13 @@ from typing import Any
 
 
 class EpimerError(ValueError):
-    """The input is at fault: what was wrong, where, what was expected, what to do."""
+    """The input is at fault: what was wrong, where, what was expected, what to do.
+
+    Its message is one line that can be shown anywhere: what names of the input hold beside text is written as escapes.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message if message.isprintable() else "".join(map(_shown, message)))
 
 
 class ParameterError(EpimerError):
@@ -70,6 +76,10 @@ def warn(warning: EpimerWarning) -> None:
     warnings.warn(warning, stacklevel=level)
 
 
+def _shown(character: str) -> str:
+    return character if character.isprintable() else repr(character)[1:-1]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name nearest to `name`, or nothing."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)
@@ -85,5 +95,8 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 def short(value: Any) -> str:
     """Return a value's repr on one line, cut where it is long."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):  # more digits than Python writes down, or nested without end
+        text = f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= 60 else text[:57] + "..."

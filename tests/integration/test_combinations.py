@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import epimer
 from commands import run
+from epimer.diagnosis.sweep import as_adapters
 from epimer.methods.registry import describe_method
 from epimer.plan.adapter import plan_adapter
 from epimer.plan.merge import open_models, plan_recipe
@@ -110,6 +111,37 @@ def test_a_sweep_of_adapters_is_that_of_the_models_they_make(here):
         scores.append({one.method: one.validation.trusted.average for one in found.tried})
     assert scores[0].keys() == {"average", "tsv", "iso_c", "epimer_free"}
     assert scores[0] == pytest.approx(scores[1], rel=1e-6)
+
+
+def test_a_sweep_into_an_adapter_is_refused_before_it_scores(here):
+    """ties has no exact adapter: named it is refused at once, by default it would be left out; a rank serves all."""
+    (here / "counting.py").write_text(
+        "calls = []\ndef score(state, split):\n    calls.append(split)\n    return {'a': 1.0}\n"
+    )
+    given = recipe(*ADAPTERS, method="tsv", output="lora")
+    how = {"methods": ["tsv", "ties"], "scales": [1.0], "progress": False}
+    with pytest.raises(epimer.EpimerError, match="ties does not keep the rank of adapters"):
+        epimer.sweep(given, "counting:score", keep_best="best", **how)
+    import counting
+
+    assert counting.calls == []
+    epimer.sweep(given | {"lora_rank": 2}, "counting:score", keep_best="best", **how)
+    assert counting.calls
+    assert (here / "best" / "adapter_config.json").exists()
+
+
+def test_methods_without_an_adapter_are_left_out_of_a_default_sweep_with_a_note(here):
+    loaded = load_recipe(recipe(*ADAPTERS, method="tsv", output="lora"))
+    rows = [describe_method(name) for name in ("tsv", "ties", "average")]
+    kept, notes = as_adapters(loaded, open_models(loaded), rows, None, required=False)
+    assert [row.name for row in kept] == ["tsv", "average"]
+    assert notes == ["left out, as their merges have no exact adapter: ties; give lora_rank to try them."]
+
+
+def test_auto_takes_a_method_that_has_an_adapter(here):
+    """Whatever a diagnosis would advise, the merge is written; the methods without an adapter are not forecast."""
+    epimer.merge(recipe(*ADAPTERS, method="auto", output="lora"), "best", progress=False)
+    assert (here / "best" / "adapter_config.json").exists()
 
 
 def test_adapters_that_are_kept_in_memory_are_planned_as_those_on_disk(here):

@@ -969,6 +969,32 @@ def test_what_is_missing(here):
     assert_refused(run("curvature", "./none", *task, "--data", "reviews.jsonl", "--out", "out"), "./none")
 
 
+def test_factors_of_another_library_are_imported(here):
+    """Our own factors as sums in kronfluence's files, under the layers' names: the same curvature again."""
+    done("curvature", *on("llama"), "--out", "measured")
+    measured = epimer.Curvature.load("measured")
+    layers = {name.removesuffix(".weight"): metric for name, metric in measured.items()}
+    tokens = {layer: torch.tensor([measured.provenance.counts[f"{layer}.weight"]]) for layer in layers}
+    Path("factors_x").mkdir()
+    for side, factors in (
+        ("activation", {layer: metric.A * tokens[layer] for layer, metric in layers.items()}),
+        ("gradient", {layer: metric.G * ROWS for layer, metric in layers.items()}),
+    ):
+        save_file(factors, f"factors_x/{side}_covariance.safetensors")
+        save_file(tokens, f"factors_x/num_{side}_covariance_processed.safetensors")
+    how = ("curvature", "llama/one", "--task", "causal-lm", "--import", "factors_x")
+    assert "factors of kronfluence" in done(*how, "--samples", ROWS, "--out", "imported")
+    found = epimer.Curvature.load("imported")
+    assert list(found) == list(measured)
+    assert found.provenance.model == measured.provenance.model
+    for name, metric in found.items():
+        assert torch.allclose(metric.A, measured[name].A, rtol=1e-5, atol=1e-7)
+        assert torch.allclose(metric.G, measured[name].G, rtol=1e-5, atol=1e-9)
+    assert_refused(run(*how, "--data", "lines.txt", "--out", "out"), "give either --data", "--import")
+    assert_refused(run(*how, "--kind", "diagonal", "--out", "out"), "--import gives Kronecker factors")
+    assert_refused(run(*how, "--basis", "b", "--out", "out"), "leave it out with --import")
+
+
 def test_models_that_cannot_be_measured(here, made):
     transformers.BertModel(transformers.BertConfig(**SIZES, **TEXT)).save_pretrained("headless")
     shutil.copy("bert/one/tokenizer.json", "headless")

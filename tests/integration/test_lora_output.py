@@ -363,22 +363,22 @@ def test_an_output_is_not_written_twice_nor_over_something_else(adapters, tmp_pa
 
 
 def test_an_interrupted_run_goes_on_and_ends_in_the_same_bytes(adapters, tmp_path, monkeypatch):
-    given, put, calls = recipe(adapters, "tsv"), Draft.put, []
+    given, wrote, calls = recipe(adapters, "tsv"), Draft.wrote, []
 
     def interrupted(self, *args):
         if len(calls) == 7:  # between the two factors of a layer
             raise KeyboardInterrupt
         calls.append(args[0])
-        put(self, *args)
+        wrote(self, *args)
         self.flush()
 
     epimer.merge(given, tmp_path / "whole", progress=False)
-    monkeypatch.setattr(Draft, "put", interrupted)
+    monkeypatch.setattr(Draft, "wrote", interrupted)
     with pytest.raises(KeyboardInterrupt):
         epimer.merge(given, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
     again = []
-    monkeypatch.setattr(Draft, "put", lambda self, *args: again.append(args[0]) or put(self, *args))
+    monkeypatch.setattr(Draft, "wrote", lambda self, *args: again.append(args[0]) or wrote(self, *args))
     epimer.merge(given, tmp_path / "out", progress=False)
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
@@ -556,7 +556,6 @@ def test_adapters_of_vision_language_models(build, method, tmp_path):
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "stacked experts"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"use_dora": True}, "use_dora"),
     ],

@@ -154,6 +154,27 @@ def test_shards_that_a_killed_driver_has_are_not_measured_again(cluster, here, c
     assert measured == [mtimes_of(times, parts / f"part-{n}") for n in (0, 1)]
 
 
+def test_a_damaged_shard_is_measured_again(cluster, here, classifier, tmp_path, monkeypatch):
+    options = ["--engine", "ray", "--address", cluster.address, "--shards", "2"]
+    assert run("curvature", *classifier, "-o", tmp_path / "whole", *options).code == 0
+    command = ["curvature", *classifier, "-o", tmp_path / "out", *options]
+
+    def die(parts):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(curvature_shards, "sum_of", die)
+        assert run(*command).code == 130
+    (first,) = tmp_path.glob(".out.epimer-parts-*/part-0/curvature.safetensors")
+    data = bytearray(first.read_bytes())
+    data[-3] ^= 64
+    first.write_bytes(data)
+    (second,) = tmp_path.glob(".out.epimer-parts-*/part-1/curvature.json")
+    second.unlink()
+    assert run(*command).code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def mtimes(folder):
     return {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 

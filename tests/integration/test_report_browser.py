@@ -1,12 +1,7 @@
-"""The report in a real browser: nothing fails, nothing leaves the page, and what can be used is used.
-
-Debian's Chromium (apt-get install chromium) driven by Playwright; skipped where either is missing.
-"""
+"""The report in a real browser: nothing fails, nothing leaves the page, and what can be used is used."""
 
 import io
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,21 +10,8 @@ import pytest
 from PIL import Image
 
 import found
-from epimer.report.performance import Performance
-from epimer.report.read import gather
-from epimer.report.write import make_report, write_page
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CHROMIUM = os.environ.get("EPIMER_CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or EPIMER_CHROMIUM"
-)
+from chromium import Watched
+from epimer.report.write import make_report
 
 
 @pytest.fixture(scope="module")
@@ -40,27 +22,6 @@ def file(tmp_path_factory) -> Path:
     command = [sys.executable, "-m", "epimer", "report", str(folder / "in"), "-o", str(folder / "page.html"), "-q"]
     subprocess.run(command, check=True)
     return folder / "page.html"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield started
-        started.close()
-
-
-class Watched:
-    """A page, with all that went wrong on it."""
-
-    def __init__(self, browser, file: Path, **options):
-        self.trouble, self.asked = [], []
-        self.context = browser.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True, **options)
-        self.page = self.context.new_page()
-        self.page.on("console", lambda message: self.trouble.append(message.text))
-        self.page.on("pageerror", lambda error: self.trouble.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(file.as_uri())
 
 
 @pytest.fixture
@@ -266,19 +227,3 @@ def test_a_figure_of_the_command_line_is_a_picture_of_its_own(browser, tmp_path)
     image = Image.open(io.BytesIO(watched.page.screenshot())).convert("RGB")
     watched.context.close()
     assert len(image.getcolors(1 << 24)) > 20
-
-
-def test_a_hostile_name_runs_nothing(browser, tmp_path):
-    evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-    record = found.performance(suite=evil)
-    record["data"][4]["method"] = evil
-    path = write_page([record, found.diagnosis((evil, "b", "c"))], tmp_path / "page.html")
-    assert gather([record]).of(Performance)[0].winner.method == evil
-    watched = Watched(browser, path)
-    ran = []
-    watched.page.on("dialog", lambda dialog: (ran.append(dialog.message), dialog.dismiss()))
-    watched.page.locator("#averages circle[data-tip*='<img']").hover()
-    assert evil in watched.page.locator("#tip").inner_text()
-    assert watched.page.locator("main img, main script").count() == 0
-    watched.context.close()
-    assert ran == watched.trouble == []

@@ -178,7 +178,10 @@ def test_a_changed_input_starts_over(models, tmp_path, monkeypatch):
     assert all(torch.equal(merged[name], expected[name]) for name in SHAPES)
 
 
-@pytest.mark.parametrize("damage", ["torn line", "flipped byte", "shorter shard", "no shard", "no journal", "garbage"])
+DAMAGE = ["torn line", "flipped byte", "shorter shard", "no shard", "no journal", "garbage", "changed entry", "more"]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_draft_is_repaired(models, tmp_path, monkeypatch, damage):
     out = tmp_path / "out"
     unfinished(models, out, monkeypatch)
@@ -199,6 +202,13 @@ def test_a_damaged_draft_is_repaired(models, tmp_path, monkeypatch, damage):
             journal.unlink()
         case "garbage":
             journal.write_bytes(b"\xff\x00not a journal\n")
+        case "changed entry":
+            assert b'"unchanged": false' in journal.read_bytes()
+            journal.write_bytes(journal.read_bytes().replace(b'"unchanged": false', b'"unchanged": true'))
+        case "more":  # of a run with other settings that was killed before its end
+            (root / "model" / "code").mkdir()
+            (root / "model" / "code" / "model.py").write_text("")
+            (root / "model" / "chat_template.jinja").write_text("")
     epimer.merge(recipe(models, "average"), out, progress=False)
     epimer.merge(recipe(models, "average"), tmp_path / "whole", progress=False)
     assert contents(out) == contents(tmp_path / "whole")

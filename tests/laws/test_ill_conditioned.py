@@ -4,13 +4,17 @@ Task vectors and curvature near overflow and underflow, with entries, columns or
 their precision, with repeated and clustered singular values, of low rank and zero, for every method, basis and metric.
 """
 
+import json
 import random
 import warnings
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import epimer
+from commands import assert_refused, run
 from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Samples
 from epimer.methods.registry import describe_method, list_methods
 from epimer.testing import relative_difference, usual_count
@@ -168,5 +172,108 @@ def test_what_leaves_float64_too_names_the_tensor_and_the_model():
     generator = torch.Generator().manual_seed(0)
     D = torch.randn(12, 10, generator=generator, dtype=torch.float64)
     models = [{"a.weight": D}, {"a.weight": 1e200 * D.flip(0)}]
-    with pytest.raises(epimer.EpimerError, match=r"'a\.weight': .*reaches 3.*e\+200 in models\[1\]: give it the rule"):
+    with pytest.raises(epimer.TensorError, match=r"'a\.weight': .*reaches 3.*e\+200 in models\[1\]: give it the rule"):
         epimer.merge_state_dicts({"a.weight": torch.zeros_like(D)}, models, "epimer_free")
+
+
+def save_adapter(folder: Path, B: torch.Tensor, A: torch.Tensor, base: Path) -> None:
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": len(A), "lora_alpha": len(A), "target_modules": ["layer"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    factors = {"base_model.model.layer.lora_A.weight": A, "base_model.model.layer.lora_B.weight": B}
+    safetensors.torch.save_file(factors, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("output", ["model", "lora"])
+@pytest.mark.parametrize("method", ["task_arithmetic", "tsv", "iso_c", "iso_cts", "wudi", "epimer_free"])
+def test_adapters_merge_or_are_refused_in_one_line(tmp_path, method, output):
+    base, merged = tmp_path / "base", 0
+    base.mkdir()
+    safetensors.torch.save_file({"layer.weight": torch.zeros(24, 16)}, base / "model.safetensors")
+    for seed, kind in enumerate(KINDS):
+        generator, texts = torch.Generator().manual_seed(seed), []
+        for t in range(3):
+            B, A = (matrix(kind, *shape, generator, 18.5).float() for shape in ((24, 4), (4, 16)))
+            save_adapter(tmp_path / f"{seed}-{t}", B, A, base)
+            texts.append(f"{base}+{tmp_path / f'{seed}-{t}'}")
+        recipe = {"merge_method": method, "base_model": str(base), "models": [{"model": text} for text in texts]}
+        recipe |= {"output": "lora", "lora_rank": 8} if output == "lora" else {}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", epimer.EpimerWarning)
+                epimer.merge(recipe, tmp_path / f"out{seed}", progress=False)
+        except epimer.EpimerError as error:
+            text = str(error)
+            assert "'layer.weight'" in text or "empty" in text
+            assert "\n" not in text
+            continue
+        file = "model.safetensors" if output == "model" else "adapter_model.safetensors"
+        written = safetensors.torch.load_file(tmp_path / f"out{seed}" / file)
+        assert all(bool(W.isfinite().all()) for W in written.values())
+        merged += 1
+    assert merged >= 7
+
+
+def test_the_command_line_refuses_with_code_2(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    D = torch.randn(12, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for name, W in {"base": torch.zeros_like(D), "one": D, "two": 1e200 * D.flip(0)}.items():
+        Path(name).mkdir()
+        safetensors.torch.save_file({"a.weight": W}, Path(name) / "model.safetensors")
+    recipe = {"merge_method": "epimer_free", "base_model": "base", "models": [{"model": "one"}, {"model": "two"}]}
+    Path("recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    ran = run("merge", "recipe.yaml", "out")
+    assert_refused(ran, "error: 'a.weight': ", "in models[1]: give it the rule 'average' or 'copy'")
+    assert ran.code == 2
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("metric_name", [None, "diagonal", "kronecker", "samples"])
+def test_a_diagnosis_and_a_basis_are_made_or_refused_in_one_line(metric_name):
+    choices, made = random.Random(str(metric_name)), 0
+    for seed, kind in enumerate(KINDS):
+        generator = torch.Generator().manual_seed(seed)
+        base = {"a.weight": torch.zeros(24, 16)}
+        models = [{"a.weight": matrix(kind, 24, 16, generator, 37.0).float()} for _ in range(3)]
+        curvature, spread = None, choices.choice(KINDS)
+        if metric_name is not None:
+            factors = [metric(metric_name, spread, 24, 16, generator, torch.float32) for _ in models]
+            curvature = [{"a.weight": one} for one in factors]
+        assert epimer.build_basis(base, models).keys() == {"a.weight"}
+        try:
+            diagnosis = epimer.diagnose_state_dicts(base, models, curvature=curvature)
+        except epimer.EpimerError as error:
+            text = str(error)
+            assert "'a.weight'" in text
+            assert "\n" not in text
+            continue
+        assert set(diagnosis.layers) == {"a.weight"}
+        made += 1
+    assert made >= 8
+
+
+@pytest.mark.parametrize("basis", ["tagged", "tensor", "full"])
+def test_ill_conditioning_is_told_by_tensor(basis):
+    """One of two tensors has singular curvature, and damping does not lift it."""
+    generator = torch.Generator().manual_seed(0)
+    base = {"a.weight": torch.zeros(24, 20), "b.weight": torch.zeros(24, 20)}
+    models = [{name: torch.randn(24, 20, generator=generator) for name in base} for _ in range(3)]
+
+    def factor(size: int, *, singular: bool) -> torch.Tensor:
+        x = torch.randn(size, 1 if singular else 4 * size, generator=generator, dtype=torch.float64)
+        return x @ x.T
+
+    curvature = []
+    for _ in models:
+        pairs = {name: [factor(size, singular=name == "a.weight") for size in (24, 20)] for name in base}
+        curvature.append({name: Kronecker(G=G, A=A) for name, (G, A) in pairs.items()})
+    options = {"basis": basis, "aggregator": "mean", "damping": 0.0, "curvature": curvature}
+    with pytest.warns(epimer.EpimerWarning, match=r"singular curvature, damped: 'a.weight'\. Raise damping"):
+        merged = epimer.merge_state_dicts(base, models, "epimer_kron", **options)
+    assert merged.record.tensors["a.weight"].status == "damped"
+    assert merged.record.tensors["b.weight"].status in ("exact", "converged")
+    if basis != "tagged":  # whose systems are solved directly
+        with pytest.warns(epimer.EpimerWarning, match="stopped above the tolerance: 'b.weight'"):
+            merged = epimer.merge_state_dicts(base, models, "epimer_kron", **{**options, "iterations": 1})
+        assert merged.record.tensors["b.weight"].status == "stalled"
+        assert merged.record.tensors["b.weight"].residual > 1e-5

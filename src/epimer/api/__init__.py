@@ -4,6 +4,7 @@ from epimer.api.bases import build_basis, make_basis
 from epimer.api.diagnosing import diagnose, diagnose_state_dicts
 from epimer.api.merging import extract_lora, merge, merge_models, merge_state_dicts, plan_merge
 from epimer.api.sweeping import sweep, sweep_state_dicts
+from epimer.api.verifying import verify
 
 __all__ = [
     "build_basis",
@@ -17,4 +18,5 @@ __all__ = [
     "plan_merge",
     "sweep",
     "sweep_state_dicts",
+    "verify",
 ]

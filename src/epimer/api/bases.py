@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from epimer.atomic_files import check_new
+from epimer.atomic_files import check_new, output_path
 from epimer.checkpoints.memory import Model
 from epimer.curvature.basis import HEADER, StoredBasis, save_basis
 from epimer.engine.basis import KINDS, build_bases
@@ -68,7 +67,7 @@ def make_basis(
         workers: matrices worked on at the same time; by default one per core.
         max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
     """
-    out = Path(os.path.abspath(Path(out).expanduser()))
+    out = output_path(out)
     check_new(out, HEADER, overwrite=overwrite)
     loaded, folder = open_recipe(recipe)
     known = known_parameters(loaded.merge_method)

@@ -27,6 +27,7 @@ from epimer.plan.participants import state_dict_participants
 from epimer.recipe.documents import merge_steps
 from epimer.recipe.load import RecipeLike, open_recipe
 from epimer.recipe.model import extraction
+from epimer.recipe.non_finite import with_non_finite
 from epimer.records import MergeRecord
 
 
@@ -48,6 +49,8 @@ def merge(
     folder: Path | None = None,
     intermediate: str | os.PathLike[str] | None = None,
     compat: str | None = None,
+    hash_inputs: bool = False,
+    non_finite: str | None = None,
 ) -> MergeRecord:
     """Merge the checkpoints that a recipe names into a new model folder; what it leaves to `auto` is chosen first.
 
@@ -69,14 +72,18 @@ def merge(
         folder: where relative paths of a recipe that is no file are looked for too.
         intermediate: where the merges with names go, of a file of several recipes; by default OUT.parts.
         compat: "mergekit" gives the numbers of mergekit 0.1.5 where it departs from the papers (docs/recipes.md).
+        hash_inputs: read every input once more and record the SHA-256 of its files, for `verify`.
+        non_finite: instead of the recipe's: "error" refuses NaN and Inf in a model, "skip-tensor" leaves a tensor
+            that has them as the base has it.
 
     Returns:
         The record of the merge; of several, the last one's.
     """
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     for step in merge_steps(recipe, out, intermediate, folder, compat):
-        plan = plan_merge(step.recipe, folder=step.folder, progress=progress, any_curvature=any_curvature)
-        how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code}
+        loaded = with_non_finite(step.recipe, non_finite)
+        plan = plan_merge(loaded, folder=step.folder, progress=progress, any_curvature=any_curvature)
+        how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code, "hash_inputs": hash_inputs}
         record = write_output(plan, step.out, run, overwrite=overwrite, **how)
         for note in plan.notes:
             warn(EpimerWarning(note))
@@ -137,6 +144,7 @@ def merge_state_dicts(
     curvature: Sequence[Mapping[str, Metric]] | None = None,
     device: str | torch.device | None = None,
     compat: str | None = None,
+    non_finite: str = "error",
     **parameters: Any,
 ) -> MergedState:
     """Merge models fine-tuned from one base; the result has base's names, shapes and dtypes.
@@ -150,6 +158,7 @@ def merge_state_dicts(
         curvature: one mapping per model from tensor name to Diagonal, Kronecker, Samples or Projected.
         device: where to compute; by default where base is.
         compat: "mergekit" gives the numbers of mergekit 0.1.5 where it departs from the papers (docs/recipes.md).
+        non_finite: what to do about NaN or Inf in a model: "error", or "skip-tensor" to leave that tensor as base's.
         **parameters: the method's own, see `describe_method(method)`.
 
     Returns:
@@ -158,7 +167,7 @@ def merge_state_dicts(
     row = compatible_method(method if method is not None else default_method(kind_of(curvature)), compat)
     options = row.resolve(parameters)
     where = None if device is None else check_device(device)
-    plan = plan_state_dicts(state_dict_participants(base, models), row, options, weights, curvature)
+    plan = plan_state_dicts(state_dict_participants(base, models, non_finite), row, options, weights, curvature)
     where = where or next((job.device for job in plan.jobs), torch.device("cpu"))
     tensors, records, prepared = merge_in_memory(plan, in_memory(where, len(plan.parts)).start(plan.parts))
     record = merge_record(plan, prepared, records)

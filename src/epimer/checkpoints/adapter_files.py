@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, header
-from epimer.checkpoints.lora import PARTS, PREFIX, Adapted, Update
+from epimer.checkpoints.lora import PARTS, PREFIX, Adapted
 from epimer.checkpoints.memory import Cached
 from epimer.geometry.linalg import LowRank
 
@@ -66,12 +66,6 @@ def adapters_of(checkpoint: Checkpoint) -> list[Adapted]:
         found.append(checkpoint)
         checkpoint = checkpoint.base
     return found
-
-
-def module_of(update: Update) -> str:
-    """Return the name of the module that an update belongs to."""
-    part = next(part for part in PARTS if update.A.endswith(part))
-    return update.A.removeprefix(PREFIX).removesuffix(part)
 
 
 def adapter_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bo
         raise OutputError(f"{target} should end in .safetensors; give the file to make.")
 
     def check() -> None:
-        if target.exists() and not overwrite:
+        if os.path.exists(target) and not overwrite:
             raise OutputError(f"{target} exists; choose another name, or pass --overwrite.")
 
     check()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from epimer.checkpoints.checkpoint import Checkpoint, ShardedCheckpoint
 from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.checkpoints.torchfile import TorchFile
 from epimer.errors import CheckpointError, listed
+from epimer.json_values import json_value
 from epimer.opened_files import reason
 
 FORMATS: dict[str, Callable[[Path, str], Checkpoint]] = {
@@ -28,6 +29,7 @@ REFUSED = {
 }
 """suffix of weights that cannot be merged -> why, and the way out"""
 PIPELINE = "model_index.json"  # of diffusers, beside the folders of its models
+LARGEST = 1 << 28  # bytes of a file beside the weights; a tokenizer has a few megabytes
 NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
 
 
@@ -143,13 +145,21 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def read_json(path: Path, where: str) -> dict[str, object]:
+def read_json(path: Path, where: str) -> dict[str, Any]:
     """Return the object in a JSON file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        if (size := path.stat().st_size) > LARGEST:
+            raise CheckpointError(f"{where} has {size} bytes, too large for a {path.name}; remove it.")
+        return parse_json(path.read_bytes(), where)
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {reason(error)}.") from error
-    except (ValueError, RecursionError) as error:
+
+
+def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:
+    """Return the object in the bytes of a JSON file that lies at `where`."""
+    try:
+        value = json_value(data)
+    except ValueError as error:
         raise CheckpointError(f"{where} is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} holds a {type(value).__name__}, expected an object.")

@@ -18,7 +18,7 @@ from epimer.checkpoints.folder import (
     refuse_formats,
 )
 from epimer.checkpoints.sidecar_files import TEMPLATES
-from epimer.errors import CheckpointError, EpimerError, listed
+from epimer.errors import CheckpointError, EpimerError, listed, short
 
 REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
 HUB_NAME = re.compile(rf"({REPO})@[0-9a-f]{{40}}")
@@ -60,7 +60,7 @@ def fetch_repo(
     try:
         if constants.HF_HUB_OFFLINE:
             raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        with progress_bars(shown=progress), explain_refusals(repo, kind, revision, failure):
+        with progress_bars(shown=progress), explain_refusals(repo, kind, revision, failure), sensible(text, failure):
             info: Any = HfApi().repo_info(repo, repo_type=kind, revision=wanted)
             files = choose([sibling.rfilename for sibling in info.siblings or ()])
             patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in files]
@@ -86,6 +86,22 @@ def fetch_repo(
                 ) from error
             folder = Path(cached)
     return folder, f"{repo}@{folder.resolve().name}"
+
+
+@contextmanager
+def sensible(text: str, failure: type[EpimerError]) -> Iterator[None]:
+    """Turn what huggingface_hub raises at an answer that is none of the hub's into one line."""
+    try:
+        yield
+    except EpimerError:
+        raise
+    except http_failures():
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        if type(error).__module__.startswith("huggingface_hub"):  # a refusal of its own, which others explain
+            raise
+        reason = short(str(error))
+        raise failure(f"{text}: the hub's answer is not about a repository ({reason}); try again later.") from error
 
 
 def http_failures() -> tuple[type[BaseException], ...]:

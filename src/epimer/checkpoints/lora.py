@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_embedding
+from epimer.checkpoints.expert_factors import ExpertPart, stored_parts
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.errors import CheckpointError, listed
 from epimer.geometry.linalg import LowRank, as_compute_dtype
@@ -25,6 +26,8 @@ UNSUPPORTED = ("use_qalora", "use_bdlora", "kasa_config", "layer_replication", "
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base's weights
 CONV1D = ("gpt2", "imagegpt", "openai-gpt", "decision_transformer")  # models whose linear layers are stored transposed
 
+REPEATED_GROUP, MOST_REPEATS = re.compile(r"\)[*+{]"), 3
+"""what makes a pattern take exponential time, and how many repeats are few enough to take little"""
 MOVED = ("model", "language_model", "text_model")  # words of names that a network and its file have in different places
 
 
@@ -37,6 +40,14 @@ class Update(NamedTuple):
     transposed: bool
     magnitude: str | None = None
     """the name of DoRA's lengths of the outputs"""
+    expert: ExpertPart | None = None
+    """which part of A and B, where those are of stacked experts"""
+
+    @property
+    def module(self) -> str:
+        """The name of the module that it belongs to, as PEFT has it."""
+        part = next(part for part in PARTS if self.A.endswith(part))
+        return self.A.removeprefix(PREFIX).removesuffix(part)
 
 
 class Adapted(Checkpoint):
@@ -63,7 +74,11 @@ class Adapted(Checkpoint):
             return W
         if update.magnitude is not None and update.transposed and rows is not None:
             return self.read(name)[slice(*rows)].clone()  # the length of an output is that of a whole column
-        W, factors = as_compute_dtype(W), self._factors(name, rows)
+        W = as_compute_dtype(W)
+        if update.expert is not None and update.expert.number is None:
+            A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
+            return W + update.scaling * update.expert.stack(A, B, rows).to(W.dtype)
+        factors = self._factors(name, rows)
         assert factors is not None
         W = W + factors.dense().to(W.dtype).reshape(W.shape)
         return W if update.magnitude is None else self._with_magnitude(W, update, rows)
@@ -78,7 +93,7 @@ class Adapted(Checkpoint):
         return [*self.base.state, *self.adapter.state]
 
     def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
-        if name in self.replaced or self.has_magnitude(name):
+        if name in self.replaced or not self.has_factors(name):
             return None
         update = self._factors(name, rows)
         if base.fingerprint != self.base.fingerprint:  # an adapter on an adapter, or on another model
@@ -91,10 +106,11 @@ class Adapted(Checkpoint):
         return LowRank(torch.zeros(size, 0), torch.zeros(0, W.numel() // size if size else 0))
 
     def delta_rank(self, name: str, base: Checkpoint) -> int | None:
-        if name in self.replaced or self.has_magnitude(name):
+        if name in self.replaced or not self.has_factors(name):
             return None
         update = self.updates.get(self.ties.get(name, name))
         own = 0 if update is None else self.adapter.headers[update.A].shape[0]
+        own = own if update is None or update.expert is None else own // update.expert.experts
         under = 0 if base.fingerprint == self.base.fingerprint else self.base.delta_rank(name, base)
         return None if under is None else under + own
 
@@ -104,9 +120,18 @@ class Adapted(Checkpoint):
         if update is None:
             return None
         A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
-        factors = LowRank(update.scaling * B.flatten(1), A.flatten(1))
+        if update.expert is None:
+            factors = LowRank(update.scaling * B.flatten(1), A.flatten(1))
+        else:
+            factors = update.expert.factors(A, update.scaling * B)
         factors = factors.T if update.transposed else factors
         return factors if rows is None else LowRank(factors.B[slice(*rows)], factors.A)
+
+    def has_factors(self, name: str) -> bool:
+        """Whether what the adapter adds to a tensor is one matrix of low rank, or nothing."""
+        update = self.updates.get(self.ties.get(name, name))
+        stack = update is not None and update.expert is not None and update.expert.number is None
+        return not stack and not self.has_magnitude(name)
 
     def has_magnitude(self, name: str) -> bool:
         """Whether a tensor is DoRA's, so that its difference from the base has no factors."""
@@ -132,7 +157,8 @@ class Adapted(Checkpoint):
             return W
         lengths = b"" if update.magnitude is None else self.adapter.sample(update.magnitude)
         factors = self.adapter.sample(update.A) + self.adapter.sample(update.B)
-        return W + repr((update.scaling, update.transposed)).encode() + factors + lengths
+        part = b"" if update.expert is None else repr(tuple(update.expert)).encode()
+        return W + repr((update.scaling, update.transposed)).encode() + part + factors + lengths
 
     def _refuse(self, problem: str) -> CheckpointError:
         remedy = "merge it into its base with PEFT's merge_and_unload() and give the saved model"
@@ -141,8 +167,6 @@ class Adapted(Checkpoint):
     def _check_config(self) -> None:
         if (kind := self.config.get("peft_type")) != "LORA":
             raise self._refuse(f"is a {kind} adapter, and only LORA is read")
-        if self.config.get("target_parameters"):
-            raise self._refuse("has factors of stacked experts (target_parameters), which are not read")
         if self.config.get("trainable_token_indices"):
             raise self._refuse("has rows of an embedding of its own (trainable_token_indices), which are not read")
         if used := [key for key in UNSUPPORTED if self.config.get(key)]:
@@ -175,6 +199,8 @@ class Adapted(Checkpoint):
             A, B = (".lora_embedding_A", ".lora_embedding_B") if embedding else PARTS[:2]
             if A not in parts or B not in parts:
                 raise CheckpointError(f"{self.where} has only one of lora_A and lora_B for {module!r}; save it again.")
+            if self._experts(module, parts[A], parts[B]):
+                continue
             name = self._resolve(f"{module}.weight", parts[A])
             if name in {*self.base.ties, *self.base.ties.values()}:
                 if any(word in name for word in ("lm_head", "embed_out", "decoder.weight")):
@@ -185,6 +211,35 @@ class Adapted(Checkpoint):
         if not self.updates and not self.replaced:
             raise CheckpointError(f"{self.where} changes nothing: it holds no LoRA factors; save the adapter again.")
         self._untie()
+
+    def _experts(self, module: str, A: str, B: str) -> bool:
+        """Note the factors of a parameter that `target_parameters` names; return whether they are of one.
+
+        PEFT wraps a module once per parameter and does not store which is which; their shapes tell.
+        """
+        outer, depth = re.subn(r"\.base_layer\b", "", module)
+        given = self.config.get("target_parameters")
+        targets = [str(target) for target in given] if isinstance(given, list) else []
+        words = dict.fromkeys(target.rpartition(".")[2] for target in targets)
+        named = [word for word in words if any(f".{outer}.{word}".endswith(f".{target}") for target in targets)]
+        if not named or (named == ["weight"] and not depth):
+            return False
+        first, second = self.adapter.headers[A], self.adapter.headers[B]
+        fitting: list[tuple[str, dict[str, ExpertPart]]] = []
+        for word in named:
+            parts = stored_parts(outer, word, first.shape[-1], second.shape[0], self.base.headers)
+            if parts and not self.updates.keys() & parts.keys():
+                fitting.append((word, parts))
+        count = next(iter(fitting[0][1].values())).experts if fitting else 1
+        if len(fitting) != 1 or first.shape[0] != second.shape[-1] or first.shape[0] % count:
+            shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
+            several = "several" if len(fitting) > 1 else "none"
+            problem = f"has factors {shapes} of stacked experts in {outer!r} (target_parameters)"
+            raise self._refuse(f"{problem}, which fit {several} of the base's tensors")
+        word, parts = fitting[0]
+        scaling = self._scaling(f"{outer}.{word}", first.shape[0] // count)
+        self.updates |= {name: Update(A, B, scaling, False, expert=part) for name, part in parts.items()}
+        return True
 
     def _replace(self, name: str, key: str) -> None:
         """Read a tensor from the adapter instead of the base, unless they are the same."""
@@ -224,11 +279,16 @@ class Adapted(Checkpoint):
                 f"{self.where} changes {name!r} by a {m} x {n} matrix, but the base's has shape {shape}; "
                 "is it an adapter of this base?"
             )
+        return Update(
+            A, B, self._scaling(module, rank), embedding or self._transposed(module, shape == (m, n), shape == (n, m))
+        )
+
+    def _scaling(self, module: str, rank: int) -> float:
+        """Return what B A of this rank is multiplied by."""
         alpha = self._by_pattern(module, self.config.get("lora_alpha", rank))
         if not isinstance(alpha, int | float) or isinstance(alpha, bool):
             raise CheckpointError(f"{self.where}/adapter_config.json has lora_alpha {alpha!r}, expected a number.")
-        scaling = alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
-        return Update(A, B, scaling, embedding or self._transposed(module, shape == (m, n), shape == (n, m)))
+        return alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
 
     def _with_lengths(self, module: str, update: Update, key: str | None) -> Update:
         """Return what an adapter adds to a tensor with the name of DoRA's lengths, where it has use_dora."""
@@ -257,6 +317,9 @@ class Adapted(Checkpoint):
         patterns = self.config.get("alpha_pattern") or {}
         assert isinstance(patterns, dict)
         for pattern, value in patterns.items():
+            if REPEATED_GROUP.search(pattern) or sum(map(pattern.count, "*+{")) > MOST_REPEATS:
+                where = f"{self.where}/adapter_config.json"
+                raise CheckpointError(f"{where}: alpha_pattern {pattern!r} may match without end; name the modules.")
             try:
                 if re.match(rf"(.*\.)?({pattern})$", module):
                     return value

@@ -36,6 +36,8 @@ class StateDict(Checkpoint):
                 raise TensorError(f"{where} has a name {name!r} of type {type(name).__name__}; names must be strings.")
             if not isinstance(value, Tensor):
                 raise TensorError(f"{where}[{name!r}] must be a tensor, got {type(value).__name__}.")
+            if value.is_nested:  # it has no shape that could be compared
+                raise TensorError(f"{where}[{name!r}] must be a dense tensor, got a nested one.")
         self.headers = {name: W.detach() for name, W in tensors.items()}
         self.ties = find_ties({name: W for name, W in self.headers.items() if self.problem(name) is None})
 

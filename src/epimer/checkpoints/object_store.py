@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import io
-import json
 import re
 import shutil
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, ShardedCheckpoint, allocate, nbytes, sample_ranges
-from epimer.checkpoints.folder import INDEXES, assemble
+from epimer.checkpoints.folder import INDEXES, assemble, parse_json
 from epimer.checkpoints.hub import SIDECARS, beside_weights
 from epimer.checkpoints.safetensors import as_bytes, parse_header
 from epimer.errors import CheckpointError, EpimerError, listed
@@ -91,7 +90,7 @@ def open_store(url: str) -> Checkpoint:
 
     if "model.safetensors" not in files and INDEXES[0] in files:
         with explain_store_errors(url, "read"):
-            index = _read_index(fs.cat_file(f"{path}/{INDEXES[0]}"), f"{url}/{INDEXES[0]}")
+            index = parse_json(fs.cat_file(f"{path}/{INDEXES[0]}"), f"{url}/{INDEXES[0]}")
         return assemble(index, f"{url}/{INDEXES[0]}", open_shard, where=url, name=name, folder=folder)
     weights = [file for file in files if file.endswith(".safetensors")]
     if "model.safetensors" not in weights and len(weights) != 1:
@@ -99,14 +98,6 @@ def open_store(url: str) -> Checkpoint:
         raise CheckpointError(f"{url} holds {held}; expected model.safetensors, or safetensors shards with an index.")
     file = "model.safetensors" if "model.safetensors" in weights else weights[0]
     return ShardedCheckpoint(name, url, [open_shard(file)], folder)
-
-
-def _read_index(data: bytes, where: str) -> dict[str, object]:
-    try:
-        index = json.loads(data)
-    except ValueError as error:
-        raise CheckpointError(f"{where} is not JSON: {error}.") from error
-    return index if isinstance(index, dict) else {}
 
 
 def download(url: str) -> tuple[Path, str]:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -81,7 +82,9 @@ class SafeUnpickler(pickle._Unpickler):
     It is the unpickler in Python, whose memo is a dict: the one in C can be made to fill the memory by a few bytes.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, file: IO[bytes] | mmap) -> None:
         super().__init__(file, encoding="utf-8")
         self._known: dict[tuple[str, str], type[Placeholder]] = {}
 
@@ -95,6 +98,12 @@ class SafeUnpickler(pickle._Unpickler):
     def get_extension(self, code: int) -> None:
         """Refuse names by number, which a registry of this process would give."""
         raise pickle.UnpicklingError(f"extension {code} is not known")
+
+    def load_bytearray8(self) -> None:
+        """Refuse a bytearray, for which the unpickler would take as much memory as the file says that it has."""
+        raise pickle.UnpicklingError("bytearrays are not read")
+
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
     def persistent_load(self, pid: Any) -> Any:
         """Return a reference to a storage; for a class with its source, as old files have them, the class."""
@@ -157,7 +166,7 @@ def _read_zip(path: Path) -> tuple[Any, Fetch]:
 
 def _read_old(path: Path) -> tuple[Any, Fetch]:
     """Return what is in a file from before torch's zip format: pickles, then each storage's size and bytes."""
-    with path.open("rb") as file:
+    with path.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as file:  # reads what is there only
         magic, _, system, content, keys = (SafeUnpickler(file).load() for _ in range(5))
         if magic != MAGIC or system.get("little_endian") != (sys.byteorder == "little"):
             raise ValueError("not a torch file of this machine's byte order")

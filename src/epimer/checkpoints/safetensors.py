@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, allocate, header, is_text, nbytes, sample_ranges
 from epimer.errors import CheckpointError
+from epimer.json_values import RepeatedKeyError, json_value
 from epimer.opened_files import OpenedFile
 
 DTYPES = {
@@ -88,6 +90,16 @@ def as_bytes(W: Tensor) -> Any:
     return W.reshape(-1).view(torch.uint8).numpy() if W.numel() else bytearray()
 
 
+def description(W: Tensor) -> str:
+    """Return the dtype and the shape of a tensor, as `F32 12x10`."""
+    return f"{DTYPE_NAMES[W.dtype]} {'x'.join(map(str, W.shape))}"
+
+
+def tensor_checksum(W: Tensor) -> str:
+    """Return the description of a CPU tensor and the CRC-32 of its bytes, as `F32 12x10 0a1b2c3d`."""
+    return f"{description(W)} {zlib.crc32(as_bytes(W.contiguous())):08x}"
+
+
 def parse_header(file: BinaryIO, size: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the tensors of an open file of `size` bytes in the order of their data, and its metadata.
 
@@ -115,29 +127,15 @@ def parse_header(file: BinaryIO, size: int, where: str) -> tuple[dict[str, Entry
 
 
 def _parse(text: bytes, where: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in table:
-                raise CheckpointError(f"{where} has {key!r} twice in its header; save the file again.")
-            table[key] = value
-        return table
-
     try:
-        parsed = json.loads(text.decode(), object_pairs_hook=unique, parse_int=_count, parse_constant=_count)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
+        parsed = json_value(text.decode(), strict=True)
+    except RepeatedKeyError as error:
+        raise CheckpointError(f"{where} has {error.key!r} twice in its header; save the file again.") from error
+    except ValueError as error:
         raise CheckpointError(f"{where} is not a safetensors file: its header is not JSON ({error}).") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where} is not a safetensors file: its header is a {type(parsed).__name__}.")
     return parsed
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise ValueError(f"{text} is no count")
-    return int(text)
 
 
 def _entry(name: str, description: Any, where: str) -> Entry:

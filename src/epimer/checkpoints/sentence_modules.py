@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.folder import FORMATS, inside, open_file
-from epimer.checkpoints.sidecar_files import parse_json, read_sidecar
+from epimer.checkpoints.folder import FORMATS, inside, open_file, parse_json
+from epimer.checkpoints.sidecar_files import carried, read_sidecar
 from epimer.errors import CheckpointError
+from epimer.json_values import json_value
 
 MODULES = "modules.json"
 SETTINGS = ("config_sentence_transformers.json", "sentence_bert_config.json")
@@ -20,17 +21,17 @@ def sentence_files(folder: Path | None) -> dict[str, bytes]:
     if folder is None or not (folder / MODULES).is_file():
         return {}
     names = [MODULES, *SETTINGS]
-    for module in _folders(folder):
+    for module in filter(lambda module: os.path.isdir(folder / module), _folders(folder)):
         files = sorted(path for path in (folder / module).rglob("*") if path.is_file() and path.suffix != ".py")
         names += [path.relative_to(folder).as_posix() for path in files]
-    return {name: data for name in names if (data := read_sidecar(folder, name)) is not None}
+    return {name: data for name in names if (data := carried(folder, name)) is not None}
 
 
 def missing_modules(folder: Path | None) -> list[str]:
     """Return the folders that modules.json names and that are not there, where the module needs one."""
     if folder is None or not (folder / MODULES).is_file():
         return []
-    return [path for path, kind in _folders(folder).items() if kind != "Normalize" and not (folder / path).is_dir()]
+    return [path for path, kind in _folders(folder).items() if kind != "Normalize" and not os.path.isdir(folder / path)]
 
 
 def module_differences(first: Path, other: Path) -> Iterator[str]:
@@ -64,9 +65,9 @@ def _folders(folder: Path) -> dict[str, str]:
     """Return the folder of every module but the first, which is the model itself, with the last word of its type."""
     data, where = read_sidecar(folder, MODULES) or b"", folder / MODULES
     try:
-        modules: Any = json.loads(data)
+        modules: Any = json_value(data)
         found = {str(module["path"]): str(module["type"]).rpartition(".")[2] for module in modules}
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{where} is not a list of modules with path and type: {error}.") from error
     for path in found:
         if Path(path).is_absolute() or ".." in Path(path).parts:

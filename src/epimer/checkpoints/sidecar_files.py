@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.folder import INDEXES, NOT_WEIGHTS, inside, read_json
+from epimer.checkpoints.folder import INDEXES, LARGEST, NOT_WEIGHTS, inside, parse_json, read_json
 from epimer.checkpoints.writer import as_json
 from epimer.errors import CheckpointError
+from epimer.json_values import json_value
 from epimer.opened_files import reason
 
 GENERATION = "generation_config.json"
@@ -31,8 +32,8 @@ RECIPE = "recipe.yaml"
 WRITTEN_ANEW = ("README.md", "epimer.json", RECIPE, "trainer_state.json", *NOT_WEIGHTS, *INDEXES)
 PATHS = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_file")
 QUANTIZATION = ("quantization_config", "compression_config")  # what is written is never quantised
+MOST_TOKENS = 1 << 24  # ids of tokens are below; a table with as many rows would have gigabytes
 CODE = ("auto_map", "custom_pipelines")  # keys that name Python files
-LARGEST = 1 << 28  # bytes; a tokenizer is a few megabytes
 
 
 def sidecar_files(
@@ -50,11 +51,11 @@ def sidecar_files(
     `adapt` returns the donor's config as the tensors need it. With `copy_code` the donor's Python files are among them;
     without, no config names any.
     """
-    files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := read_sidecar(donor, name)) is not None}
+    files = {name: data for name in (*CONFIG, *PROCESSOR) if (data := carried(donor, name)) is not None}
     more = [] if tokenizer is None else [path for pattern in TOKENIZER_PATTERNS for path in tokenizer.glob(pattern)]
     names = [*TOKENIZER, *sorted(path.relative_to(tokenizer).as_posix() for path in more if tokenizer is not None)]
-    files |= {name: data for name in names if (data := read_sidecar(tokenizer, name)) is not None}
-    if (data := read_sidecar(generation, GENERATION)) is not None:
+    files |= {name: data for name in names if (data := carried(tokenizer, name)) is not None}
+    if (data := carried(generation, GENERATION)) is not None:
         files[GENERATION] = data
     if tokenizer is not None and "tokenizer_config.json" in files:
         path = tokenizer / "tokenizer_config.json"
@@ -137,11 +138,7 @@ def vocabulary(folder: Path) -> dict[int, str]:
     """Return a tokenizer's tokens by their ids, those that were added included; none where no file lists them."""
     if (data := read_sidecar(folder, "tokenizer.json")) is not None:
         where = folder / "tokenizer.json"
-        tokenizer = parse_json(data, where)
-        model = tokenizer.get("model")
-        table = model.get("vocab") if isinstance(model, dict) else None
-        added = tokenizer.get("added_tokens")
-        return _tokens(table, where) | _added(added if isinstance(added, list) else [], where)
+        return tokens_of(parse_json(data, where), where)
     if (data := read_sidecar(folder, "vocab.json")) is not None:
         extra = read_sidecar(folder, "added_tokens.json")
         tokens = _tokens(parse_json(data, folder / "vocab.json"), folder / "vocab.json")
@@ -149,6 +146,13 @@ def vocabulary(folder: Path) -> dict[int, str]:
     if (data := read_sidecar(folder, "vocab.txt")) is not None:
         return dict(enumerate(data.decode("utf-8", "replace").splitlines()))
     return {}
+
+
+def tokens_of(tokenizer: Mapping[str, Any], where: Path) -> dict[int, str]:
+    """Return the tokens by their ids of what a tokenizer.json holds."""
+    model = tokenizer.get("model")
+    table = model.get("vocab") if isinstance(model, dict) else None
+    return _tokens(table, where) | _added(tokenizer.get("added_tokens"), where)
 
 
 def vocabularies(folders: Iterable[Path]) -> dict[Path, dict[int, str]]:
@@ -165,36 +169,50 @@ def vocabularies(folders: Iterable[Path]) -> dict[Path, dict[int, str]]:
 
 def _tokens(table: Any, where: Path) -> dict[int, str]:
     """Return id -> token of a mapping from tokens to ids, or of a list of tokens with their scores."""
-    if isinstance(table, dict) and all(isinstance(i, int) for i in table.values()):
+    if isinstance(table, dict) and all(map(_is_id, table.values())):
         return {i: token for token, i in table.items()}
-    if isinstance(table, list) and all(isinstance(entry, list) and entry for entry in table):
-        return {i: str(entry[0]) for i, entry in enumerate(table)}
+    if isinstance(table, list) and all(map(_is_piece, table)):
+        return {i: entry[0] for i, entry in enumerate(table)}
     if table is None:
         return {}
     raise CheckpointError(f"{where} has a vocabulary that maps no tokens to ids; save the tokenizer again.")
 
 
-def _added(entries: list[Any], where: Path) -> dict[int, str]:
-    try:
-        return {int(entry["id"]): str(entry["content"]) for entry in entries}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where} has added_tokens without id or content; save the tokenizer again.") from error
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST_TOKENS
 
 
-def parse_json(data: bytes, where: Path) -> dict[str, Any]:
-    """Return the object in the bytes of a JSON file that lies at `where`."""
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} holds a {type(value).__name__}, expected an object.")
-    return value
+def _is_piece(entry: Any) -> bool:
+    """Whether a value is a token with its score."""
+    return isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _is_number(entry[1])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _added(entries: Any, where: Path) -> dict[int, str]:
+    """Return id -> token of a list of added tokens, or of nothing."""
+    for entry in entries if isinstance(entries, list) else [None] if entries else []:
+        if not isinstance(entry, dict) or not _is_id(entry.get("id")) or not isinstance(entry.get("content"), str):
+            raise CheckpointError(f"{where} has added_tokens without id or content; save the tokenizer again.")
+    return {entry["id"]: entry["content"] for entry in entries or ()}
+
+
+def carried(folder: Path | None, name: str) -> bytes | None:
+    """Return a small file that an output gets as it is; None where there is none, an error where it is no JSON."""
+    data = read_sidecar(folder, name)
+    if data is not None and folder is not None and name.endswith(".json"):
+        try:
+            json_value(data)
+        except ValueError as error:
+            raise CheckpointError(f"{folder / name} is not JSON: {error}; save it again, or remove it.") from error
+    return data
 
 
 def read_sidecar(folder: Path | None, name: str) -> bytes | None:
     """Return a small file of a folder; None where there is none."""
-    if folder is None or not (folder / name).is_file():
+    if folder is None or not os.path.isfile(folder / name):
         return None
     path = inside(folder, name)
     try:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.sidecar_files import PATHS, parse_json, read_sidecar
+from epimer.checkpoints.folder import parse_json
+from epimer.checkpoints.sidecar_files import PATHS, read_sidecar, tokens_of
 from epimer.checkpoints.writer import as_json
 from epimer.errors import CheckpointError
 
@@ -22,14 +23,14 @@ def with_tokens(folder: Path, tokens: Mapping[int, str], owners: Mapping[str, Pa
     """
     tokenizer = _tokenizer(folder)
     model = tokenizer["model"]
-    listed = {str(entry["content"]) for entry in tokenizer["added_tokens"]}
+    listed = {entry["content"] for entry in tokenizer["added_tokens"]}
     new = {i: token for i, token in tokens.items() if token in owners}
     donors = {path: _tokenizer(path) for path in set(owners.values())}
     added = []
     for i, token in sorted(new.items()):
         entries = [one for one in donors[owners[token]]["added_tokens"] if one["content"] == token]
         added += [{**one, "id": i} for one in entries if token not in listed]
-    tokenizer["added_tokens"] = sorted([*tokenizer["added_tokens"], *added], key=lambda one: int(one["id"]))
+    tokenizer["added_tokens"] = sorted([*tokenizer["added_tokens"], *added], key=lambda one: one["id"])
     if isinstance(model["vocab"], dict):
         model["vocab"] |= {token: i for i, token in sorted(tokens.items()) if token not in model["vocab"]}
     else:
@@ -56,7 +57,7 @@ def _append(
     scores: dict[str, float] = {}
     for token, path in owners.items():
         vocab = donors[path]["model"]["vocab"]
-        scores |= {str(piece): score for piece, score in vocab if piece == token} if isinstance(vocab, list) else {}
+        scores |= {piece: score for piece, score in vocab if piece == token} if isinstance(vocab, list) else {}
     for i in range(len(pieces), max(tokens) + 1):
         if i not in tokens:
             raise CheckpointError(f"{folder}/tokenizer.json has no token with the id {i}; save the tokenizer again.")
@@ -88,6 +89,7 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
             "(AutoTokenizer.from_pretrained(…).save_pretrained(…)), or name one as tokenizer_source."
         )
     found = parse_json(data, folder / "tokenizer.json")
+    tokens_of(found, folder / "tokenizer.json")
     model = found.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise CheckpointError(f"{folder}/tokenizer.json has no vocabulary; save the tokenizer again.")

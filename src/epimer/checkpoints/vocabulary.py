@@ -106,7 +106,9 @@ def _with_vocabulary(config: Mapping[str, Any], old: set[int], size: int) -> dic
 
 def _table(one: Checkpoint, name: str) -> str:
     """Return the name of a checkpoint's table: its embeddings where it has no head of its own."""
-    return name if name in one.headers else next(other for other in token_tables(one, 0) if before_layers(other))
+    return (
+        name if name in one.headers else next(other for other in token_tables(one.headers, 0) if before_layers(other))
+    )
 
 
 def _runs(origins: Sequence[Origin]) -> Iterator[tuple[int, Checkpoint, int, int]]:
@@ -123,12 +125,12 @@ def _runs(origins: Sequence[Origin]) -> Iterator[tuple[int, Checkpoint, int, int
         i += count
 
 
-def token_tables(checkpoint: Checkpoint, tokens: int) -> list[str]:
+def token_tables(headers: Mapping[str, Tensor], tokens: int) -> list[str]:
     """Return the tensors with a row for every token: embeddings of no layer with enough rows, and what is as long.
 
     `tokens` is one more than the largest id.
     """
-    outside = {name: W for name, W in checkpoint.headers.items() if split_layer(name) is None and W.dim()}
+    outside = {name: W for name, W in headers.items() if split_layer(name) is None and W.dim()}
     lengths = {
         W.shape[0]
         for name, W in outside.items()

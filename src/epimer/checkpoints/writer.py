@@ -14,17 +14,20 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from epimer.atomic_files import atomic_file, draft_path, explain_os_errors, held, sync
 from epimer.checkpoints.checkpoint import nbytes
-from epimer.checkpoints.safetensors import as_bytes, encode_header
-from epimer.errors import OutputError
+from epimer.checkpoints.checksums import join_crc, spelled_crc, weights_checksum
+from epimer.checkpoints.journal import Journal
+from epimer.checkpoints.safetensors import as_bytes, encode_header, tensor_checksum
+from epimer.errors import DataError, OutputError
+from epimer.records import TensorRecord, checked
 
 OURS = ("journal.jsonl", "model", "old", "gone")
 FLUSH_BYTES = 1 << 28
@@ -84,26 +87,38 @@ def as_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+@dataclass(frozen=True)
+class WrittenPart:
+    """An entry of a journal: a tensor, or a part of one, that is in its place."""
+
+    key: str
+    name: str
+    """of the tensor in the file"""
+    skip: int
+    """bytes of the tensor that come before"""
+    bytes: int
+    crc: int
+    record: TensorRecord
+
+
 class Draft:
     """An unfinished model folder. `done` tells what an earlier, killed run has already written."""
 
     def __init__(self, out: Path, shards: list[Shard], key: str, check: Callable[[], None] = lambda: None) -> None:
-        self.out, self.shards, self.key = out, shards, key
+        self.out, self.shards = out, shards
         self.check = check
         """refuses to replace what is at `out`; called again when the folder is about to appear"""
         self.root = draft_path(out)
-        self.folder, self.old, self.journal = self.root / "model", self.root / "old", self.root / "journal.jsonl"
+        self.folder, self.old = self.root / "model", self.root / "old"
+        self.journal = Journal(self.root / "journal.jsonl", key)
         self.place = {name: (shard, start) for shard in shards for name, start in shard.starts.items()}
-        self.done: dict[str, dict[str, Any]] = {}
+        self.done: dict[str, TensorRecord] = {}
         self.notes: dict[str, Any] = {}
+        self.crcs: dict[str, dict[int, tuple[int, int]]] = {}
+        """name -> where in the tensor each part begins -> its bytes and CRC-32"""
         self._files: dict[str, int] = {}
         self._pending: list[dict[str, Any]] = []
         self._bytes, self._flushed = 0, time.monotonic()
-
-    @property
-    def first_line(self) -> bytes:
-        """The line that a journal of this merge begins with."""
-        return _line({"key": self.key})
 
     @contextmanager
     def opened(self) -> Iterator[Draft]:
@@ -130,7 +145,7 @@ class Draft:
     def _begin(self) -> None:
         if not self._restore():
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.journal.write_bytes(self.first_line)
+            self.journal.begin()
             self.folder.mkdir()
         for shard in self.shards:
             file = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -141,29 +156,36 @@ class Draft:
 
     def _restore(self) -> bool:
         """Restore the tensors that the journal lists and that are on disk; False if it is another merge's."""
-        try:
-            entries, size = _readable(self.journal.read_bytes())
-            os.truncate(self.journal, size)
-        except OSError:
+        entries = self.journal.resume()
+        if entries is None or not self.folder.is_dir():
             return False
-        if not entries or entries[0] != {"key": self.key} or not self.folder.is_dir():
-            return False
-        for entry in entries[1:]:
+        files = {shard.file for shard in self.shards}
+        for path in self.folder.iterdir():  # what comes next to the weights is written anew
+            if path.name not in files:
+                _remove(path)
+        for entry in entries:
             if "note" in entry:
-                self.notes[entry["note"]] = entry["value"]
-            elif entry.get("name") in self.place and self._checksum(entry) == entry["crc"]:
-                self.done[entry["key"]] = entry["record"]
+                self.notes[str(entry["note"])] = entry.get("value")
+                continue
+            with suppress(DataError):  # what does not fit the schema is made again
+                part = checked(WrittenPart, entry, str(self.journal.path))
+                if self._checksum(part) == part.crc:
+                    self.done[part.key] = part.record
+                    self.crcs.setdefault(part.name, {})[part.skip] = part.bytes, part.crc
         return True
 
-    def _checksum(self, entry: Mapping[str, Any]) -> int | None:
-        shard, start = self.place[entry["name"]]
-        crc, size = 0, entry["bytes"]
+    def _checksum(self, part: WrittenPart) -> int | None:
+        """Return the checksum of what is on disk in the place of a part; None where that is no place."""
+        shard, start = self.place.get(part.name, (None, 0))
+        if shard is None or not 0 <= part.skip <= part.skip + part.bytes <= shard.size - start:
+            return None
+        crc, size = 0, part.bytes
         try:
             with (self.folder / shard.file).open("rb") as file:
-                file.seek(start + entry["skip"])
-                while size and (part := file.read(min(size, 1 << 24))):
-                    crc = zlib.crc32(part, crc)
-                    size -= len(part)
+                file.seek(start + part.skip)
+                while size and (data := file.read(min(size, 1 << 24))):
+                    crc = zlib.crc32(data, crc)
+                    size -= len(data)
         except OSError:
             return None
         return None if size else crc
@@ -174,20 +196,26 @@ class Draft:
         self._pending.append({"note": key, "value": value})
         self.flush()
 
-    def put(self, key: str, name: str, skip: int, W: Tensor, record: dict[str, Any]) -> None:
-        """Write one tensor, or the part of it that is `key`, `skip` bytes into its place; done after the next flush."""
+    def put(self, name: str, W: Tensor, record: TensorRecord) -> None:
+        """Write one small tensor to its place; done after the next flush."""
         shard, start = self.place[name]
         data = memoryview(as_bytes(W.contiguous()))
-        write_at(self._files[shard.file], data, start + skip)
-        self.wrote(key, name, skip, len(data), zlib.crc32(data), record)
+        write_at(self._files[shard.file], data, start)
+        self.wrote(name, name, 0, len(data), zlib.crc32(data), record)
 
-    def wrote(self, key: str, name: str, skip: int, size: int, crc: int, record: dict[str, Any]) -> None:
+    def wrote(self, key: str, name: str, skip: int, size: int, crc: int, record: TensorRecord) -> None:
         """Take note of a part of a tensor that is in its place; done after the next flush."""
-        written = {"key": key, "name": name, "skip": skip, "bytes": size, "crc": crc}
-        self._pending.append({**written, "record": record})
+        self._pending.append({**vars(WrittenPart(key, name, skip, size, crc, record)), "record": asdict(record)})
+        self.crcs.setdefault(name, {})[skip] = size, crc
         self._bytes += size
         if self._bytes >= FLUSH_BYTES or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
+
+    def checksums(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the checksums of the files of weights and of the tensors in them, once all are in their places."""
+        parts = {name: [crc for _, crc in sorted(self.crcs[name].items())] for name in self.place}
+        files = {one.file: weights_checksum(one.header, one.starts, parts) for one in self.shards}
+        return files, {name: spelled_crc(join_crc(each)[1]) for name, each in parts.items()}
 
     def flush(self) -> None:
         """Sync what was written to disk, then record it in the journal."""
@@ -195,7 +223,7 @@ class Draft:
             return
         for file in self._files.values():
             os.fdatasync(file)
-        _write_synced(self.journal, map(_line, self._pending), mode="ab")
+        self.journal.append(self._pending)
         self._pending, self._bytes, self._flushed = [], 0, time.monotonic()
 
     def add(self, file: str, data: bytes) -> None:
@@ -241,15 +269,26 @@ def save_tensors(
     *,
     read: Callable[[Tensor], Tensor] = lambda W: W.cpu().contiguous(),
     check: Callable[[], None] = lambda: None,
-) -> None:
+) -> dict[str, str]:
     """Write tensors, of any device, to one safetensors file, which appears complete or not at all.
 
     `read` turns one into contiguous memory as it is written; `check` is called before the file appears.
+
+    Returns:
+        The checksum of every tensor that was written.
     """
     (shard,) = plan_shards(tensors, ties or {}, 1 << 62)
-    data = (as_bytes(read(tensors[name])) for name in shard.starts)
+    checksums: dict[str, str] = {}
+
+    def data() -> Iterator[Any]:
+        for name in shard.starts:
+            W = read(tensors[name])
+            checksums[name] = tensor_checksum(W)
+            yield as_bytes(W)
+
     with atomic_file(target, check) as draft, draft.open("wb") as file:
-        file.writelines(chain([shard.header], data))
+        file.writelines(chain([shard.header], data()))
+    return checksums
 
 
 def recover(out: Path) -> None:
@@ -291,27 +330,16 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
         done += os.pwrite(file, view[done : done + PART], offset + done)
 
 
-def _write_synced(path: Path, chunks: Iterable[Any], mode: Literal["wb", "ab"] = "wb") -> None:
-    with path.open(mode) as file:
+def _write_synced(path: Path, chunks: Iterable[Any]) -> None:
+    with path.open("wb") as file:
         file.writelines(chunks)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _line(entry: Any) -> bytes:
-    return json.dumps(entry).encode() + b"\n"
-
-
-def _readable(journal: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Return the journal's entries up to the first that was not written completely, and the bytes they take."""
-    entries, size = [], 0
-    for line in journal.splitlines(keepends=True):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break
-        if not line.endswith(b"\n") or not isinstance(entry, dict):
-            break
-        entries.append(entry)
-        size += len(line)
-    return entries, size
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

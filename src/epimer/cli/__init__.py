@@ -16,8 +16,9 @@ from epimer.cli.app import Stop, app
 from epimer.errors import EpimerError
 from epimer.machine import out_of_memory
 from epimer.opened_files import reason
+from epimer.plain_text import visible
 
-COMMANDS = "merge extract_lora inspect methods convert diagnose sweep eval bench demo report curvature basis"
+COMMANDS = "merge verify extract_lora inspect methods convert diagnose sweep eval bench demo report curvature basis"
 """one module each, in the order of --help"""
 GARBAGE = 50_000  # new objects before garbage is collected; loading torch makes many, and no garbage
 
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    line = " ".join(message.split())
+    line = visible(" ".join(message.split()))
     if line and "--json" in sys.argv and sys.argv[1:2] != ["diagnose"]:  # whose --json takes a file
         print(json.dumps({"error": line}))  # noqa: T201
     if line:

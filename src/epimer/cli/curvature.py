@@ -21,6 +21,10 @@ KINDS = (
     "kronecker (epimer_kron, mats, regmean), ekfac (epimer_kron, mats), diagonal (epimer, fisher), "
     "samples (epimer_exact), hessian or ggn (with --basis: epimer_exact)."
 )
+TASKS = (
+    "causal-lm, text-classification, image-classification, seq2seq-lm, image-text-to-text or "
+    "automatic-speech-recognition."
+)
 NOT_REQUESTED = ("engine", "address", "shards", "as_json", "quiet")  # options that are about how, not what
 
 
@@ -28,7 +32,7 @@ NOT_REQUESTED = ("engine", "address", "shards", "as_json", "quiet")  # options t
 def curvature(
     model: Annotated[str, argument("A model folder, a hub id, or base+adapter.")],
     out: Annotated[Path, option("The curvature folder to make.", "--out", "-o")],
-    task: Annotated[str, option("causal-lm, text-classification or image-classification.")],
+    task: Annotated[str, option(TASKS)],
     data: Annotated[str | None, option(DATA)] = None,
     at: Annotated[str | None, option("Measure the model's task at the tensors of this merged model.")] = None,
     kind: Annotated[str | None, option(KINDS, default="kronecker")] = None,
@@ -44,12 +48,18 @@ def curvature(
     sequence: Annotated[str, typer.Option(help="How tokens enter Kronecker factors: expand or reduce.")] = "expand",
     split: Annotated[str | None, option("Split of a data set.", default="train")] = None,
     subset: Annotated[str | None, option("Configuration of a data set.")] = None,
-    text: Annotated[str | None, option("Column of texts, or prompt,answer.", default="text, messages, …")] = None,
+    text: Annotated[
+        str | None, option("Column of texts, or prompt,answer, or source,target.", default="text, messages, …")
+    ] = None,
     label: Annotated[str | None, option("Column of labels.", default="label, labels")] = None,
     image: Annotated[str | None, option("Column of images.", default="image, img")] = None,
+    audio: Annotated[str | None, option("Column of recordings.", default="audio, file, path")] = None,
     head: Annotated[Path | None, option("A classifier outside the model: safetensors with weight and bias.")] = None,
     pooling: Annotated[str, typer.Option(help="Features for --head: auto, pooler, cls or mean.")] = "auto",
     optimizer: Annotated[Path | None, option("Read Adam's moments from this optimizer.pt instead of --data.")] = None,
+    factors: Annotated[
+        Path | None, option("Read factors of kronfluence or bergson from this folder instead of --data.", "--import")
+    ] = None,
     moment: Annotated[str, typer.Option(help="Which of Adam's moments: second, or first (squared).")] = "second",
     no_inputs: Annotated[bool, option("Do not store inputs (tokens, pixels) in the folder.", "--no-inputs")] = False,
     batch_size: Annotated[int, typer.Option(help="Samples at a time.")] = 16,
@@ -93,7 +103,7 @@ def _print_result(result: Curvature, out: Path, at: str | None, *, as_json: bool
         totals = {"tensors": len(result), "bytes": result.nbytes, "clipped": clipped}
         return render.print_json(asdict(about) | totals)
     source = about.source
-    if about.samples is not None:
+    if about.samples is not None and source == "data":
         source = f"{about.samples} samples, {about.tokens} tokens, {about.labels} labels"
     kind = f"projected {result.kind}" if about.basis else result.kind
     render.print_text(f"{out}: {kind} of {len(result)} tensors, {render.size(result.nbytes)} ({source})")

@@ -37,7 +37,14 @@ def merge(
     lora: Annotated[bool, option("Write a LoRA adapter of the base, as the recipe's output: lora.", "--lora")] = False,
     lora_rank: Annotated[int | None, option("Its rank at most; implies --lora.", default="all of the merge")] = None,
     copy_code: Annotated[bool, option("Copy the base's Python files too, if you trust them.", "--copy-code")] = False,
+    hash_inputs: Annotated[
+        bool, option("Record the SHA-256 of every input file, for verify.", "--hash-inputs")
+    ] = False,
     any_curvature: options.AnyCurvature = False,
+    non_finite: Annotated[
+        str | None,
+        option("On NaN or Inf in a model: error, or skip-tensor to keep the base's.", default="the recipe's, or error"),
+    ] = None,
     compat: Annotated[str | None, option("mergekit: its numbers where it departs from the papers.")] = None,
     workers: options.Workers = None,
     threads: Annotated[int, typer.Option(help="Threads for each of them.")] = 1,
@@ -63,6 +70,7 @@ def merge(
     from epimer.engine.output import warn_of
     from epimer.engine.store_output import write_output
     from epimer.recipe.documents import merge_steps
+    from epimer.recipe.non_finite import with_non_finite
 
     progress = not (quiet or as_json)
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
@@ -78,14 +86,14 @@ def merge(
         raise EpimerError(
             f"--dry-run --json prints one plan, and {recipe} holds {len(steps)} recipes; leave out --json."
         )
-    how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code}
+    how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code, "hash_inputs": hash_inputs}
     failed = False
     for step in steps:
         last = step is steps[-1]
         if dry_run and (lacking := [place for place in step.reads if not Path(place).is_dir()]):
             render.print_text(f"{step.out} is planned once {', '.join(lacking)} is there: merge without --dry-run.")
             continue
-        loaded = step.recipe
+        loaded = with_non_finite(step.recipe, non_finite)
         if (lora or lora_rank is not None) and last:
             loaded = loaded.as_lora(lora_rank)
         with stoppable("nothing was written"):

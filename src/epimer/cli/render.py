@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from epimer.errors import EpimerWarning
+from epimer.plain_text import visible
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,7 @@ def console(*, wrap: bool = True) -> Console:
 
 def print_text(text: str, *, markup: bool = False) -> None:
     """Print text, by default without interpreting rich's markup in it."""
-    console().print(text, markup=markup, highlight=False)
+    console().print(visible(text), markup=markup, highlight=False)
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -76,12 +77,16 @@ def print_table(
     a narrow terminal. Where it is None all hold text, which wraps.
     """
     numeric = text_columns is not None
-    table = Table(title=title and escape(title), title_justify="left", box=None, pad_edge=numeric)
+
+    def plain(text: str) -> str:
+        return escape(visible(text))
+
+    table = Table(title=title and plain(title), title_justify="left", box=None, pad_edge=numeric)
     for i, heading in enumerate(headings):
         right = text_columns is not None and i >= text_columns
-        table.add_column(escape(heading), justify="right" if right else "left", no_wrap=numeric)
+        table.add_column(plain(heading), justify="right" if right else "left", no_wrap=numeric)
     for cells in rows:
-        table.add_row(*map(escape, cells))
+        table.add_row(*map(plain, cells))
     console(wrap=not numeric).print(table, no_wrap=numeric, overflow="ignore" if numeric else None)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,28 @@ from torch import Tensor
 
 from epimer.atomic_files import atomic_folder
 from epimer.checkpoints.folder import inside
-from epimer.checkpoints.tensor_parts import TensorParts, read_header
+from epimer.checkpoints.tensor_parts import CHECKSUMS, TensorParts, check_header, read_header
 from epimer.checkpoints.writer import as_json, save_tensors
+from epimer.checksums import sealed
 from epimer.curvature.format import model_fingerprint
-from epimer.errors import CurvatureError, ParameterError
-from epimer.geometry.subspace import Basis, Tagged, TensorProduct, atoms_of
+from epimer.errors import CurvatureError, ParameterError, short
+from epimer.geometry.subspace import Basis, Tagged, TensorProduct, atoms_of, basis_problem, owner_problem
+from epimer.records import checked
 
 FORMAT = 1
 NUMBERS, HEADER = "basis.safetensors", "basis.json"
 PARTS = ("U", "V", "sigma", "owner", "mix", "left", "right")
+REMEDY = "build it again with `epimer basis`"
+
+
+@dataclass(frozen=True)
+class _About:
+    """What the header of a basis folder says."""
+
+    fingerprint: str
+    rank: int | None = None
+    models: list[str] | None = None
+    """fingerprints of the base and the models it was built from, where they are known"""
 
 
 class StoredBasis(TensorParts[Basis]):
@@ -32,21 +46,38 @@ class StoredBasis(TensorParts[Basis]):
     def __init__(self, folder: Path, where: str = "") -> None:
         self.where = where or str(folder)
         header = read_header(folder, HEADER, "basis", "make one with `epimer basis`", self.where)
-        self.kind, self.fingerprint = header.get("kind"), str(header.get("fingerprint"))
+        self.kind = header.get("kind")
         if header.get("format") != FORMAT or self.kind not in ("tagged", "tensor"):
             raise CurvatureError(
-                f"{self.where} holds a {self.kind!r} basis in format {header.get('format')!r}; "
+                f"{self.where} holds a {short(self.kind)} basis in format {short(header.get('format'))}; "
                 f"expected format {FORMAT}, tagged or tensor: build it again, or update epimer."
             )
-        self.rank, models = header.get("rank"), header.get("models")
-        # fingerprints of the base and the models it was built from, where they are known
-        self.models = [str(model) for model in models] if isinstance(models, list) else None
-        super().__init__(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}", PARTS)
+        said = f"{self.where}/{HEADER}"
+        about = checked(_About, header, said)
+        check_header(header, said, REMEDY)
+        self.fingerprint, self.rank, self.models = about.fingerprint, about.rank, about.models
+        super().__init__(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}", PARTS, header.get(CHECKSUMS), REMEDY)
+        for name in self:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        """Refuse what is no basis, by the headers, and owners that are none of the models."""
+        parts, needed = self.headers(name), {"U", "V", "sigma", "owner"}
+        if self.kind == "tensor" and "mix" in parts:
+            needed |= {"left", "right"}
+        if missing := needed - parts.keys():
+            raise CurvatureError(f"{self.where} has no {sorted(missing)[0]} for {name!r}; {REMEDY}.")
+        foreign = sorted(parts.keys() - needed - {"mix"})
+        problem = f"{foreign[0]} has no place there" if foreign else basis_problem(self._build(parts))
+        tasks = None if self.models is None else len(self.models) - 1  # the first is the base
+        problem = problem or owner_problem(self.file.read(f"{name}.owner"), tasks)
+        if problem:
+            raise CurvatureError(f"{self.file.where}: {name!r}: {problem}; {REMEDY}.")
 
     def __getitem__(self, name: str) -> Basis:
-        parts = self.read(name)
-        if missing := {"U", "V", "sigma", "owner"} - parts.keys():
-            raise CurvatureError(f"{self.where} has no {sorted(missing)[0]} for {name!r}; build it again.")
+        return self._build(self.read(name))
+
+    def _build(self, parts: Mapping[str, Tensor]) -> Basis:
         atoms = Tagged(parts["U"], parts["V"], parts["sigma"], parts["owner"], parts.get("mix"))
         if self.kind == "tagged":
             return atoms
@@ -92,6 +123,6 @@ def save_basis(
             fingerprints.append((name, tensor_fingerprint(basis)))
         if not tensors:
             raise ParameterError("no tensor of these models is a matrix with room for a basis; see docs/recipes.md.")
-        save_tensors(draft / NUMBERS, tensors)
-        header = {"format": FORMAT, "kind": kind, "fingerprint": _combined(fingerprints), **about}
-        (draft / HEADER).write_bytes(as_json(header))
+        checksums = save_tensors(draft / NUMBERS, tensors)
+        header = {"format": FORMAT, "kind": kind, "fingerprint": _combined(fingerprints), **about, CHECKSUMS: checksums}
+        (draft / HEADER).write_bytes(as_json(sealed(header)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epimer.curvature.per_sample_gradients import OuterProducts, SampleGradients, TableRows, TokenSums
-from epimer.errors import EpimerWarning, listed
+from epimer.errors import CurvatureError, EpimerWarning, NumericalError, listed
 from epimer.geometry.decompositions import eigh
 from epimer.geometry.diagonal import TaggedDiagonal
 from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
@@ -308,7 +308,12 @@ class EKFACCollector(Collector):
         for name, metric in factors.items():
             assert isinstance(metric, Kronecker)
             sides = [side for side in (metric.G, metric.A) if side is not None]
-            self.eigenvectors[name] = [eigh(M.double()).vectors.to(dtype) for M in sides]
+            try:
+                self.eigenvectors[name] = [eigh(M.double()).vectors.to(dtype) for M in sides]
+            except NumericalError as error:
+                raise CurvatureError(
+                    f"the Kronecker factors of {name!r}: {error}; run the model in float32."
+                ) from error
         shapes = {name: torch.Size((len(P), len(Q))) for name, (P, Q) in self.eigenvectors.items()}
         super().__init__(shapes, dtype, device)
 

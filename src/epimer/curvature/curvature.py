@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,12 +16,13 @@ from torch import distributed as dist
 from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.curvature.distributed import ranks
 from epimer.curvature.format import Provenance, StoredMetrics, model_fingerprint, save_curvature
+from epimer.curvature.imported_factors import factors_of, read_factor_sums
 from epimer.curvature.kept_inputs import KeptInputs, read_inputs
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.curvature.optimizer_state import moments
 from epimer.errors import CurvatureError, listed
 from epimer.geometry.decompositions import eigh
-from epimer.geometry.metric import Diagonal, Metric, Projected
+from epimer.geometry.metric import Diagonal, Metric, Projected, Samples
 from epimer.methods.rules import is_stack, member_name
 
 SEQUENCES = ("expand", "reduce")
@@ -104,7 +106,7 @@ class Curvature(Mapping[str, Metric]):
     @classmethod
     def load(cls, folder: str | Path, where: str = "") -> Curvature:
         """Open a curvature folder, called `where` in messages; each tensor is read from disk when it is accessed."""
-        stored = StoredMetrics(Path(folder).expanduser(), where)
+        stored = StoredMetrics(Path(os.path.expanduser(folder)), where)
         inputs = partial(read_inputs, stored.folder, stored.inputs_header, stored.where)
         curvature = cls(stored, stored.provenance, where=stored.where, inputs=inputs)
         curvature.file = stored.file
@@ -131,6 +133,30 @@ class Curvature(Mapping[str, Metric]):
                 {member_name(name, e): Diagonal(F) for e, F in enumerate(metric.F)} if stacked else {name: metric}
             )
         return cls(metrics, Provenance("diagonal", source=f"optimizer, {moment} moment", model=fingerprint))
+
+    @classmethod
+    def from_factors(cls, folder: str | Path, model: nn.Module, *, samples: int | None = None) -> Curvature:
+        """Read Kronecker factors that kronfluence or bergson measured.
+
+        Args:
+            folder: kronfluence's `factors_NAME`, or a run of bergson's with method kfac.
+            model: the model they were measured on; its layers' names and shapes are compared, not its values.
+            samples: how many samples they were measured on, which bergson does not store. Without it G is a mean over
+                tokens, so that its scale differs from a measurement's.
+        """
+        sums = read_factor_sums(Path(folder).expanduser())
+        metrics, left_out = factors_of(model, sums, samples)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        provenance = Provenance(
+            "kronecker",
+            source=f"factors of {sums.source}",
+            samples=samples or sums.samples,
+            tokens=max(sums.tokens.values()),
+            dtype=str(next(iter(metrics.values())).A.dtype).removeprefix("torch."),  # type: ignore[union-attr]
+            model=model_fingerprint({name: parameters[name] for name in metrics}),
+            left_out=left_out,
+        )
+        return cls(metrics, provenance)
 
     def renamed(self, names: Mapping[str, str]) -> Curvature:
         """Return the curvature under other tensor names, old -> new; tensors without a new name are dropped."""
@@ -214,6 +240,10 @@ def combined_provenance(provenances: Sequence[Provenance]) -> Provenance:
 
 def add_metrics(name: str, metrics: Sequence[Metric], provenances: Sequence[Provenance]) -> Metric:
     """Return one tensor's curvature on several data sets together."""
+    own = slice(2, None) if isinstance(metrics[0], Samples) else slice(None)  # of samples, not their number and tokens
+    shapes = [{part: W.shape[own] for part, W in tensors_of(metric).items()} for metric in metrics]
+    if any(other != shapes[0] for other in shapes):
+        raise CurvatureError(f"the measurements of {name!r} have different shapes; measure the same model alike.")
     samples = [provenance.samples or 0 for provenance in provenances]
     by_token = provenances[0].sequence == "expand"
     tokens = [provenance.counts.get(name, 0) for provenance in provenances] if by_token else samples

@@ -20,8 +20,9 @@ import epimer
 from epimer.atomic_files import atomic_folder
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside
-from epimer.checkpoints.tensor_parts import TensorParts, read_header
+from epimer.checkpoints.tensor_parts import CHECKSUMS, TensorParts, check_header, read_header
 from epimer.checkpoints.writer import as_json, save_tensors
+from epimer.checksums import sealed
 from epimer.curvature.kept_inputs import KeptInputs
 from epimer.curvature.kinds import KINDS, tensors_of
 from epimer.errors import CurvatureError, short
@@ -30,9 +31,11 @@ from epimer.geometry.metric import Metric, Projected
 FORMAT = 1
 NUMBERS, HEADER = "curvature.safetensors", "curvature.json"
 EDGE = 256  # entries of a tensor's first and last row that enter a fingerprint
-TYPES: dict[str, type] = {"samples": int, "tokens": int, "counts": int, "left_out": str, "ties": str, "at": str}
-"""key of the header -> type of its value, or of its values where it is a mapping"""
+NUMBERS_SAID = ("samples", "tokens", "counts", "seed")
+"""keys of the header whose value, or whose values where it is a mapping, are integers; all others are text"""
 MAPPINGS = ("counts", "left_out", "ties")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+REMEDY = "measure it again"
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Provenance:
     dtype: str = "float32"  # dtype of the sums
     compute: str | None = None  # dtype of the model
     sequence: str = "expand"  # how a sample's tokens enter Kronecker factors: expand or reduce
-    source: str = "data"  # data, or the moment of an optimiser's state that was read
+    source: str = "data"  # data, the moment of an optimiser's state, or whose factors were read
     model: str | None = None  # fingerprint of the measured tensors, see `model_fingerprint`
     at: str | None = None  # fingerprint of the tensors it was measured at, where they are not the model's own
     basis: str | None = None  # fingerprint of the basis it was measured in
@@ -66,27 +69,43 @@ class StoredMetrics(TensorParts[Metric]):
         kind = header.get("kind")
         if header.get("format") != FORMAT or kind not in tuple(KINDS):
             raise CurvatureError(
-                f"{self.where} holds {kind!r} curvature in format {header.get('format')!r}; expected format {FORMAT} "
-                f"and one of {', '.join(KINDS)}: measure it again, or update epimer."
+                f"{self.where} holds {short(kind)} curvature in format {short(header.get('format'))}; "
+                f"expected format {FORMAT} and one of {', '.join(KINDS)}: measure it again, or update epimer."
             )
         self.folder, self.inputs_header = folder, header.get("inputs")
-        self.provenance = _read_provenance(header, f"{self.where}/{HEADER}")
+        said = f"{self.where}/{HEADER}"
+        self.provenance = _read_provenance(header, said)
         self.metric: Any = KINDS[kind].metric if self.provenance.basis is None else Projected
         if self.provenance.basis is None and self.metric is Projected:
             raise CurvatureError(f"{self.where} holds {kind} curvature without a basis; measure it again.")
-        names = header.get("inputs_first")
-        self.inputs_first = names if isinstance(names, list) else []
+        check_header(header, said, REMEDY)
+        self.inputs_first = header.get("inputs_first", [])
         self.fields = {field.name for field in fields(self.metric)}  # type: ignore[arg-type]
-        super().__init__(inside(folder, NUMBERS), f"{self.where}/{NUMBERS}", self.fields)
+        known, numbers = self.fields - {"inputs", "basis"}, f"{self.where}/{NUMBERS}"
+        super().__init__(inside(folder, NUMBERS), numbers, known, header.get(CHECKSUMS), REMEDY)
+        names = self.inputs_first if isinstance(self.inputs_first, list) else [None]
+        if not all(isinstance(name, str) and name in self for name in names):
+            raise CurvatureError(f"{said}: inputs_first cannot be {short(self.inputs_first)}; {REMEDY}.")
+        for name in self:
+            self._check(name)
 
-    def __getitem__(self, name: str) -> Metric:
-        parts: dict[str, Any] = dict(self.read(name))
+    def _check(self, name: str) -> None:
+        """Refuse what no metric can be of, by the headers alone."""
+        parts = self.headers(name)
         required = {field.name for field in fields(self.metric) if field.default is MISSING}
         if missing := sorted(required - parts.keys()):
-            raise CurvatureError(f"{self.where} has no {missing[0]} for {name!r}; measure it again.")
-        if "inputs" in self.fields:
-            parts["inputs"] = 0 if name in self.inputs_first else 1
-        metric: Metric = self.metric(**parts)
+            raise CurvatureError(f"{self.where} has no {missing[0]} for {name!r}; {REMEDY}.")
+        odd = next((part for part, W in parts.items() if W.dtype not in DTYPES), None)
+        problem = f"{odd} is {parts[odd].dtype}, expected floats" if odd else self._build(name, parts).misfit()
+        if problem:
+            raise CurvatureError(f"{self.file.where}: {name!r}: {problem}; {REMEDY}.")
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._build(name, self.read(name))
+
+    def _build(self, name: str, parts: Mapping[str, Tensor]) -> Metric:
+        more = {"inputs": 0 if name in self.inputs_first else 1} if "inputs" in self.fields else {}
+        metric: Metric = self.metric(**parts, **more)
         return metric
 
 
@@ -96,10 +115,15 @@ def _read_provenance(header: Mapping[str, Any], where: str) -> Provenance:
     values = {key: header[key] for key in known if header.get(key) is not None}
     for key, value in values.items():
         entries = list(value.values()) if isinstance(value, dict) else [value]
-        fits = all(isinstance(entry, TYPES.get(key, object)) for entry in entries)
-        if isinstance(value, dict) is not (key in MAPPINGS) or not fits:
-            raise CurvatureError(f"{where}: {key} cannot be {short(value)}; measure it again.")
+        if isinstance(value, dict) is not (key in MAPPINGS) or not all(_fits(key, entry) for entry in entries):
+            raise CurvatureError(f"{where}: {key} cannot be {short(value)}; {REMEDY}.")
     return Provenance(**values)
+
+
+def _fits(key: str, value: Any) -> bool:
+    if key in NUMBERS_SAID:
+        return type(value) is int and (value >= 0 or key == "seed")
+    return isinstance(value, str)
 
 
 def save_curvature(
@@ -114,11 +138,11 @@ def save_curvature(
     if not tensors:
         raise CurvatureError("there is no curvature to save: no tensor was measured.")
     with atomic_folder(folder, HEADER, overwrite=overwrite) as draft:
-        save_tensors(draft / NUMBERS, tensors)
-        header = {"format": FORMAT, **asdict(provenance), "inputs_first": inputs_first}
+        checksums = save_tensors(draft / NUMBERS, tensors)
+        header = {"format": FORMAT, **asdict(provenance), "inputs_first": inputs_first, CHECKSUMS: checksums}
         if inputs is not None:
             header["inputs"] = inputs.save(draft)
-        (draft / HEADER).write_bytes(as_json(header))
+        (draft / HEADER).write_bytes(as_json(sealed(header)))
 
 
 def model_fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -22,7 +22,7 @@ from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.distributed import process_group, ranks
 from epimer.curvature.estimate import estimate_curvature, matching
 from epimer.curvature.format import HEADER, stored_fingerprint
-from epimer.curvature.kept_inputs import InputKeeper
+from epimer.curvature.kept_inputs import TASKS, InputKeeper
 from epimer.curvature.kinds import KINDS
 from epimer.curvature.optimizer_state import MOMENTS
 from epimer.curvature.stored_names import on_disk, split_experts
@@ -62,6 +62,7 @@ class Request:
     text: str | None = None
     label: str | None = None
     image: str | None = None
+    audio: str | None = None
     head: Path | None = None
     pooling: str = "auto"
     kind: str | None = None  # by default kronecker, or diagonal for an optimiser's state
@@ -74,6 +75,7 @@ class Request:
     layers: tuple[str, ...] = ()
     passes: int | None = None  # over the data; by default as many as memory asks for
     optimizer: Path | None = None
+    factors: Path | None = None  # a folder of kronfluence's or bergson's, instead of data
     moment: str = "second"
     batch_size: int = 16
     max_length: int = 512
@@ -88,12 +90,12 @@ def measure(request: Request) -> Curvature | None:
     basis = check_request(request)
     with process_group():
         rank, count = ranks()
-        if request.optimizer is None:
+        if request.data is not None:
             part = measure_shard(request, basis, rank, count)
             total = part.summed_over_ranks()
             curvature = Curvature(total.metrics, total.provenance, inputs=part.inputs)
         else:
-            curvature = _from_optimizer(request)
+            curvature = _imported(request)
         if rank == 0:
             curvature.save(request.out, overwrite=request.overwrite)
     return curvature if rank == 0 else None
@@ -112,18 +114,23 @@ def check_request(request: Request) -> StoredBasis | None:
         raise ParameterError(f"--fraction must be above 0 and at most 1, got {request.fraction}.")
     if None not in (request.fraction, request.samples):
         raise ParameterError("give either --samples or --fraction, not both.")
-    if (request.data is None) == (request.optimizer is None):
-        raise ParameterError("give either --data, to measure on, or --optimizer, an optimiser's state to read.")
+    sources = {"data": request.data, "optimizer": request.optimizer, "import": request.factors}
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) != 1:
+        others = "or --optimizer, an optimiser's state to read, or --import, factors of kronfluence or bergson"
+        raise ParameterError(f"give either --data, to measure on, {others}.")
     for name in ("basis", "layers", "at", "passes"):
-        if request.optimizer is not None and getattr(request, name):
-            raise ParameterError(f"--{name} is for measuring on --data; leave it out with --optimizer.")
+        if request.data is None and getattr(request, name):
+            raise ParameterError(f"--{name} is for measuring on --data; leave it out with --{given[0]}.")
+    if request.factors is not None and request.kind not in (None, "kronecker"):
+        raise ParameterError(f"--import gives Kronecker factors; leave out --kind {request.kind}.")
     if request.optimizer is not None and request.kind not in (None, "diagonal"):
         raise ParameterError(f"an optimiser's state gives a diagonal; leave out --kind {request.kind}.")
     check_device_option(request.device)
     if request.kind is not None and KINDS[request.kind].collector is None and request.basis is None:
         raise ParameterError(f"--kind {request.kind} is measured in a basis only; make one with `epimer basis`.")
     check_new(request.out, HEADER, overwrite=request.overwrite)
-    return None if request.basis is None else StoredBasis(request.basis.expanduser(), str(request.basis))
+    return None if request.basis is None else StoredBasis(Path(os.path.expanduser(request.basis)), str(request.basis))
 
 
 def _load(request: Request) -> Task:
@@ -148,10 +155,15 @@ def _load(request: Request) -> Task:
     return task
 
 
-def _from_optimizer(request: Request) -> Curvature:
-    assert request.optimizer is not None
+def _imported(request: Request) -> Curvature:
+    """Read an optimiser's state, or factors that another library measured."""
     task = _load(request)
-    return _under_stored_names(Curvature.from_optimizer(request.optimizer, task.model, moment=request.moment), task)
+    if request.factors is not None:
+        curvature = Curvature.from_factors(request.factors, task.model, samples=request.samples)
+    else:
+        assert request.optimizer is not None
+        curvature = Curvature.from_optimizer(request.optimizer, task.model, moment=request.moment)
+    return _under_stored_names(curvature, task)
 
 
 def measure_shard(request: Request, basis: StoredBasis | None, rank: int, count: int) -> Curvature:
@@ -177,8 +189,9 @@ def measure_shard(request: Request, basis: StoredBasis | None, rank: int, count:
         text=request.text,
         label=request.label,
         image=request.image,
+        audio=request.audio,
     )
-    keeper = None if request.no_inputs or rank else _keeper(request, task)
+    keeper = None if request.no_inputs or rank or task.kind not in TASKS else _keeper(request, task)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", LeftOutWarning)  # the command names them with the result

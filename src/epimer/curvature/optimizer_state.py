@@ -9,6 +9,7 @@ tried; one is accepted only if all shapes fit and no other fitting order assigns
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from collections import Counter
@@ -156,8 +157,8 @@ def _find(path: Path, where: str) -> Path:
     """Return the file with the optimiser's state: the path itself, or the file in that folder."""
     if SHARDS.search(path.name):
         raise CheckpointError(f"{where} is part of a sharded optimiser's state; {GATHER}.")
-    if not path.is_dir():
-        if path.exists() and not path.is_file():
+    if not os.path.isdir(path):
+        if os.path.exists(path) and not path.is_file():
             raise CheckpointError(f"{where} is not a regular file; copy the optimiser's state to one.")
         return path
     entries = sorted(entry.name for entry in path.iterdir())

@@ -32,6 +32,10 @@ class PaddingMasks:
             return
         named = {**bound, **bound.get("kwargs", {})}
         masks = [mask for name, real in MASKS.items() if (mask := _as_mask(named.get(name), real, N)) is not None]
+        if (
+            written := _written(named, N)
+        ) is not None:  # encoder and decoder: what follows both has the latter's tokens
+            masks = [written, *masks]
         encoder = _as_mask(named.get("encoder_attention_mask"), True, N)
         if encoder is not None:  # a decoder: its own tokens are all real unless it says otherwise
             tokens = next((t for t in named.values() if isinstance(t, Tensor) and t.dim() > 1), encoder)
@@ -57,6 +61,15 @@ class PaddingMasks:
         while label not in self._by_module and label:
             label = label.rpartition(".")[0]
         return self._by_module.get(label, [])
+
+
+def _written(named: dict[str, Any], N: int) -> Tensor | None:
+    """Return the mask of a decoder's tokens among a model's arguments: all are real where there is none."""
+    ids = named.get("decoder_input_ids")
+    mask = _as_mask(named.get("decoder_attention_mask"), True, N)
+    if mask is not None or not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != N:
+        return mask
+    return torch.ones_like(ids, dtype=torch.bool)
 
 
 def takes_mask(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from epimer.diagnosis.advice import choice
 from epimer.diagnosis.diagnose import diagnose_recipe
 from epimer.diagnosis.rounds import improve
 from epimer.diagnosis.suite_merge import applied, refinable, samples_of
-from epimer.diagnosis.sweep import Merges, at_scales, sweep_recipe
+from epimer.diagnosis.sweep import Merges, as_adapters, at_scales, sweep_recipe
 from epimer.engine.options import RunOptions
 from epimer.errors import RecipeError
 from epimer.evaluation.judges import Evaluate, by_agreement, evaluator
@@ -19,7 +19,7 @@ from epimer.evaluation.suite import State, Suite
 from epimer.evaluation.unlabelled import suite_of_inputs
 from epimer.evaluation.user_code import is_entry_point
 from epimer.geometry.linalg import as_compute_dtype
-from epimer.methods.registry import describe_method
+from epimer.methods.registry import default_forecasts, describe_method
 from epimer.plan.adapter import plan_adapter
 from epimer.plan.inputs import check_weights
 from epimer.plan.jobs import Plan
@@ -161,8 +161,10 @@ def resolve(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate | None, run
 
 def by_diagnosis(recipe: Recipe, opened: OpenedModels, run: RunOptions) -> Choice:
     """Choose what the diagnosis advises."""
-    methods = None if "merge_method" in recipe.auto else [recipe.merge_method]
-    diagnosis = diagnose_recipe(recipe, opened, methods=methods, run=run)
+    required = "merge_method" not in recipe.auto
+    names = [recipe.merge_method] if required else default_forecasts(opened.kind or "task-gram")
+    rows, _ = as_adapters(recipe, opened, [describe_method(name) for name in names], None, required=required)
+    diagnosis = diagnose_recipe(recipe, opened, methods=[row.name for row in rows], run=run)
     if not diagnosis.forecast:
         raise RecipeError("projected curvature is known inside its basis only, so nothing can be forecast; add 'eval'.")
     free = "scale" in recipe.auto

@@ -73,7 +73,8 @@ class DiagnosisWalk:
             metrics = layer_metrics(self.curvatures, name, W, matrix=True, kinds=KINDS, user="a diagnosis")
             if not metrics:
                 raise missing_metric(name, "a diagnosis", self.curvatures)
-        basis = layer_basis(self.bases, metrics, name, W, len(self.participants.models))
+        count = len(self.participants.models)
+        basis = layer_basis(self.bases, metrics, name, W, count, count)
         if basis is not None and not isinstance(basis, Tagged):
             kind = type(basis).__name__
             raise ParameterError(f"basis[{name!r}] must be a tagged basis for a diagnosis, got {kind}.")

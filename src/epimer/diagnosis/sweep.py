@@ -18,13 +18,14 @@ from epimer.engine.basis import build_bases
 from epimer.engine.memory import memory_budget
 from epimer.engine.merge import merge_in_memory
 from epimer.engine.options import RunOptions
-from epimer.errors import EpimerWarning, ParameterError, RecipeError
+from epimer.errors import EpimerError, EpimerWarning, ParameterError, RecipeError
 from epimer.evaluation.judges import Evaluate, SplitScores
 from epimer.evaluation.suite import State
 from epimer.geometry.linalg import as_compute_dtype
 from epimer.geometry.subspace import Basis, Tagged, tensor_product
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Method, default_sweep, describe_method
+from epimer.plan.adapter import plan_adapter
 from epimer.plan.inputs import assign_rules
 from epimer.plan.jobs import Job, Plan
 from epimer.plan.merge import OpenedModels, plan_recipe
@@ -286,6 +287,28 @@ def check_methods(methods: Sequence[str] | None, kind: str | None) -> list[Metho
     return rows
 
 
+def as_adapters(
+    recipe: Recipe, opened: OpenedModels, rows: Sequence[Method], ranks: Sequence[int] | None, *, required: bool
+) -> tuple[list[Method], list[str]]:
+    """Return the methods whose merge can be the adapter that a recipe asks for, and a note on those left out.
+
+    Where the methods are `required`, or none is left, the reason is raised as an error instead. Without `output: lora`
+    all are returned.
+    """
+    if recipe.output != "lora":
+        return list(rows), []
+    problems: dict[str, EpimerError] = {}
+    for row, rank in _settings(rows, ranks):
+        plan = plan_adapter(plan_recipe(recipe.settled(row.name, None, rank), opened))
+        if plan.problems:
+            problems.setdefault(row.name, plan.problems[0])
+    kept = [row for row in rows if row.name not in problems]
+    if problems and (required or not kept):
+        raise next(iter(problems.values()))
+    left = f"left out, as their merges have no exact adapter: {', '.join(problems)}; give lora_rank to try them."
+    return kept, [left] if problems else []
+
+
 def climb(value: Callable[[float], Any], grid: Sequence[float], ahead: int = 2) -> float:
     """Return the best point of a grid, climbing both ways from 1 until `ahead` in a row are worse."""
     start = min(range(len(grid)), key=lambda i: abs(grid[i] - 1.0))
@@ -323,6 +346,7 @@ def sweep_recipe(
         raise RecipeError("a sweep scales task vectors, so the recipe needs a base_model.")
     assigned = assign_rules(opened.participants, recipe.rules).checked()
     rows = check_methods(methods, opened.kind)
+    rows, notes = as_adapters(recipe, opened, rows, ranks, required=methods is not None)
 
     def plan(row: Method, rank: int | None, scale: float) -> Plan:
         chosen = recipe.settled(row.name, None if keep_scale else scale, rank)
@@ -343,7 +367,7 @@ def sweep_recipe(
     tensors = {name: base.read(name) for name in names}
     with Progress(run.progress, unit="settings") as bar:
         stage = bar.begin("trying", trials_at_least(rows, ranks, scales))
-        return sweep_plans(
+        found = sweep_plans(
             merges,
             rows,
             plan,
@@ -355,3 +379,4 @@ def sweep_recipe(
             evaluation=evaluation,
             progress=stage.reach,
         )
+    return replace(found, notes=[*found.notes, *notes])

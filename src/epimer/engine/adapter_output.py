@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -11,10 +11,11 @@ from epimer.checkpoints.adapter_files import CONFIG, WEIGHTS, adapter_config, ad
 from epimer.checkpoints.sidecar_files import sidecar_files
 from epimer.checkpoints.writer import Draft, as_json, plan_shards
 from epimer.engine.factors import FactorWalk
-from epimer.engine.merge import MergeWalk, joined
+from epimer.engine.merge import MergeWalk, joined, with_kept
 from epimer.engine.options import RunOptions
-from epimer.engine.output import tensor_record, write_files
+from epimer.engine.output import write_files
 from epimer.engine.protocol import Engine
+from epimer.engine.written import WritingWalk
 from epimer.errors import ParameterError
 from epimer.methods.registry import Prepared
 from epimer.plan.adapter import whole_tensors
@@ -25,14 +26,17 @@ from epimer.records import MergeRecord, TensorRecord
 ONE_FILE = 1 << 62  # bytes; PEFT reads no shards
 
 
-def write_adapter(plan: Plan, out: Path, run: RunOptions, *, overwrite: bool = False) -> MergeRecord:
+def write_adapter(
+    plan: Plan, out: Path, run: RunOptions, *, overwrite: bool = False, hash_inputs: bool = False
+) -> MergeRecord:
     """Carry out the plan of an adapter, or find that it has been carried out."""
     if run.engine != "local":
         raise ParameterError("an adapter is small and merged on this machine; leave out --engine, or output: lora.")
     plan.check()
     engine = run.start(plan.parts)
     shards = [replace(one, file=WEIGHTS) for one in plan_shards(_headers(plan), {}, ONE_FILE)]
-    return write_files(plan, out, run, engine, shards, _sidecars(plan), _merge_all, overwrite=overwrite)
+    how = {"overwrite": overwrite, "hash_inputs": hash_inputs}
+    return write_files(plan, out, run, engine, shards, _sidecars(plan), _merge_all, **how)
 
 
 def _headers(plan: Plan) -> dict[str, Tensor]:
@@ -60,26 +64,27 @@ def _merge_all(
     plan: Plan, engine: Engine, draft: Draft, prepared: Prepared | None, progress: Progress
 ) -> dict[str, TensorRecord]:
     """Write every layer's factors and every whole tensor; return their records in the base's order."""
-    done = {key: tensor_record(entry) for key, entry in draft.done.items()}
+    done = dict(draft.done)
     stage = progress.begin("merging", plan.reads)
     left = [job for job in plan.parts if not {*_keys(job)} <= done.keys()]
     keys = whole_tensors(plan).keys
     stage.advance(sum(job.reads for job in plan.parts) - sum(job.reads for job in left), "")
     for job, (tensors, record) in engine.map(FactorWalk(plan, [job for job in left if job.lora is not None], prepared)):
         for key, W in tensors.items():
-            draft.put(key, key, 0, W, asdict(record))
+            draft.put(key, W, record)
             done[key] = record
         stage.advance(job.reads, job.name)
-    for _, merged in engine.map(MergeWalk(plan, [job for job in left if job.lora is None], prepared)):
-        for part, result, record in merged:
-            draft.put(part.key, keys[part.name], part.skip, result, asdict(record))
+    whole = MergeWalk(plan, [job for job in left if job.lora is None], prepared)
+    for _, merged in engine.map(WritingWalk(whole, draft, sync=False, names=keys)):
+        for part, written, record in merged:
+            draft.wrote(part.key, keys[part.name], part.skip, *written, record)
             done[part.key] = record
             stage.advance(part.reads, part.key)
     draft.flush()
     records: dict[str, TensorRecord] = {}
     for job in plan.parts:
         records[job.name] = joined(records.get(job.name), done[_keys(job)[0]])
-    return records
+    return with_kept(plan, records)
 
 
 def _keys(job: Job) -> tuple[str, ...]:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from epimer.atomic_files import output_path
 from epimer.checkpoints import open_checkpoint
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature, sum_of
-from epimer.curvature.format import HEADER
 from epimer.curvature.kinds import KINDS
 from epimer.curvature.measure import Request, check_request, measure_shard
 from epimer.engine.options import RunOptions
@@ -69,6 +69,21 @@ def part_folder(folder: Path, number: int) -> Path:
     return folder / f"part-{number}"
 
 
+def _measured(folder: Path) -> Curvature | None:
+    """Return the curvature that a killed run left in a folder; what is damaged is removed, and None is returned."""
+    if not folder.exists():
+        return None
+    try:
+        part = Curvature.load(folder)
+        for name in part:  # which checks it
+            _ = part.metrics[name]
+        _ = part.inputs
+    except EpimerError:
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return part
+
+
 def measure_on_cluster(request: Request, run: RunOptions, shards: int | None = None) -> Curvature:
     """Measure and save curvature as `shards` processes of torchrun would, each part as a job of a cluster.
 
@@ -76,8 +91,8 @@ def measure_on_cluster(request: Request, run: RunOptions, shards: int | None = N
     """
     if shards is not None and shards < 1:
         raise ParameterError(f"--shards must be at least 1, got {shards}.")
-    if request.optimizer is not None:
-        raise ParameterError("an optimiser's state is read, not measured; leave out --engine.")
+    if request.data is None:
+        raise ParameterError("an optimiser's state and factors are read, not measured; leave out --engine.")
     request = _absolute(request)
     basis = check_request(request)
     engine = one_per_machine(request.device, shards, run.address)
@@ -90,7 +105,8 @@ def measure_on_cluster(request: Request, run: RunOptions, shards: int | None = N
     memory = COPIES * entries * getattr(torch, request.dtype).itemsize
     folder = request.out.parent / f".{request.out.name}.epimer-parts-{_key(request, model.state, count)}"
     folder.mkdir(parents=True, exist_ok=True)
-    left = [n for n in range(count) if not (part_folder(folder, n) / HEADER).exists()]
+    parts = {n: part for n in range(count) if (part := _measured(part_folder(folder, n))) is not None}
+    left = [n for n in range(count) if n not in parts]
     walk = CurvatureWalk(request, basis, folder, count, [DataShard(n, memory) for n in left])
     try:
         with Progress(run.progress, unit="parts") as bar:
@@ -100,8 +116,8 @@ def measure_on_cluster(request: Request, run: RunOptions, shards: int | None = N
                 stage.advance(1, shard.name)
                 for text in cautions:
                     warnings.warn(text, EpimerWarning, stacklevel=2)
-        parts = [Curvature.load(part_folder(folder, n)) for n in range(count)]
-        total = sum_of(parts) if count > 1 else parts[0]
+        parts |= {n: Curvature.load(part_folder(folder, n)) for n in left}
+        total = sum_of([parts[n] for n in range(count)]) if count > 1 else parts[0]
         result = Curvature(dict(total.metrics), total.provenance, inputs=parts[0].inputs)
         result.save(request.out, overwrite=request.overwrite)
     except EpimerError:
@@ -113,7 +129,7 @@ def measure_on_cluster(request: Request, run: RunOptions, shards: int | None = N
 
 def _absolute(request: Request) -> Request:
     """Return a request whose paths hold on every machine."""
-    out = Path(os.path.abspath(request.out.expanduser()))
+    out = output_path(request.out)
     at, data = (None if text is None else _absolute_path(text) for text in (request.at, request.data))
     return replace(request, model=_absolute_path(request.model), at=at, data=data, out=out)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from epimer.engine.layer import merge_layer
+from epimer.engine.layer import merge_layer, named_failure
 from epimer.engine.task_vectors import Tensors, task_vectors
 from epimer.errors import TensorError
 from epimer.geometry.factors import cores_of, in_columns, of_rank, padded
@@ -40,7 +40,7 @@ class FactorWalk:
         for model in self.plan.participants.models:
             delta = model.delta(job.name, base)
             for factor in () if delta is None else (delta.A, delta.B):
-                check_finite(model.label, job.name, factor)
+                check_finite(model, job.name, factor)
             models.append(model.read(job.name) if delta is None else delta)
         whole = any(isinstance(W, Tensor) for W in models) or (job.method is not None and job.method.uses_base)
         start = base.read(job.name) if whole else None
@@ -52,10 +52,12 @@ class FactorWalk:
         assert lora is not None
         if self.prepared is not None:
             job = replace(job, weights=self.prepared.weights or job.weights)
-        if lora.thin:
-            factors, solution, error = merge_factors(job, [_low_rank(D).to(device) for D in tensors.models])
-        else:
-            factors, solution, error = self._merge_dense(job, tensors, device)
+        given = [D for D in tensors.models if D is not None]
+        with named_failure(job.name, given, range(len(given))):
+            if lora.thin:
+                factors, solution, error = merge_factors(job, [_low_rank(D).to(device) for D in given])
+            else:
+                factors, solution, error = self._merge_dense(job, tensors, device)
         written = lora.tensors(padded(factors, lora.rank).to(torch.device("cpu")))
         if any(map(nonfinite, written.values())):
             raise TensorError(f"the merged {job.name!r} does not fit in {lora.dtype}; lower scale, or widen its dtype.")

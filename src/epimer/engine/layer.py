@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from epimer.errors import CurvatureError, NumericalError
+from epimer.errors import CurvatureError, NumericalError, TensorError
 from epimer.geometry.decompositions import fallbacks
 from epimer.geometry.linalg import Delta, LowRank
 from epimer.geometry.solution import Solution
@@ -57,7 +57,7 @@ def named_failure(name: str, deltas: Sequence[Delta], models: Sequence[int]) -> 
     except NumericalError as error:
         sizes = [max(float(x.abs().max()) for x in _tensors(D) if x.numel()) for D in deltas]
         task = sizes.index(max(sizes)) if error.task is None else error.task
-        raise NumericalError(
+        raise TensorError(
             f"{name!r}: {error}; its task vector reaches {sizes[task]:.2g} in models[{models[task]}]: give it the rule "
             "'average' or 'copy', or repair that model or its curvature."
         ) from error

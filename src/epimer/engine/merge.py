@@ -108,19 +108,21 @@ class MergeWalk:
         ]
         whole = replace(batch.jobs[0], template=header((sum(sizes),), batch.jobs[0].template.dtype))
         result, record = self._merge(whole, Tensors(base, list(models)), device)
-        for job, part in zip(batch.jobs, torch.split(result, sizes), strict=True):
+        for job, part, tensors in zip(batch.jobs, torch.split(result, sizes), loaded, strict=True):
             shape, share = tuple(job.template.shape), (record.seconds or 0) * part.numel() / sum(sizes)
-            yield job, part.reshape(shape), replace(record, shape=shape, seconds=share)
+            unchanged = record.unchanged or equals_base(part, tensors.base)
+            yield job, part.reshape(shape), replace(record, shape=shape, seconds=share, unchanged=unchanged)
 
     def _merge(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor, TensorRecord]:
         started = time.perf_counter()
         solution, unchanged = Solution(job.template), False
         if job.method is None:
-            result = self._copy(job, tensors)
+            result, solution = self._copy(job, tensors)
         else:
             job = self._weighted(job)
             if tensors.base is not None and not any(isinstance(W, Tensor) for W in tensors.models):
-                check_finite("base", job.name, tensors.base)
+                assert self.plan.participants.base is not None
+                check_finite(self.plan.participants.base, job.name, tensors.base)
             if self._in_chunks(job, device):
                 result = allocate(job.template.shape, job.template.dtype)
                 solution, unchanged = self._merge_rows(job, tensors, result)
@@ -170,13 +172,19 @@ class MergeWalk:
         """Return a job with the weights that the pre-pass found, if it did."""
         return replace(job, weights=self.prepared.weights) if self.prepared and self.prepared.weights else job
 
-    def _copy(self, job: Job, tensors: Tensors) -> Tensor:
-        W = tensors.base
+    def _copy(self, job: Job, tensors: Tensors) -> tuple[Tensor, Solution]:
+        """Copy the base's tensor; Inf in it, as a mask has, is kept and told, NaN is refused."""
+        W, template, solution = tensors.base, self.plan.participants.template, Solution(job.template)
         assert W is not None
-        result = W.to(job.template.dtype, copy=self.plan.participants.template.checkpoint.in_memory)
-        if W.is_floating_point() and nonfinite(result) and not nonfinite(W):
+        result = W.to(job.template.dtype, copy=template.checkpoint.in_memory)
+        if not W.is_floating_point() or not (bad := nonfinite(result)):
+            return result, solution
+        if bad > nonfinite(W):
             raise TensorError(f"{job.name!r} does not fit in {result.dtype}, to which it is copied; widen the dtype.")
-        return result
+        text = template.non_finite(job.name)
+        if bool(as_compute_dtype(W).isnan().any()):
+            raise TensorError(f"{text}, and is copied as it is; repair it, or give it the rule 'skip'.")
+        return result, replace(solution, status=Status.NON_FINITE, note=text)
 
     def _in_chunks(self, job: Job, device: torch.device) -> bool:
         """Whether a job is merged a part at a time because its entries do not depend on each other."""
@@ -319,7 +327,7 @@ class ReadWalk:
     def work(self, item: ReadJob, loaded: list[Tensor], device: torch.device) -> list[Tensor]:
         """Check that the tensors are finite, and move them to where they are worked on."""
         for one, W in zip(self.plan.participants.all, loaded, strict=True):
-            check_finite(one.label, item.job.name, W)
+            check_finite(one, item.job.name, W)
         return [W.to(device) for W in loaded]
 
 
@@ -411,7 +419,16 @@ def all_records(plan: Plan, records: dict[str, TensorRecord]) -> dict[str, Tenso
     records = dict(records)
     for name, W in plan.skipped.items():
         records[name] = TensorRecord("skip", tuple(W.shape))
+    records = with_kept(plan, records)
     for name, twin in plan.ties.items():
         records[name] = replace(records[twin], status=Status.TIED, note=f"tied to {twin}")
     order = (name for name in plan.participants.template.headers if name in records)
     return {name: records[name] for name in order}
+
+
+def with_kept(plan: Plan, records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """Return records that tell which tensors are left as the base has them, and which model has NaN or Inf there."""
+    shapes = {name: tuple(plan.participants.template.headers[name].shape) for name in plan.assigned.kept}
+    kept = {name: records.get(name, TensorRecord("copy", shape)) for name, shape in shapes.items()}
+    told = {name: replace(kept[name], status=Status.NON_FINITE, note=text) for name, text in plan.assigned.kept.items()}
+    return records | told

@@ -10,6 +10,7 @@ import yaml
 import epimer
 from epimer.checkpoints.folder import DIFFUSERS
 from epimer.checkpoints.hub import HUB_NAME
+from epimer.plain_text import code_span, visible
 from epimer.plan.cards import agreed_card
 from epimer.plan.jobs import Plan
 from epimer.plan.participants import Participant
@@ -26,8 +27,8 @@ def model_card(plan: Plan, record: MergeRecord) -> str:
     hub = [match[1] for name in _names(plan) if (match := HUB_NAME.fullmatch(name))]
     if hub:
         head |= {"base_model": list(dict.fromkeys(hub)), "base_model_relation": "merge"}
-    title = _inert(plan.participants.donor.name.split("@")[0].split("/")[-1])
-    recipe = plan.public_recipe().strip()
+    title = code_span(plan.participants.donor.name.split("@")[0].split("/")[-1])
+    recipe = visible(plan.public_recipe().strip())
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
     participants = plan.participants
     count = "one model" if len(participants.models) == 1 else f"{len(participants.models)} models"
@@ -64,13 +65,7 @@ Models (the code is a fingerprint of the weights):
 
 
 def _named(one: Participant) -> str:
-    return f"{_inert(one.checkpoint.name)} (`{one.checkpoint.fingerprint}`)"
-
-
-def _inert(name: str) -> str:
-    """Return a name that Markdown shows as it is: neither markup nor a line of its own."""
-    line = " ".join(name.split())
-    return re.sub(r"[\\`*\[\]<>&|!~]|^[#+-]|__|://", lambda it: "".join(f"&#{ord(c)};" for c in it[0]), line)
+    return f"{code_span(one.checkpoint.name)} (`{one.checkpoint.fingerprint}`)"
 
 
 def _library(plan: Plan, named: str) -> str:

@@ -7,15 +7,17 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import epimer
-from epimer.atomic_files import explain_os_errors
-from epimer.checkpoints.folder import DIFFUSERS
+from epimer.atomic_files import explain_os_errors, output_path
+from epimer.checkpoints.checkpoint import Checkpoint
+from epimer.checkpoints.checksums import data_checksum, hash_files
+from epimer.checkpoints.folder import DIFFUSERS, parse_json
 from epimer.checkpoints.hub import HUB_NAME, fetch_code
 from epimer.checkpoints.sentence_modules import sentence_files
 from epimer.checkpoints.sidecar_files import (
@@ -23,11 +25,11 @@ from epimer.checkpoints.sidecar_files import (
     code_files,
     left_behind,
     names_code,
-    parse_json,
     read_sidecar,
     sidecar_files,
 )
 from epimer.checkpoints.writer import Draft, Shard, as_json, plan_shards, recover, shard_index
+from epimer.checksums import sealed
 from epimer.engine.memory import parse_size, peak_memory
 from epimer.engine.merge import MergeWalk, all_records, joined, prepare
 from epimer.engine.model_card import model_card
@@ -35,12 +37,12 @@ from epimer.engine.modules import merged_modules
 from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
 from epimer.engine.written import WritingWalk
-from epimer.errors import EpimerWarning, OutputError, listed, warn
+from epimer.errors import DataError, EpimerError, EpimerWarning, OutputError, listed, warn
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
 from epimer.plan.participants import Participants
 from epimer.progress import Progress
-from epimer.records import MergeRecord, Status, TensorRecord
+from epimer.records import MergeRecord, Status, TensorRecord, checked
 
 RECORD = "epimer.json"
 MOST = 0.5  # share of the changed parameters that a merge may leave as they were without a warning
@@ -58,13 +60,16 @@ def write_merge(
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
     copy_code: bool = False,
+    hash_inputs: bool = False,
 ) -> MergeRecord:
     """Carry out a plan into a model folder, or find that it has been carried out."""
     plan.check()
     engine = run.start(plan.parts)
     shards = plan_shards(plan.outputs, plan.ties, parse_size(max_shard_size, "max_shard_size"), _stem(plan))
     sidecars = _sidecars(plan, shards, copy_code=copy_code)
-    return write_files(plan, out, run, engine, shards, sidecars, _merge_all, overwrite=overwrite)
+    return write_files(
+        plan, out, run, engine, shards, sidecars, _merge_all, overwrite=overwrite, hash_inputs=hash_inputs
+    )
 
 
 def write_files(
@@ -77,19 +82,25 @@ def write_files(
     merge_all: MergeAll,
     *,
     overwrite: bool,
+    hash_inputs: bool = False,
 ) -> MergeRecord:
-    """Carry out a plan into the files of a folder, or find that it has been carried out."""
+    """Carry out a plan into the files of a folder, or find that it has been carried out.
+
+    With `hash_inputs` the record tells the SHA-256 of every file that is read, which takes another reading of them.
+    """
     started = time.perf_counter()
     sidecars = sidecars | {RECIPE: plan.public_recipe().encode()}
-    out = Path(os.path.abspath(out.expanduser()))
+    out = output_path(out)
     recover(out)
-    if (record := finished(out, plan, shards, sidecars)) is not None:
+    record = finished(out, plan, shards, sidecars)
+    if record is not None and (record.input_files is not None or not hash_inputs):
         return record
     check_output(out, plan.participants, overwrite=overwrite)
     key = _key(plan, shards, engine.devices[0].type, run.threads)
     draft = Draft(out, shards, key, lambda: check_output(out, plan.participants, overwrite=overwrite))
     with draft.opened(), Progress(run.progress) as progress:
         try:
+            hashes = hash_input_files(plan, len(engine.devices), progress) if hash_inputs else None
             prepared = _prepare(plan, engine, draft, progress)
             before = time.perf_counter()
             records = merge_all(plan, engine, draft, prepared, progress)
@@ -97,10 +108,18 @@ def write_files(
             timings = {"prepass": before - started, "merge": now - before, "total": now - started}
             files = {shard.file: shard.size for shard in shards} | {file: len(data) for file, data in sidecars.items()}
             record = merge_record(plan, prepared, records, files=files, timings=timings)
+            sidecars = sidecars | {"README.md": model_card(plan, record).encode()}
+            weights, tensors = draft.checksums()
+            record = replace(
+                record,
+                checksums=weights | {file: data_checksum(data) for file, data in sidecars.items()},
+                tensor_checksums=tensors,
+                input_files=hashes,
+                environment=environment(engine.devices[0].type, run.threads),
+            )
             for file, data in sidecars.items():
                 draft.add(file, data)
-            draft.add("README.md", model_card(plan, record).encode())
-            draft.add(RECORD, as_json(record.lasting()))
+            draft.add(RECORD, as_json(sealed(record.lasting())))
             draft.publish()
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -108,6 +127,29 @@ def write_files(
             draft.discard()
             raise
     return record
+
+
+def environment(device: str, threads: int) -> dict[str, str]:
+    """Return what the last digits of a merge depend on, apart from the processor itself."""
+    return {"torch": torch.__version__, "device": device, "threads": str(threads)}
+
+
+def hash_input_files(plan: Plan, workers: int, progress: Progress) -> tuple[tuple[str, str], ...]:
+    """Return the name, without its path, and the SHA-256 of every file of the models, curvature and basis."""
+    names: dict[Path, str] = {}
+    models = [(one.name, one) for one in plan.participants.checkpoints]
+    for name, one in (*models, *_measured(plan)):
+        if not one.files or one.downloads:
+            raise OutputError(f"{one.where} is not on this disk, so it cannot be hashed; download it first.")
+        names |= {file: f"{name}/{file.name}" for file in one.files if file not in names}
+    with explain_os_errors(next(iter(names)), "read"):
+        stage = progress.begin("hashing the inputs", sum(file.stat().st_size for file in names))
+    return tuple(zip(names.values(), hash_files(list(names), workers, stage.advance), strict=True))
+
+
+def _measured(plan: Plan) -> list[tuple[str, Checkpoint]]:
+    """Return the files of curvature and bases, each with its folder's name."""
+    return [(one.files[0].resolve().parent.name, one) for one in plan.measured_files]
 
 
 def merge_record(
@@ -123,10 +165,13 @@ def merge_record(
     shown = {} if first is None else {name: _plain(value) for name, value in plan.method.values(first.options).items()}
     weights = (prepared and prepared.weights) or (first.weights if first is not None else ())
     known: dict[str, Any] = {"unlabelled": plan.unlabelled, "choices": plan.choices}
-    known["untouched"] = _untouched(plan.participants, tensors)
+    known["untouched"], unchanged = _untouched(plan.participants, tensors)
+    trims = {job.name for job in plan.jobs if job.rule == "elementwise" and not job.is_weighted_sum}
+    known["lost"] = tuple(name for name in unchanged if name not in trims) or None  # what is trimmed is meant to be
     if plan.recipe is not None:
         known |= {
             "models": tuple((one.checkpoint.name, one.checkpoint.fingerprint) for one in plan.participants.all),
+            "measured": tuple((name, one.fingerprint) for name, one in _measured(plan)),
             "recipe": plan.public_recipe(),
             "notes": plan.recipe.notes,
             "request": plan.request,
@@ -138,18 +183,20 @@ def merge_record(
     return MergeRecord(plan.method.name, shown, tuple(weights), tensors, **known)
 
 
-def _untouched(participants: Participants, tensors: Mapping[str, TensorRecord]) -> float:
+def _untouched(participants: Participants, tensors: Mapping[str, TensorRecord]) -> tuple[float, list[str]]:
     """Return the share of the parameters that some model has changed and that did not change in the merge.
 
-    Only tensors that did not change in the merge are looked at in the models, and of those some entries.
+    With it come the names of the tensors that were merged all the same. Only tensors that did not change in the merge
+    are looked at in the models, and of those some entries.
     """
-    changed, left = 0, 0
+    changed, left, unchanged = 0, 0, list[str]()
     for name, tensor in tensors.items():
         if tensor.rule not in ("copy", "skip") and not tensor.unchanged:
             changed += tensor.parameters
         elif tensor.parameters and participants.moved(name):
             left += tensor.parameters
-    return left / (changed + left) if left else 0.0
+            unchanged += [name] if tensor.unchanged else []
+    return left / (changed + left) if left else 0.0, unchanged
 
 
 def _plain(value: Any) -> Any:
@@ -175,6 +222,9 @@ def warn_of(record: MergeRecord) -> None:
         )
         text = f"{text}; look at the rules, or at scale and dtype."
         warn(EpimerWarning(text, method=record.method))
+    elif record.lost:
+        text = f"what models changed in {listed(record.lost)} is lost in the merge, which has the base's tensor there"
+        warn(EpimerWarning(f"{text}; raise scale, or write a wider dtype.", method=record.method))
     lowered = [name for name, one in records.items() if one.note.startswith("rank") and one.status != Status.TIED]
     if lowered:
         ranks = sorted({rank for name in lowered if (rank := records[name].rank) is not None})
@@ -191,24 +241,25 @@ def warn_of(record: MergeRecord) -> None:
 
 def finished(out: Path, plan: Plan, shards: list[Shard], sidecars: dict[str, bytes]) -> MergeRecord | None:
     """Return the record of an output that is already what the plan would make."""
-    record = _recorded(out)
+    try:
+        record = _recorded(out)
+    except EpimerError:
+        return None
     sizes = {shard.file: shard.size for shard in shards}
     if record is None or record.request != plan.request or not sizes.items() <= record.files.items():
         return None
     try:
         there = all((out / file).stat().st_size == size for file, size in record.files.items())
         there = there and all((out / file).read_bytes() == data for file, data in sidecars.items())
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have
         return None
     return record if there else None
 
 
 def _recorded(out: Path) -> MergeRecord | None:
-    """Return the record in a folder, if epimer made it."""
-    try:
-        return MergeRecord.from_dict(json.loads((out / RECORD).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    """Return the record in a folder; None where there is none."""
+    data = read_sidecar(out, RECORD)
+    return None if data is None else MergeRecord.from_json(data, str(out / RECORD))
 
 
 def check_output(out: Path, participants: Participants, *, overwrite: bool) -> None:
@@ -232,7 +283,10 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         raise OutputError(
             f"{out} exists and holds something else, or another version's; choose another name, or pass --overwrite."
         )
-    record = _recorded(out)
+    try:
+        record = _recorded(out)
+    except EpimerError as error:
+        raise OutputError(f"{out} is not replaced: {error}") from error
     if record is None:
         raise OutputError(f"{out} was not made by epimer, so it is not replaced; remove it yourself first.")
     ours = {*record.files, RECORD, "README.md"}
@@ -252,7 +306,7 @@ def _prepare(plan: Plan, engine: Engine, draft: Draft, progress: Progress) -> Pr
     if plan.method.prepare is None:
         return None
     if "prepared" in draft.notes:
-        return Prepared(**draft.notes["prepared"])
+        return _checked_prepass(draft.notes["prepared"], len(plan.participants.models), str(draft.journal.path))
     reads = plan.method.passes * sum(job.reads for job in plan.merged)
     prepared = prepare(plan, engine, progress.begin("looking at the whole model", reads))
     if prepared is not None:
@@ -260,10 +314,18 @@ def _prepare(plan: Plan, engine: Engine, draft: Draft, progress: Progress) -> Pr
     return prepared
 
 
+def _checked_prepass(data: Any, models: int, where: str) -> Prepared:
+    """Return the result of a pre-pass that a journal holds."""
+    prepared = checked(Prepared, data, where, "prepared")
+    if any(part is not None and len(part) != models for part in (prepared.weights, prepared.context)):
+        raise DataError(f"{where}: prepared: expected a value for each of {models} models; run the command again.")
+    return prepared
+
+
 def _merge_all(
     plan: Plan, engine: Engine, draft: Draft, prepared: Prepared | None, progress: Progress
 ) -> dict[str, TensorRecord]:
-    done = {key: tensor_record(entry) for key, entry in draft.done.items()}
+    done = dict(draft.done)
     stage = progress.begin("merging", plan.reads)
     stage.advance(sum(job.reads for job in plan.parts if job.key in done), "")
     left = [job for job in plan.parts if job.key not in done]
@@ -271,7 +333,7 @@ def _merge_all(
     walk = WritingWalk(MergeWalk(plan, left, prepared), draft, sync=getattr(engine, "remote", False))
     for _, merged in engine.map(walk):
         for job, written, record in merged:
-            draft.wrote(job.key, job.name, job.skip, *written, asdict(record))
+            draft.wrote(job.key, job.name, job.skip, *written, record)
             done[job.key] = record
             stage.advance(job.reads, job.key)
     draft.flush()
@@ -279,11 +341,6 @@ def _merge_all(
     for job in plan.parts:
         records[job.name] = joined(records.get(job.name), done[job.key])
     return all_records(plan, records)
-
-
-def tensor_record(entry: dict[str, Any]) -> TensorRecord:
-    """Return the record of a tensor that a journal holds."""
-    return TensorRecord(**{**entry, "shape": tuple(entry["shape"])})
 
 
 def _sidecars(plan: Plan, shards: list[Shard], *, copy_code: bool) -> dict[str, bytes]:

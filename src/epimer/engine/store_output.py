@@ -7,7 +7,6 @@ config and the record last, so that a folder with epimer.json is complete.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ from epimer.checkpoints.object_store import all_files, explain_store_errors, fil
 from epimer.engine.adapter_output import write_adapter
 from epimer.engine.options import RunOptions
 from epimer.engine.output import RECORD, write_merge
-from epimer.errors import OutputError, listed
+from epimer.errors import DataError, OutputError, listed
 from epimer.plan.jobs import Plan
 from epimer.records import MergeRecord
 
@@ -33,11 +32,13 @@ def write_output(
     return write_folder(plan, Path(out), run, overwrite=overwrite, **options)
 
 
-def write_folder(plan: Plan, out: Path, run: RunOptions, *, overwrite: bool, **options: Any) -> MergeRecord:
+def write_folder(
+    plan: Plan, out: Path, run: RunOptions, *, overwrite: bool, hash_inputs: bool = False, **options: Any
+) -> MergeRecord:
     """Carry out a plan into a folder: of a model, or of an adapter where the recipe says so."""
     if plan.recipe is not None and plan.recipe.output == "lora":
-        return write_adapter(plan, out, run, overwrite=overwrite)
-    return write_merge(plan, out, run, overwrite=overwrite, **options)
+        return write_adapter(plan, out, run, overwrite=overwrite, hash_inputs=hash_inputs)
+    return write_merge(plan, out, run, overwrite=overwrite, hash_inputs=hash_inputs, **options)
 
 
 def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool = False, **options: Any) -> MergeRecord:
@@ -112,8 +113,8 @@ def check_store(fs: Any, path: str, url: str, record: MergeRecord | None, *, ove
 def _recorded(fs: Any, path: str) -> MergeRecord | None:
     """Return the record in a folder of a store, if epimer made it."""
     try:
-        return MergeRecord.from_dict(json.loads(fs.cat_file(f"{path}/{RECORD}")))
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return MergeRecord.from_json(fs.cat_file(f"{path}/{RECORD}"), f"{path}/{RECORD}")
+    except (FileNotFoundError, DataError):
         return None
 
 

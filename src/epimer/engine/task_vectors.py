@@ -38,7 +38,7 @@ def read_tensors(participants: Participants, job: Job, rows: Rows = None, *, fac
         delta = model.delta(job.name, base, rows) if factors and base is not None else None
         if delta is not None:
             for factor in (delta.A, delta.B):
-                check_finite(model.label, job.name, factor)
+                check_finite(model, job.name, factor)
         models.append(model.read(job.name, rows) if delta is None else delta)
     return Tensors(None if base is None else base.read(job.name, rows), models)
 
@@ -75,5 +75,5 @@ def check_delta(participants: Participants, model: Participant, job: Job, D: Ten
     if nonfinite(D):
         for one in (participants.base, model):
             if one is not None:
-                check_finite(one.label, job.name, one.read(job.name, job.rows))
+                check_finite(one, job.name, one.read(job.name, job.rows))
         raise TensorError(f"{model.label}[{job.name!r}] is too far from base for {D.dtype}; pass both in float64.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,12 +34,16 @@ class Written(NamedTuple):
 class WritingWalk:
     """Merges tensors and writes each to its place on a disk that all workers share; the driver gets records only."""
 
-    def __init__(self, walk: MergeWalk, draft: Draft, *, sync: bool) -> None:
-        """Create a walk; with `sync`, what it has done is safely on disk, or else the driver sees to that."""
+    def __init__(self, walk: MergeWalk, draft: Draft, *, sync: bool, names: Mapping[str, str] | None = None) -> None:
+        """Create a walk; with `sync`, what it has done is safely on disk, or else the driver sees to that.
+
+        `names` tells what tensors are called in the output, where that is not their own name.
+        """
         self.walk, self.jobs, self.sync = walk, walk.jobs, sync
-        self.folder, self.journal, self.first_line = draft.folder, draft.journal, draft.first_line
-        names = {job.name for batch in walk.jobs for job in batch.jobs}
-        self.places = {name: (shard.file, start) for name, (shard, start) in draft.place.items() if name in names}
+        self.folder, self.journal, self.first_line = draft.folder, draft.journal.path, draft.journal.first_line
+        stored = {job.name: (names or {}).get(job.name, job.name) for batch in walk.jobs for job in batch.jobs}
+        places = {name: draft.place[one] for name, one in stored.items()}
+        self.places = {name: (shard.file, start) for name, (shard, start) in places.items()}
 
     def read(self, batch: Batch) -> list[Tensors]:
         """Read the tensors, the curvature and the basis of every job."""

@@ -89,7 +89,7 @@ def evaluator(text: str, folder: Path | None = None, *, count: int | None = None
         function = load_entry_point(text)
         if _required_arguments(function):
             return by_function(text, function)
-    if folder is not None and not os.path.exists(name) and (folder / name).is_file():
+    if folder is not None and not os.path.exists(name) and os.path.isfile(folder / name):
         name = str(folder / name)
     suite = open_suite(name, progress=progress, labels=kind != AGREEMENT)
     if count is not None and count != len(suite.tasks):

@@ -18,7 +18,7 @@ from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES
 from epimer.recipe.yaml_lines import Location, YamlFile, spell
 from epimer.tasks.conversations import TEXTS, find_layout
 from epimer.tasks.data import open_data
-from epimer.tasks.loading import AUTO, CAUSAL_LM, DTYPES, IMAGE, POOLINGS, read_head
+from epimer.tasks.loading import CAUSAL_LM, DTYPES, EVALUATED, IMAGE, POOLINGS, read_head
 from epimer.tasks.tables import READERS, Table
 from epimer.tasks.task import IMAGES, LABELS
 
@@ -68,7 +68,7 @@ class SuiteFile:
 def read_suite_file(path: str | Path, *, labels: bool = True, progress: bool = False) -> SuiteFile:
     """Read and check a suite's file and open its data, which must have a column of labels if `labels`."""
     source = YamlFile(str(path), "suite")
-    return _Reader(source, Path(path).expanduser().parent, progress, labels).suite(source.read())
+    return _Reader(source, Path(os.path.expanduser(path)).parent, progress, labels).suite(source.read())
 
 
 @contextmanager
@@ -117,9 +117,9 @@ class _Reader:
     def task(self, path: Location, raw: Any, defaults: Mapping[str, Any], dtype: torch.dtype) -> TaskEntry:
         keys = self.source.mapping(path, raw, TASK_KEYS, {})
         model = self.required(path, keys, "model", "the model that was fine-tuned for the task")
-        kind = self.choice((*path, "task"), keys, tuple(AUTO)) or self.choice(("task",), defaults, tuple(AUTO))
+        kind = self.choice((*path, "task"), keys, EVALUATED) or self.choice(("task",), defaults, EVALUATED)
         if kind is None:
-            raise self.error(path, f"{spell(path)} has no 'task'; add it here or for all: {', '.join(AUTO)}.")
+            raise self.error(path, f"{spell(path)} has no 'task'; add it here or for all: {', '.join(EVALUATED)}.")
         known = tuple(TOKEN_SCORES if kind == CAUSAL_LM else CLASSIFIER_SCORES)
         metric = self.choice((*path, "metric"), keys, known) or self.choice(("metric",), defaults, known) or known[0]
         head = self.text((*path, "head"), keys.get("head"))
@@ -128,7 +128,7 @@ class _Reader:
         if keys.get("pooling") is not None and head is None:
             raise self.error((*path, "pooling"), "'pooling' is what a 'head' reads; add one, or leave pooling out.")
         classes = self.names((*path, "classes"), keys.get("classes"))
-        file = None if head is None else self.folder / Path(head).expanduser()
+        file = None if head is None else self.folder / os.path.expanduser(head)
         if file is not None:
             with errors_at(self.source, (*path, "head")):
                 count = read_head(file, dtype).out_features
@@ -193,8 +193,8 @@ class _Reader:
 
     def resolve(self, text: str) -> str:
         """Return a path that is relative to the file's folder as one from here; a hub id stays as it is."""
-        path = self.folder / Path(text).expanduser()
-        if path.exists():
+        path = self.folder / os.path.expanduser(text)
+        if os.path.exists(path):
             return str(path)
         if "+" in text:
             base, adapter = text.rsplit("+", 1)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from epimer.checkpoints.lazy_tensors import LazyTensors
 from epimer.curvature.curvature import Curvature
-from epimer.curvature.kept_inputs import MASK, PIXELS, KeptInputs
+from epimer.curvature.kept_inputs import MASK, PIXELS, WRITTEN, WRITTEN_MASK, KeptInputs
 from epimer.errors import DataError
 from epimer.evaluation.suite import HELD_OUT, Suite, SuiteTask, classification_loss, divided
 from epimer.plan.participants import Participant, Participants
 from epimer.tasks.labels import IGNORED
-from epimer.tasks.loading import CAUSAL_LM, DTYPES
+from epimer.tasks.loading import CLASSIFIERS, DTYPES
 from epimer.tasks.task import load_task, sample_losses
 from epimer.tasks.task_network import TaskNetwork, task_network
 
@@ -110,7 +110,7 @@ class Networks:
             divided(data, torch.arange(len(data))),
             head=inputs.head,
             score=_no_labels,
-            loss=sample_losses if inputs.task == CAUSAL_LM else classification_loss,
+            loss=classification_loss if inputs.task in CLASSIFIERS else sample_losses,
             metric="agreement",
         )
 
@@ -163,9 +163,11 @@ class KeptSplit:
         chosen = {name: value[rows] for name, value in self.inputs.tensors.items()}
         if PIXELS in chosen:
             return {PIXELS: chosen[PIXELS].to(self.device, self.dtype)}, None
-        longest = int(chosen[MASK].sum(1).max())
-        inputs = {name: value[:, :longest].to(self.device, torch.int64) for name, value in chosen.items()}
+        read = int(chosen[MASK].sum(1).max())
+        written = int(chosen[WRITTEN_MASK].sum(1).max()) if WRITTEN_MASK in chosen else read
+        lengths = {name: written if name in WRITTEN else read for name in chosen}
+        inputs = {name: value[:, : lengths[name]].to(self.device, torch.int64) for name, value in chosen.items()}
         if self.inputs.counted is None:
             return inputs, None
-        counted = self.inputs.counted[rows, :longest].to(self.device)
+        counted = self.inputs.counted[rows, :written].to(self.device)
         return inputs, torch.where(counted, 0, IGNORED)

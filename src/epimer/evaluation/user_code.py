@@ -43,7 +43,7 @@ def suite_from_entry_point(text: str) -> Suite:
 def load_entry_point(text: str) -> Callable[..., Any]:
     """Import a module, from the working folder too, and return its function.
 
-    This runs the user's code. The text comes from the command line or a recipe, never from a file of a model.
+    This runs the user's code. The text comes from the command line or from Python, never from a file.
     """
     name, _, attribute = text.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from epimer.errors import NumericalError
 
@@ -111,7 +112,7 @@ def _guarded(
         return parts
     if A.dim() > 2:
         each = [_guarded(name, decompose, other, grows, M) for M in A.flatten(0, -3)]
-        return tuple(torch.stack(part).unflatten(0, A.shape[:-2]) for part in zip(*each, strict=True))
+        return tuple(torch.stack(part).reshape(*A.shape[:-2], *part[0].shape) for part in zip(*each, strict=True))
     m, n = A.shape
     if bad := A.numel() - int(A.isfinite().sum()):
         raise NumericalError(f"{name} of a {m} x {n} matrix with NaN or Inf in {bad} of its entries: it overflowed")
@@ -139,7 +140,7 @@ def _attempt(decompose: Decompose, grows: tuple[bool, ...], A: Tensor) -> tuple[
     """Return a decomposition; None where it fails, or where its short part, which tells of the rest, is not finite."""
     try:
         parts = tuple(decompose(A))
-    except (torch.linalg.LinAlgError, np.linalg.LinAlgError):
+    except (LinAlgError, np.linalg.LinAlgError):
         return None
     except torch.OutOfMemoryError:
         raise

@@ -34,7 +34,7 @@ def cores_of(deltas: Sequence[LowRank]) -> Cores:
     P, left = qr(torch.cat([D.B for D in deltas], dim=1).double())
     Q, right = qr(torch.cat([D.A for D in deltas]).T.double())
     ranks = [len(D.A) for D in deltas]
-    parts = zip(left.split(ranks, dim=1), right.split(ranks, dim=1), strict=True)
+    parts = zip(*(torch.split(R, ranks, dim=1) for R in (left, right)), strict=True)
     return Cores(P, Q, [B @ A.T for B, A in parts])
 
 

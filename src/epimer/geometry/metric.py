@@ -73,6 +73,10 @@ class Metric(ABC):
         """Return what is wrong with this metric for a layer of `shape`, or None."""
         return None
 
+    def misfit(self) -> str | None:
+        """Return which of its tensors do not fit together, by their shapes alone, or None."""
+        return None
+
 
 def _on_atoms(H_pp: Tensor, atoms: Tagged) -> Dense:
     """Return p x p curvature of atoms, computed in their precision, in orthonormal coordinates."""
@@ -156,6 +160,9 @@ class Kronecker(Metric):
         A, G = (None if M is None else M.to(device, dtype) for M in (self.A, self.G))
         return Kronecker(A=A, G=G, inputs=self.inputs)
 
+    def misfit(self) -> str | None:
+        return _not_square(A=self.A, G=self.G)
+
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2:
             return f"Kronecker factors need a matrix, the tensor has shape {tuple(shape)}"
@@ -165,6 +172,14 @@ class Kronecker(Metric):
             if factor is not None and (problem := not_psd(name, factor, size, open_if_wide=True)):
                 return problem
         return None
+
+
+def _not_square(**matrices: Tensor | None) -> str | None:
+    """Return which of some matrices is not square, or None."""
+    for name, M in matrices.items():
+        if M is not None and (M.dim() != 2 or M.shape[0] != M.shape[1]):
+            return f"{name} must be square, got shape {tuple(M.shape)}"
+    return None
 
 
 def _sandwich(name: str, M: Tensor | None, U: Tensor) -> Tensor | None:
@@ -240,6 +255,11 @@ class EKFAC(Metric):
     def to(self, device: torch.device, dtype: torch.dtype) -> EKFAC:
         return EKFAC(S=self.S.to(device, dtype), P=self.P.to(device, dtype), Q=self.Q.to(device, dtype))
 
+    def misfit(self) -> str | None:
+        if (problem := _not_square(P=self.P, Q=self.Q)) or self.S.shape == (len(self.P), len(self.Q)):
+            return problem
+        return f"S must be {len(self.P)} x {len(self.Q)}, as P and Q say, got shape {tuple(self.S.shape)}"
+
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2 or tuple(self.S.shape) != tuple(shape):
             return f"S must have the shape of the tensor's matrix {tuple(shape)}, got {tuple(self.S.shape)}"
@@ -280,6 +300,11 @@ class Samples(Metric):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Samples:
         return Samples(g=self.g.to(device, dtype), x=self.x.to(device, dtype))
+
+    def misfit(self) -> str | None:
+        g, x = tuple(self.g.shape), tuple(self.x.shape)
+        fit = len(g) == len(x) == 3 and g[:2] == x[:2] and g[0] > 0
+        return None if fit else f"g and x must have shapes [N, tokens, m] and [N, tokens, n], got {g} and {x}"
 
     def problem(self, shape: Sequence[int]) -> str | None:
         if len(shape) != 2:
@@ -399,10 +424,15 @@ class Projected(Metric):
         H, A, G = (None if M is None else _symmetric(M.to(device, dtype)) for M in (self.H, self.A, self.G))
         return Projected(H=H, A=A, G=G, basis=self.basis, inputs=self.inputs)
 
-    def problem(self, shape: Sequence[int]) -> str | None:
-        """Check the matrices themselves; whether their sizes fit the basis is checked where it is known."""
+    def misfit(self) -> str | None:
         if (self.H is None) == (self.A is None and self.G is None):
             return "give either H, or A and G"
+        return _not_square(H=self.H, A=self.A, G=self.G)
+
+    def problem(self, shape: Sequence[int]) -> str | None:
+        """Check the matrices themselves; whether their sizes fit the basis is checked where it is known."""
+        if misfit := self.misfit():
+            return misfit
         for name, M in (("H", self.H), ("A", self.A), ("G", self.G)):
             if M is not None and (problem := not_psd(name, M, None)):
                 return problem

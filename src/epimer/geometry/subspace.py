@@ -297,3 +297,34 @@ def owned_by(basis: Basis, tasks: Sequence[int]) -> Basis | None:
 def atoms_of(basis: Basis) -> Tagged:
     """Return the tagged atoms of a basis."""
     return basis.atoms if isinstance(basis, TensorProduct) else basis
+
+
+def basis_problem(basis: Basis) -> str | None:
+    """Return which tensors of a basis do not fit together, by their shapes and dtypes alone, or None."""
+    atoms = atoms_of(basis)
+    count = len(atoms.sigma) if atoms.sigma.dim() else 0
+    sides = {"U": atoms.U, "V": atoms.V, "sigma": atoms.sigma, "mix": atoms.mix}
+    if isinstance(basis, TensorProduct):
+        sides |= {"left": basis.U, "right": basis.V}
+    for name, M in sides.items():
+        if M is not None and not M.is_floating_point():
+            return f"{name} is {M.dtype}, expected floats"
+        if M is not None and M.dim() != (1 if name == "sigma" else 2):
+            return f"{name} has shape {tuple(M.shape)}, expected a {'vector' if name == 'sigma' else 'matrix'}"
+    if atoms.owner.dtype != torch.int64 or atoms.owner.shape != (count,):
+        return f"owner is {atoms.owner.dtype} of shape {tuple(atoms.owner.shape)}, expected {count} of torch.int64"
+    if atoms.U.shape[1] != count or atoms.V.shape[1] != count:
+        return f"U and V have shapes {tuple(atoms.U.shape)} and {tuple(atoms.V.shape)}, expected {count} columns each"
+    if atoms.mix is not None and not (len(atoms.mix) == count >= atoms.mix.shape[1]):
+        return f"mix has shape {tuple(atoms.mix.shape)}, expected {count} rows and no more columns"
+    if (len(basis.U), len(basis.V)) != (len(atoms.U), len(atoms.V)):
+        return f"left and right have {len(basis.U)} and {len(basis.V)} rows, expected {len(atoms.U)} and {len(atoms.V)}"
+    return None
+
+
+def owner_problem(owner: Tensor, tasks: int | None) -> str | None:
+    """Return that an atom's owner is none of the tasks, by number, or None; `tasks` is None where it is not known."""
+    lowest, highest = (int(owner.min()), int(owner.max())) if len(owner) else (0, -1)
+    if lowest >= 0 and (tasks is None or highest < tasks):
+        return None
+    return f"owner reaches from {lowest} to {highest}, expected {'0 or more' if tasks is None else f'0 to {tasks - 1}'}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from fractions import Fraction
+from functools import lru_cache, reduce
 from typing import Annotated, Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from epimer.methods.registry import Layer, Method, Prepared, Prepass
 BLOCK = 1 << 19  # entries of a model that a pre-pass looks at at a time
 MARGIN = 0.01  # share of all entries by which a sampled rank may be off
 VOTES = 1 << 30  # of all models together in a count of signs, so that any tally fits 32 bits
+SHARES = 1 << 24  # of all weights: times an entry of float32 and added up over 32 models, exact in float64
 
 Scorer = Callable[[dict[str, Tensor]], Any]
 
@@ -170,8 +172,27 @@ def disjoint_sum(deltas: list[Tensor], weights: list[float], elected: Tensor, *,
 
 
 def elected_by_mass(deltas: list[Tensor], weights: list[float]) -> Tensor:
-    """Return per entry the sign of Σ w_t D_t, 0 where that is 0."""
-    return weighted_sum(deltas, weights).sign()
+    """Return per entry the sign of Σ w_t D_t, 0 where that is 0: whole shares of D_t in float64 add up exactly.
+
+    Models in bfloat16 often cancel, and rounding, which depends on their order, would break the tie.
+    """
+    first, *others = whole_shares(tuple(weights))
+    total = deltas[0].to(torch.float64, copy=True).mul_(first)
+    for D, share in zip(deltas[1:], others, strict=True):
+        total.add_(D, alpha=share)
+    return total.sign_().to(deltas[0])
+
+
+@lru_cache
+def whole_shares(weights: tuple[float, ...]) -> list[int]:
+    """Return whole numbers in the proportion of the weights: exact for simple fractions, else to 2^-24 of their sum."""
+    total = sum(map(abs, weights)) or 1.0
+    fractions = [Fraction(w / total).limit_denominator(1000) for w in weights]
+    whole = math.lcm(*(one.denominator for one in fractions))
+    simple = all(math.isclose(one, w / total, rel_tol=1e-12) for one, w in zip(fractions, weights, strict=True))
+    if simple and whole <= SHARES:
+        return [int(one * whole) for one in fractions]
+    return [round(w / total * SHARES) or int(math.copysign(bool(w), w)) for w in weights]
 
 
 def majority(deltas: list[Tensor], weights: list[float]) -> Tensor:

@@ -207,7 +207,7 @@ def elect_pruned(layer: Layer, options: Any, *, keep: Keep, keep_norm: bool, ele
 
 def elected_or_plus(deltas: list[Tensor], weights: list[float]) -> Tensor:
     """Return per entry the sign of Σ w_t D_t, + where that is 0, as mergekit has it."""
-    elected = weighted_sum(deltas, weights)
+    elected = elected_by_mass(deltas, weights)
     return torch.where(elected >= 0, torch.ones_like(elected), -1)
 
 

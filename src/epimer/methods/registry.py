@@ -48,7 +48,8 @@ COMPAT = ("mergekit",)
 """the programs whose numbers can be had where they differ from the papers'"""
 RESERVED = ("auto", *ALIASES)
 """words that recipes give another meaning"""
-ARGUMENTS = ("base", "models", "method", "weights", "weight", "lambda", "curvature", "device", "compat")
+ARGUMENTS = ("base", "models", "method", "weights", "weight", "lambda", "curvature", "device", "compat",
+             "non_finite")  # fmt: skip
 """words that merge_state_dicts and recipes take themselves, so that no option can have them"""
 
 NORMALIZE = ("normalize", "normalize_weights")

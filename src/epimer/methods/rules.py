@@ -13,8 +13,11 @@ RULES = ("matrix", "average", "fisher", "copy", "skip")
 
 # Tables of tokens, positions and classes are two-dimensional but not linear maps of one feature space into
 # another: their rows belong to single tokens or classes. By default they are averaged.
-TABLES = ("*embed_tokens*", "*embeddings.*", "*embedding.weight", "*embedding", "*embed.weight", "*pos_embed*")
-OTHERS = ("*cls_token*", "*relative_attention_bias*", "cls.predictions.*", "*text_projection*")
+TABLES = (
+    "*embed_tokens*", "*embed_positions*", "*embeddings.*", "*embedding.weight", "*embedding", "*embed.weight",
+    "*pos_embed*",
+)  # fmt: skip
+OTHERS = ("*cls_token*", "*relative_attention_bias*", "cls.predictions.*", "*text_projection*", "*final_logits_bias")
 STACKED_VECTORS = ("*.experts.*bias", "experts.*bias")  # one bias per expert
 MODULES = ("wte", "wpe", "lm_head", "head", "heads", "classifier", "score", "qa_outputs")
 ANYWHERE = ("shared.weight", *(f"{module}.*" for module in MODULES))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from epimer.checkpoints.adapter_files import LoraModule, adapters_of, module_of
+from epimer.checkpoints.adapter_files import LoraModule, adapters_of
 from epimer.checkpoints.checkpoint import is_embedding
 from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config
 from epimer.checkpoints.vocabulary import Aligned
@@ -57,6 +57,9 @@ def plan_adapter(plan: Plan) -> Plan:
         return replace(plan, jobs=[], problems=[RecipeError(OTHER_TOKENS)])
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
+    if stacked := [job.name for job in changed if (update := _update(plan, job)[0]) is not None and update.expert]:
+        problem = f"output: lora: adapters change stacked experts ({listed(stacked)}), which are not written as factors"
+        return replace(plan, jobs=[], problems=[RecipeError(f"{problem}; remove 'output', for a whole model.")])
     plan, absent, other = _with_network_names(plan, changed)
     present = [job for job in changed if job.name not in absent]
     layers = [job for job in present if job.name not in other]
@@ -80,7 +83,8 @@ def plan_adapter(plan: Plan) -> Plan:
         size = sum(job.writes for job in own) / 1e6
         notes.append(f"written whole, not as factors: {listed(job.name for job in own)} ({size:.1f} MB).")
     if lost:
-        notes.append(f"not in the adapter: {listed(lost)}, which models changed and PEFT cannot hold in an adapter.")
+        why = "only modules are written, without stacked experts and tied tables"
+        notes.append(f"not in the adapter: {listed(lost)}, which models changed; {why}.")
     empty: list[EpimerError] = [TensorError("the adapter would be empty: no model changes a layer of the base.")]
     return replace(plan, jobs=jobs, notes=notes, problems=[] if jobs else empty, whole_model=plan.jobs)
 
@@ -171,9 +175,7 @@ def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
     most = sum(one or 0 for one in ranks) if _bounded(plan, job) else min(m, n)
     transposed = update.transposed if update is not None else job.inputs == 0
     return LoraModule(
-        module=plan.network_names.get(job.name, job.name).removesuffix(".weight")
-        if update is None
-        else module_of(update),
+        module=plan.network_names.get(job.name, job.name).removesuffix(".weight") if update is None else update.module,
         shape=tuple(W.shape),
         rank=min(most if rank is None else rank, most, min(m, n)),
         dtype=_dtype(plan) or (_widest(dtypes) if dtypes and not dense else job.precision),

@@ -7,8 +7,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from epimer.checkpoints.folder import parse_json
 from epimer.checkpoints.sentence_modules import MODULES, missing_modules, module_differences
-from epimer.checkpoints.sidecar_files import parse_json, read_sidecar, vocabularies
+from epimer.checkpoints.sidecar_files import read_sidecar, vocabularies
+from epimer.checkpoints.vocabulary import token_tables
 from epimer.errors import CheckpointError, EpimerError, listed, short
 from epimer.methods.options import Rules
 from epimer.methods.rules import matching
@@ -38,10 +40,6 @@ GENERATION = (
 )  # fmt: skip
 """keys of how to generate, which older versions of transformers keep in config.json"""
 HEADS = ("classifier", "score", "head", "heads")
-TOKEN_TABLES = (
-    "*embed_tokens.weight", "*word_embeddings.weight", "*wte.weight", "*tok_embeddings.weight",
-    "*token_embedding.weight", "shared.weight", "*.shared.weight", "*embed_in.weight",
-)  # fmt: skip
 KEPT = ("copy", "skip")
 
 
@@ -79,7 +77,7 @@ def compare_folders(
         problems += _label_problems(configs, participants, merged)
     with collect_errors(problems, "sentence-transformers"):
         problems += _module_problems([one for one in folders.values() if (one.path / MODULES).is_file()])
-    tables = [name for name in merged if _matches(name, TOKEN_TABLES)]
+    tables = [name for name in _longest_tables(participants) if name in merged]
     if tokenizer is not None:
         folders.setdefault(tokenizer, Folder("tokenizer_source", tokenizer))
     with collect_errors(problems, "tokenizers"):
@@ -89,6 +87,13 @@ def compare_folders(
         for one, ids in vocabularies.items():
             if one.path == tokenizer:
                 problems += _length_problems(one, ids, {t: participants.template.headers[t].shape[0] for t in tables})
+
+
+def _longest_tables(participants: Participants) -> list[str]:
+    """Return the tensors with a row for every token: of all tables the longest, so no table of patches or places."""
+    headers = participants.template.headers
+    tables = token_tables(headers, 0)
+    return [name for name in tables if headers[name].shape[0] == max(headers[one].shape[0] for one in tables)]
 
 
 def _against_first(folders: Sequence[Folder]) -> Iterator[tuple[Folder, Folder]]:

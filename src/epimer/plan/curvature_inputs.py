@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from epimer.checkpoints.vocabulary import Aligned
+from epimer.curvature.aligned_rows import follow_rows
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.format import stored_fingerprint
@@ -67,7 +70,16 @@ def kind_of(curvature: Any) -> str | None:
 def _measured_on(curvature: Curvature, model: Participant) -> bool:
     """Whether the tensors that curvature was measured on are this model's; True where it does not say."""
     names = {name: _stored_name(name, model, curvature) for name in map(stored_name, curvature)}
-    return curvature.provenance.model in (None, stored_fingerprint(model.checkpoint, names))
+    checkpoint = model.checkpoint.source if isinstance(model.checkpoint, Aligned) else model.checkpoint
+    return curvature.provenance.model in (None, stored_fingerprint(checkpoint, names))
+
+
+def follow_tokens(models: Sequence[Participant], curvatures: list[Curvature] | None) -> list[Curvature] | None:
+    """Return curvature with the rows of tables aligned by token as the models' are."""
+    return curvatures and [
+        follow_rows(curvature, model.checkpoint) if isinstance(model.checkpoint, Aligned) else curvature
+        for model, curvature in zip(models, curvatures, strict=True)
+    ]
 
 
 def open_measured(
@@ -85,7 +97,7 @@ def open_measured(
     basis = None
     if recipe.basis is not None:
         with collect_errors(problems, "basis"):
-            basis = StoredBasis(Path(locate(recipe.basis, folder)).expanduser(), recipe.basis)
+            basis = StoredBasis(Path(os.path.expanduser(locate(recipe.basis, folder))), recipe.basis)
     return curvatures if measured else None, basis
 
 

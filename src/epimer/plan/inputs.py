@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import RULES_PARAMETER, MethodOptions, Rules, is_number
 from epimer.methods.registry import Method
 from epimer.methods.rules import is_counter, is_matrix, is_statistic, matching
-from epimer.plan.participants import Participants
+from epimer.plan.participants import Participant, Participants
 from epimer.recipe.model import AUTO, known_parameters
 
 
@@ -29,6 +29,8 @@ class TensorRules:
     """name -> the earlier name whose tensor it shares"""
     problems: list[EpimerError]
     notes: list[str]
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """name -> which model has NaN or Inf there, for tensors that are left as the base has them"""
 
     @property
     def matrices(self) -> list[str]:
@@ -68,8 +70,19 @@ def assign_rules(participants: Participants, patterns: Rules, *, elementwise: bo
         for name, twin in ties.items()
         if "skip" not in (rules[name], rules[twin]) and explicit.get(name, rules[twin]) == rules[twin]
     }
+    kept: dict[str, str] = {}
+    for name, (one, text) in participants.non_finite.items() if participants.skip_non_finite and not problems else ():
+        if rules[name] in ("copy", "skip"):
+            continue
+        if participants.base is None:
+            no_base = "there is no base whose tensor could be kept; repair or leave out that model"
+            problems.append(TensorError(f"{text}, and {no_base}."))
+        elif one is participants.base:
+            problems.append(TensorError(f"{text}; repair the base: its own tensor cannot be kept."))
+        kept[name], rules[name] = text, "copy"
     rules |= {name: rules[twin] for name, twin in ties.items()}
-    return TensorRules(rules, ties, problems, list(_statistics_notes(participants, rules)))
+    notes = [*_statistics_notes(participants, rules), *_kept_notes(list(kept.values()))]
+    return TensorRules(rules, ties, problems, notes, kept)
 
 
 def _rule(name: str, W: Tensor, explicit: str, *, elementwise: bool) -> str:
@@ -174,12 +187,18 @@ def _statistics_notes(participants: Participants, rules: Mapping[str, str]) -> I
         yield f"{listed(counters)} differ between models and are copied from {participants.template.label}."
 
 
-def check_finite(who: str, name: str, W: Tensor) -> None:
-    """Refuse a tensor with NaN or Inf in it."""
+def _kept_notes(texts: Sequence[str]) -> Iterator[str]:
+    """Say which tensors are left as the base has them because a model has NaN or Inf there."""
+    if texts:
+        more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+        yield f"{len(texts)} tensors are left as the base has them: {', '.join(texts[:3])}{more}."
+
+
+def check_finite(one: Participant, name: str, W: Tensor) -> None:
+    """Refuse a tensor with NaN or Inf in `W`, which is all or a part of what a model has of it, or a factor of that."""
     if bad := nonfinite(W):
-        raise TensorError(
-            f"{who}[{name!r}] holds NaN or Inf in {bad} of {W.numel()} entries; repair or leave out that model."
-        )
+        text = one.non_finite(name) or f"{one.label}[{name!r}] holds NaN or Inf in {bad} of {W.numel()} entries"
+        raise TensorError(f"{text}; repair or leave out that model, or say `non_finite: skip-tensor`.")
 
 
 def check_shared_options(user: str, **options: Any) -> dict[str, Any]:

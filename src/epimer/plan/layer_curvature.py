@@ -14,7 +14,7 @@ from epimer.curvature.curvature import Curvature
 from epimer.errors import CurvatureError, ParameterError
 from epimer.geometry.linalg import Delta, LowRank
 from epimer.geometry.metric import Diagonal, Metric, Projected
-from epimer.geometry.subspace import Basis, TensorProduct, clamp_rank
+from epimer.geometry.subspace import Basis, TensorProduct, atoms_of, basis_problem, clamp_rank, owner_problem
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Method
 from epimer.methods.rules import AVERAGED, is_matrix, matrix_shape, stored_name
@@ -67,7 +67,7 @@ def layer_curvature(job: Job, participants: Participants, curvatures: Curvatures
         base_metric = check_metric(base_metric, where, W, matrix=False, kinds=("diagonal",), user=method.name)
     basis = None
     if matrix and isinstance(job.options, FrechetOptions):
-        basis = layer_basis(job.options.basis, metrics, name, W, len(job.models))
+        basis = layer_basis(job.options.basis, metrics, name, W, len(job.models), len(job.weights))
         if basis is not None and participants.base is None:
             raise CurvatureError(f"{method.name} without a base model cannot use a basis for {name!r}; pass base.")
     return LayerCurvature(list(metrics), base_metric, basis)
@@ -142,17 +142,17 @@ def check_metric(metric: Any, where: str, W: Tensor, *, matrix: bool, kinds: Seq
     return Diagonal(metric.F.reshape(shape)) if isinstance(metric, Diagonal) else metric
 
 
-def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, W: Tensor, tasks: int) -> Basis | None:
-    """Return the basis that `basis=` or projected curvature fixes for a matrix, if any."""
+def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, W: Tensor, tasks: int, models: int) -> Basis | None:
+    """Return the basis that `basis=` or projected curvature fixes for a matrix, if any; `tasks` have a weight."""
     chosen: Basis | None = bases.get(name) if isinstance(bases, Mapping) else None
     if chosen is not None:
-        _check_basis(chosen, f"basis[{name!r}]", W)
+        _check_basis(chosen, f"basis[{name!r}]", W, models)
     for t, metric in enumerate(metrics):
         if not isinstance(metric, Projected):
             continue
         where = f"curvature[{t}][{name!r}]"
         if metric.basis is not None:
-            _check_basis(metric.basis, f"{where}.basis", W)
+            _check_basis(metric.basis, f"{where}.basis", W, models)
             if chosen is None:
                 chosen = metric.basis  # type: ignore[assignment]
             elif not _equal_bases(chosen, metric.basis):
@@ -168,7 +168,7 @@ def layer_basis(bases: Any, metrics: Sequence[Metric], name: str, W: Tensor, tas
     return chosen
 
 
-def _check_basis(basis: Any, where: str, W: Tensor) -> None:
+def _check_basis(basis: Any, where: str, W: Tensor, models: int) -> None:
     if not isinstance(basis, Basis):
         raise ParameterError(f"{where} must be a basis made by epimer.build_basis, got {type(basis).__name__}.")
     if (len(basis.U), len(basis.V)) != matrix_shape(W):
@@ -176,6 +176,8 @@ def _check_basis(basis: Any, where: str, W: Tensor) -> None:
             f"{where} is a basis of {len(basis.U)} x {len(basis.V)} matrices, but the tensor is "
             f"{' x '.join(map(str, matrix_shape(W)))}; build it from these models with epimer.build_basis."
         )
+    if problem := basis_problem(basis) or owner_problem(atoms_of(basis).owner, models):
+        raise ParameterError(f"{where}: {problem}; build it from these models with epimer.build_basis.")
 
 
 def _equal_bases(left: Any, right: Any) -> bool:

@@ -18,6 +18,7 @@ from epimer.plan.compatibility import compare_folders
 from epimer.plan.curvature_inputs import (
     basis_problems,
     check_measured_models,
+    follow_tokens,
     kind_problems,
     open_measured,
     python_curvatures,
@@ -84,6 +85,7 @@ def open_models(
     check_measured_models(participants.models, curvatures or [], problems, notes, any_curvature=any_curvature)
     problems += kind_problems(curvatures or [], basis)
     problems += [] if basis is None else basis_problems(basis, recipe, participants)
+    curvatures = follow_tokens(participants.models, curvatures)
     return OpenedModels(participants, tokenizer, generation, curvatures, basis, problems, notes, files)
 
 

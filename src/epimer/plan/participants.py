@@ -19,11 +19,13 @@ from epimer.checkpoints.hub import is_hub_id
 from epimer.checkpoints.memory import Cached, Model, StateDict, total_bytes
 from epimer.checkpoints.quantized import dequantized
 from epimer.errors import EpimerError, TensorError
-from epimer.geometry.linalg import LowRank
+from epimer.geometry.linalg import LowRank, as_compute_dtype, nonfinite
 from epimer.plan.slices import stack_sources
 from epimer.plan.vocabularies import Vocabulary, align_vocabularies
 from epimer.recipe.model import UNION, Recipe
+from epimer.recipe.non_finite import ERROR, skips_tensors
 
+BLOCK = 1 << 22  # entries that are looked at at once
 SAMPLED = 1 << 18  # entries of a model that tell about all of them
 PLACES = 64  # of one tensor where such entries are taken from
 
@@ -60,6 +62,21 @@ class Participant:
     def sample(self, name: str) -> bytes:
         return b"" if self.problem(name) else self.checkpoint.sample(self.stored.get(name, name))
 
+    def non_finite(self, name: str) -> str:
+        """Return how many entries of a tensor are NaN or Inf and where the first is, in words; nothing for none."""
+        W, bad, first = self.headers[name], 0, None
+        length = len(W) if W.dim() and self.checkpoint.streams else 1
+        step = max(1, BLOCK * length // max(1, W.numel()))
+        for start in range(0, length, step):
+            part = self.read(name, (start, min(start + step, length)) if step < length else None)
+            if found := nonfinite(part):
+                if first is None:
+                    place = [int(i) for i in (~torch.isfinite(as_compute_dtype(part))).nonzero()[0]]
+                    first = [place[0] + start, *place[1:]] if place else []
+                bad += found
+        at = f", the first at {first}" if first else ""
+        return f"{self.label}[{name!r}] holds NaN or Inf in {bad} of {W.numel()} entries{at}" if bad else ""
+
     def shares(self, name: str, twin: str) -> bool:
         first, second = self.stored.get(name, name), self.stored.get(twin, twin)
         return {first, second} <= self.checkpoint.headers.keys() and self.checkpoint.shares(first, second)
@@ -80,6 +97,8 @@ class Participants:
     """what a recipe calls a model -> what to call it where paths must not be shown"""
     downloads: Mapping[str, int] = field(default_factory=dict)
     """files of theirs that are still on the hub -> their bytes"""
+    skip_non_finite: bool = False
+    """whether a tensor with NaN or Inf in a model is left as the base has it, instead of refused"""
 
     @property
     def all(self) -> list[Participant]:
@@ -108,6 +127,17 @@ class Participants:
                     found.setdefault(name, model.label)
         return found
 
+    @cached_property
+    def non_finite(self) -> dict[str, tuple[Participant, str]]:
+        """The tensors with NaN or Inf -> who has it first, the base or a model, and where; all tensors are read."""
+        found: dict[str, tuple[Participant, str]] = {}
+        for name in (name for name, W in self.template.headers.items() if W.is_floating_point()):
+            for one in self.all if name not in self.ties else ():
+                readable = name in one.headers and one.headers[name].is_floating_point() and not one.problem(name)
+                if readable and name not in found and (text := one.non_finite(name)):
+                    found[name] = one, text
+        return found
+
     def moved(self, name: str) -> bool:
         """Whether a model has another tensor than the base, going by some of its entries."""
         if self.base is None or not self.base.headers[name].is_floating_point():
@@ -119,7 +149,7 @@ class Participants:
         """Return the same models without the base, whose files the output still gets."""
         labels = [model.label for model in self.models]
         alone = align(None, [model.checkpoint for model in self.models], labels, donor=self.donor)
-        return replace(alone, names=self.names, downloads=self.downloads)
+        return replace(alone, names=self.names, downloads=self.downloads, skip_non_finite=self.skip_non_finite)
 
     def kept_in_memory(self, most: int) -> Participants:
         """Return the same models with tensors that are read once and kept, where they fit in `most` bytes."""
@@ -132,14 +162,15 @@ class Participants:
         return replace(self, base=base, models=cached, donor=kept[id(self.donor)])
 
 
-def state_dict_participants(base: Model | None, models: Sequence[Model]) -> Participants:
-    """Return state dicts and modules as participants."""
+def state_dict_participants(base: Model | None, models: Sequence[Model], non_finite: str = ERROR) -> Participants:
+    """Return state dicts and modules as participants; `non_finite` as a recipe has it."""
+    skips = skips_tensors(non_finite)
     if isinstance(models, Mapping) or not isinstance(models, Sequence) or not models:
         raise TensorError("models must be a non-empty list of state dicts or modules, one per fine-tuned model.")
     labels = [f"models[{t}]" for t in range(len(models))]
     ancestor = None if base is None else dequantized(StateDict(base, "base"))
     states = [dequantized(StateDict(model, label)) for model, label in zip(models, labels, strict=True)]
-    return align(ancestor, states, labels)
+    return replace(align(ancestor, states, labels), skip_non_finite=skips)
 
 
 def open_participants(
@@ -169,8 +200,8 @@ def open_participants(
         opening(text, label)
     models = dict(opened)
     source = recipe.tokenizer_source or "base"
-    place = Path(locate(source, folder)).expanduser()
-    if source not in ("base", UNION) and not place.is_dir():
+    place = Path(os.path.expanduser(locate(source, folder)))
+    if source not in ("base", UNION) and not os.path.isdir(place):
         opening(source, "tokenizer_source", download=False)
     if problems:
         return None, None, Vocabulary()
@@ -195,7 +226,12 @@ def open_participants(
     labels = [f"{each}[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
     names = {text: checkpoint.name for text, checkpoint in opened.items()}
     downloads = {file: size for text in models for file, size in opened[text].downloads.items()}
-    participants = replace(align(base, present, labels, donor=donor), names=names, downloads=downloads)
+    participants = replace(
+        align(base, present, labels, donor=donor),
+        names=names,
+        downloads=downloads,
+        skip_non_finite=skips_tensors(recipe.non_finite),
+    )
     return participants, tokenizer, vocabulary
 
 

@@ -226,27 +226,35 @@ def falling(m: int, n: int, device: torch.device) -> Tensor:
 
 @cache
 def measured_speeds(device: torch.device, threads: int) -> Speeds:
-    """Return the seconds that a unit of every kernel takes on a device with so many of torch's `threads`."""
-    A = falling(1536, 768, device)
-    square, wide = A[:768], torch.zeros(1 << 24, device=device)
+    """Return the seconds that a unit of every kernel takes on a device with so many of torch's `threads`.
+
+    A GPU is asked for larger singular value problems, as small ones only tell how fast kernels are started, and for
+    the way to it and back in place of a pass over memory, as files are read by the host.
+    """
+    gpu = device.type == "cuda"
+    A = falling(4096, 2048, device) if gpu else falling(1536, 768, device)
+    square, wide = A[:768, :768].contiguous(), torch.zeros(1 << 24)
     core, double = A[:384, :384].contiguous(), A[:512, :512].double()
     kernels: dict[str, tuple[float, Callable[[], object]]] = {
         "single": (2 * 768**3, lambda: square @ square),
         "double": (2 * 512**3, lambda: double @ double),
         "eigen_single": (256**3, lambda: eigh(core[:256, :256])),
         "eigen": (384**3, lambda: eigh(double[:384, :384])),
-        "leading": (1536 * 768 * 32, lambda: top_svd(A, 32)),
+        "leading": (32 * A.numel(), lambda: top_svd(A, 32)),
         "svd": (384**3, lambda: top_svd(core, 384)),
         "selected": (square.numel(), lambda: torch.kthvalue(square.reshape(-1), square.numel() // 2)),
         "sorted": (square.numel(), lambda: square.reshape(-1, 3072).argsort(dim=1, stable=True)),
-        "bytes": (2 * wide.nbytes, lambda: wide + 1.0),
+        "bytes": (5 * wide.nbytes, lambda: wide.to(device).cpu()) if gpu else (2 * wide.nbytes, lambda: wide + 1.0),
     }
     return {kernel: _seconds(call, device) / units for kernel, (units, call) in kernels.items()}
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the least time of three calls, or of one that is long enough to be trusted."""
+    """Return the least time of three calls, or of one that is long enough to be trusted; a GPU's first is not."""
     best = float("inf")
+    if device.type == "cuda":
+        call()
+        torch.cuda.synchronize(device)
     for _ in range(3):
         started = time.perf_counter()
         call()

@@ -31,7 +31,7 @@ class Words:
 
     @cached_property
     def tables(self) -> list[str]:
-        found = token_tables(self.checkpoint, max(self.tokens) + 1) if self.tokens else []
+        found = token_tables(self.checkpoint.headers, max(self.tokens) + 1) if self.tokens else []
         length = self.checkpoint.headers[found[0]].shape[0] if found else 0
         return [name for name in found if self.checkpoint.headers[name].shape[0] == length]
 

@@ -36,4 +36,11 @@ MISTRAL = (
     "{% endif %}{% endfor %}"
 )
 
-TEMPLATES = {"alpaca": ALPACA, "chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL}
+EXAONE = (  # of EXAONE 3.0 and 3.5
+    "{% if messages[0]['role'] != 'system' %}{{ '[|system|][|endofturn|]\\n' }}{% endif %}{% for message in messages %}"
+    "{{ '[|' ~ message['role'] ~ '|]' ~ message['content'] }}"
+    "{{ '\\n' if message['role'] == 'user' else '[|endofturn|]\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[|assistant|]' }}{% endif %}"
+)
+
+TEMPLATES = {"alpaca": ALPACA, "chatml": CHATML, "exaone": EXAONE, "llama3": LLAMA3, "mistral": MISTRAL}

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from epimer.errors import ParameterError, RecipeError, nearest
 from epimer.recipe.model import AUTO, Filtered, ModelEntry, Recipe, Scalar, Slice, Source, Value, Word, known_parameters
+from epimer.recipe.non_finite import ERROR, NON_FINITE
 from epimer.recipe.slices import read_slices
 from epimer.recipe.tokenizer import read_chat_template, read_tokenizer
-from epimer.recipe.yaml_lines import Location, YamlFile, spell
+from epimer.recipe.yaml_lines import Location, YamlFile, plain_data, spell
 
 if TYPE_CHECKING:
     from epimer.methods.options import Parameter
@@ -26,9 +27,9 @@ NAME = re.compile(r"\w[\w. -]*")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
         "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank", "slices", "modules", "tokenizer",
-        "chat_template", "name", "compat")  # fmt: skip
-OUTPUTS = ("model", "lora")
-OWN_KEYS = {"curvature", "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank"}
+        "chat_template", "name", "compat", "non_finite")  # fmt: skip
+CHOICES = {"dtype": DTYPES, "out_dtype": DTYPES, "output": ("model", "lora"), "non_finite": NON_FINITE}
+OWN_KEYS = {"curvature", "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank", "non_finite"}
 """which no file of mergekit has"""
 TWICE = "scale is given twice: scale, parameters.scale and lambda are one; keep one."
 NOT_OUR_PARAMETERS = {
@@ -59,7 +60,7 @@ def open_recipe(
 def load_recipe(source: str | os.PathLike[str] | Mapping[str, Any], compat: str | None = None) -> Recipe:
     """Read a recipe from a YAML file, or from the mapping such a file holds, and check all of it."""
     if isinstance(source, Mapping):
-        return Reader(YamlFile(None), compat).recipe(_plain(source))
+        return Reader(YamlFile(None), compat).recipe(plain_data(source))
     recipes = read_recipes(source, compat)
     if len(recipes) > 1:
         raise recipes[1][0].error(
@@ -75,12 +76,6 @@ def read_recipes(source: str | os.PathLike[str], compat: str | None = None) -> l
     file = YamlFile(os.fspath(source))
     documents = file.read_all() or [(file, None)]
     return [(part, Reader(part, compat).recipe(data)) for part, data in documents]
-
-
-def _plain(data: Any) -> Any:
-    if isinstance(data, Mapping):
-        return {key: _plain(value) for key, value in data.items()}
-    return [_plain(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def _number(value: Any) -> Any:
@@ -140,9 +135,9 @@ class Reader:
         self.hoist(models, parameters)
         self.check_weights(parameters, models, slices, base)
         tokenizer_source, tokenizer = read_tokenizer(self, data)
-        for key in ("dtype", "out_dtype"):
-            if data.get(key, DTYPES[0]) not in DTYPES:
-                raise self.wrong((key,), data[key], f"one of {', '.join(DTYPES)}")
+        for key, words in CHOICES.items():
+            if data.get(key, words[0]) not in words:
+                raise self.wrong((key,), data[key], f"one of {', '.join(words)}")
         return Recipe(
             merge_method=self.method_name,
             base_model=base,
@@ -162,15 +157,14 @@ class Reader:
             rounds=self.count(data, "rounds"),
             refine=self.count(data, "refine"),
             **self.output(data, base),
+            non_finite=data.get("non_finite", ERROR),
             name=self.name(data),
             notes=(*self.notes, *self.departures(data, models, parameters)),
         )
 
     def output(self, data: Mapping[str, Any], base: str | None) -> dict[str, Any]:
         """Return what is written, a model or a LoRA adapter, and the rank of an adapter where one is given."""
-        output, rank = data.get("output", OUTPUTS[0]), data.get("lora_rank")
-        if output not in OUTPUTS:
-            raise self.wrong(("output",), output, f"one of {', '.join(OUTPUTS)}")
+        output, rank = data.get("output", "model"), data.get("lora_rank")
         if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
             raise self.wrong(("lora_rank",), rank, "an integer at least 1")
         if rank is not None and output != "lora":

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from epimer.errors import RecipeError
 from epimer.layer_names import before_layers, module_of, split_layer
+from epimer.recipe.non_finite import ERROR
 
 if TYPE_CHECKING:  # the registry imports torch; functions import it when they must know the methods
     from epimer.methods.options import Parameter
@@ -133,6 +134,8 @@ class Recipe(_Frozen):
     """model, or lora: a PEFT adapter of the base instead of a whole model"""
     lora_rank: int | None = None
     """the rank of the adapter's layers at most; None keeps all of a merge whose rank is bounded"""
+    non_finite: str = ERROR
+    """error, or skip-tensor: a tensor with NaN or Inf in a model is left as the base has it"""
     name: str | None = None
     """what the other recipes of the same file call the merged model"""
     notes: tuple[str, ...] = Field(default=(), exclude=True)

@@ -25,8 +25,8 @@ def read_slices(reader: Reader, data: Mapping[str, Any], base: str | None) -> tu
         raise reader.error((key,), f"{key!r} belongs to whole models, not to {given[0]}; list 'models', or remove it.")
     if given[0] == "slices":
         return tuple(_slices(reader, ("slices",), data["slices"], "", base))
-    modules = reader.mapping(("modules",), data["modules"], data["modules"], {})
-    if not modules:
+    modules = data["modules"]
+    if not isinstance(modules, dict) or not modules:
         raise reader.wrong(("modules",), modules, "a mapping of modules to their slices or models")
     found: list[Slice] = []
     for module, raw in modules.items():

@@ -29,8 +29,9 @@ def read_tokenizer(reader: Reader, data: Mapping[str, Any]) -> tuple[str | None,
         raise reader.wrong((*path, "pad_to_multiple_of"), multiple, "an integer at least 1")
     where = (*path, "tokens")
     tokens = raw.get("tokens") or {}
-    known = reader.mapping(where, tokens, tokens, {})
-    found = {str(token): _token(reader, (*where, token), one) for token, one in known.items()}
+    if not isinstance(tokens, dict):
+        raise reader.wrong(where, tokens, "a mapping of tokens to where their rows come from")
+    found = {str(token): _token(reader, (*where, token), one) for token, one in tokens.items()}
     source = reader.text((*path, "source"), raw.get("source"))
     return source or UNION, TokenizerOptions(tokens=found, pad_to_multiple_of=multiple)
 
@@ -60,7 +61,7 @@ def _token(reader: Reader, path: Location, raw: Any) -> TokenSource:
 
 
 def read_chat_template(reader: Reader, data: Mapping[str, Any]) -> str | None:
-    """Return the chat template: its text, or auto; of mergekit's names all but exaone are known."""
+    """Return the chat template: its text, or auto; all of mergekit's names are known."""
     template = reader.text(("chat_template",), data.get("chat_template"))
     if template is None or template == AUTO or "{" in template:
         return template

@@ -8,9 +8,11 @@ from typing import Any
 import yaml
 
 from epimer.errors import RecipeError, nearest, short
+from epimer.json_values import MOST_DIGITS
 
 TAG = "tag:yaml.org,2002:"
 MOST_BYTES, MOST_VALUES = 1_000_000, 10_000
+LARGEST = 10**MOST_DIGITS
 
 Location = tuple[str | int, ...]
 """a place in the data: keys and indices"""
@@ -19,6 +21,15 @@ Location = tuple[str | int, ...]
 def spell(path: Location) -> str:
     """Return a place in the data as people write it: models[0].parameters."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+def plain_data(data: Any) -> Any:
+    """Return a mapping that a caller gives as a file would have it: dicts and lists, and no integer without end."""
+    if isinstance(data, Mapping):
+        return {key: plain_data(value) for key, value in data.items()}
+    if isinstance(data, int) and abs(data) >= LARGEST:
+        raise RecipeError(f"recipe: an integer must have at most {MOST_DIGITS} digits, and one has more.")
+    return [plain_data(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 class _Loader(yaml.SafeLoader):
@@ -128,9 +139,12 @@ class YamlFile:
         if kind in ("str", "timestamp"):
             return node.value
         try:
-            return yaml.constructor.SafeConstructor().construct_object(node)
+            value = yaml.constructor.SafeConstructor().construct_object(node)
         except (ValueError, LookupError):
             raise self.wrong(path, node.value, f"a YAML {kind}") from None
+        if isinstance(value, int) and abs(value) >= LARGEST:
+            raise self.wrong(path, node.value, f"an integer of at most {MOST_DIGITS} digits")
+        return value
 
     def plain_mapping(self, node: yaml.MappingNode, path: Location) -> dict[str, Any]:
         data: dict[str, Any] = {}

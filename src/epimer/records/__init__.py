@@ -23,6 +23,7 @@ from epimer.records.scores import (
     TaskScore,
     Trial,
 )
+from epimer.records.verification import Check, Outcome, Verification
 
 KINDS: dict[str, type[Record]] = {
     record.kind: record for record in (MergeRecord, Diagnosis, SweepRecord, EvaluationRecord, HarnessRecord, Experiment)
@@ -30,8 +31,8 @@ KINDS: dict[str, type[Record]] = {
 """the kind that a JSON file names -> the class it is read as"""
 
 __all__ = [
-    "KINDS", "Advice", "Conflict", "Diagnosis", "Dots", "EvaluationRecord", "Experiment", "Forecast", "HarnessRecord",
-    "HarnessScore", "LayerDiagnosis", "LayerFindings", "Lines", "MapPoint", "Maps", "MergeRecord", "MergeTheory",
-    "MethodScore", "OverallScore", "Record", "Score", "Status", "SweepRecord", "TaskScore", "TensorRecord", "Trial",
-    "checked",
+    "KINDS", "Advice", "Check", "Conflict", "Diagnosis", "Dots", "EvaluationRecord", "Experiment", "Forecast",
+    "HarnessRecord", "HarnessScore", "LayerDiagnosis", "LayerFindings", "Lines", "MapPoint", "Maps", "MergeRecord",
+    "MergeTheory", "MethodScore", "Outcome", "OverallScore", "Record", "Score", "Status", "SweepRecord", "TaskScore",
+    "TensorRecord", "Trial", "Verification", "checked",
 ]  # fmt: skip

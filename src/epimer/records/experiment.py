@@ -11,8 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from epimer.plain_text import markdown_line, table_cell
 from epimer.records.record import Record
 
+FARTHEST, NEAREST = 1e100, 1e-100  # of the ends of a landscape's axes, and of their distance
 Point = tuple[float, float, float, float]
 """x, y and the ends of y's interval"""
 
@@ -87,8 +89,8 @@ class Maps:
                 raise ValueError(f"map {name!r} is not of {len(self.b)} x {len(self.a)} values")
         for name, axis in (("a", self.a), ("b", self.b)):
             rising = all(low < high for low, high in pairwise(axis))
-            if len(axis) < 2 or not rising or not all(map(math.isfinite, axis)):
-                raise ValueError(f"{name} must be two or more rising numbers")
+            if len(axis) < 2 or not rising or not all(abs(x) < FARTHEST for x in axis) or axis[-1] - axis[0] < NEAREST:
+                raise ValueError(f"{name} must be two or more rising numbers that can be drawn")
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,6 @@ class Experiment(Record):
         return replace(self, headings=[self.headings[i] for i in kept], rows=rows)
 
     def markdown(self) -> str:
-        lines = [f"## {self.title}", "", "| " + " | ".join(self.headings) + " |", "|" + "---|" * len(self.headings)]
-        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
-        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes), ""])
+        head, *rows = ("| " + " | ".join(map(table_cell, cells)) + " |" for cells in (self.headings, *self.rows))
+        lines = [f"## {markdown_line(self.title)}", "", head, "|" + "---|" * len(self.headings), *rows]
+        return "\n".join([*lines, "", *(f"- {markdown_line(note)}" for note in self.notes), ""])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -75,7 +77,7 @@ class MergeRecord(Record):
     """How a merge was done: the method, its parameters and every tensor's rule."""
 
     kind: ClassVar[str] = "merge"
-    omitted: ClassVar[frozenset[str]] = frozenset({"error"})
+    omitted: ClassVar[frozenset[str]] = frozenset({"error", "input_files", "lost"})
 
     method: str
     parameters: dict[str, Any]
@@ -103,6 +105,18 @@ class MergeRecord(Record):
     """what the recipe says that has another meaning here, or none, in words"""
     untouched: float = 0.0
     """share of the parameters that models changed, and that were copied, skipped or merged to the base's again"""
+    checksums: dict[str, str] = field(default_factory=dict)
+    """the output's files, the record itself apart, and their checksums: crc32 of weights, sha256 of the others"""
+    tensor_checksums: dict[str, str] = field(default_factory=dict)
+    """CRC-32 of the data of every tensor under its name in the files"""
+    measured: tuple[tuple[str, str], ...] = ()
+    """name and fingerprint of every model's curvature and of the basis, where there are any"""
+    input_files: tuple[tuple[str, str], ...] | None = None
+    """name and SHA-256 of every file that was read for tensors and curvature, where that was asked for"""
+    environment: dict[str, str] = field(default_factory=dict)
+    """what the last digits depend on: the version of torch, the kind of device, the number of threads"""
+    lost: tuple[str, ...] | None = None
+    """tensors that models changed and that were merged to the base's again; None for none"""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -117,9 +131,15 @@ class MergeRecord(Record):
         kept = {k: v for k, v in self.to_dict().items() if k not in ("timings", "peak_memory")}
         for tensor in kept["tensors"].values():
             del tensor["seconds"]
-        return kept
+        return {**kept, "sha256": record_hash(kept)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "the record") -> Self:
         """Return the record that `to_dict` or `lasting` wrote; older ones name no format."""
         return super().from_dict({"format": 1, **data}, where)
+
+
+def record_hash(data: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a record in plain data, whatever its order and spaces; its own `sha256` is left out."""
+    content = {key: value for key, value in data.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from epimer.checksums import is_intact
 from epimer.errors import DataError, short
+from epimer.json_values import json_value
 
 T = TypeVar("T")
 
@@ -32,8 +34,21 @@ class Record:
         return {"kind": self.kind, "format": self.format, **asdict(record, dict_factory=fields)}
 
     @classmethod
+    def from_json(cls, text: bytes, where: str) -> Self:
+        """Return the record in the text of a JSON file, or raise a DataError that names the file `where`."""
+        try:
+            data = json_value(text)
+        except ValueError as error:
+            raise DataError(f"{where} is not a record of epimer: it is not JSON; make it again.") from error
+        if not isinstance(data, dict):
+            raise DataError(f"{where} is not a record of epimer: expected an object; make it again.")
+        return cls.from_dict(data, where)
+
+    @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "the record") -> Self:
         """Return the record that `to_dict` wrote, or raise a DataError that names the file `where`."""
+        if not is_intact(data):
+            raise DataError(f"{where} was damaged or edited: its sha256 does not fit; make it again.")
         if data.get("format") != cls.format:
             raise DataError(
                 f"{where} is of format {short(data.get('format'))}, and this epimer reads {cls.format}; "

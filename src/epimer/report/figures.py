@@ -15,7 +15,7 @@ from epimer.report.charts.frame import sheet
 from epimer.report.charts.landscape import landscape
 from epimer.report.charts.lines import Labels, Series, lines
 from epimer.report.markup import slug
-from epimer.report.numbers import Unit, finite, number, widened
+from epimer.report.numbers import Unit, drawable, finite, number, widened
 from epimer.report.palette import colour
 
 ETAS = {"eta_fraction": "η / F(x̄)", "eta": "η, mean diagonal 1", "eta_unit_trace": "η, trace 1"}
@@ -56,7 +56,7 @@ def by_method(experiment: Experiment) -> list[Figure]:
     assert isinstance(figure, Lines)
     unit, labels = _axes(figure)
     span = widened([v for points in figure.lines.values() for _, *ys in points for v in finite(ys)] or [0.0, 1.0])
-    count = max((len(row.get("tasks") or ()) for row in experiment.data), default=0)
+    count = max((len(row["tasks"]) for row in experiment.data if isinstance(row.get("tasks"), dict)), default=0)
     methods: dict[str, dict[str, list[Point]]] = {}
     for name, points in figure.lines.items():
         method, _, rest = name.partition(", ")
@@ -89,7 +89,7 @@ def dot_figure(name: str, figure: Dots) -> Figure:
     rows = []
     for row, (value, low, high, other) in figure.dots.items():
         tips = f"{row}\n{first} {unit.exact(value)}", f"{row}\n{second} {unit.exact(other)}"
-        if math.isfinite(value):
+        if drawable(value):
             rows.append(Row(row, value, tips[0], low, high, other, tips[1]))
     said = f"{figure.x}: {first} and {second} of {len(rows)} rows."
     chart = ranges(rows, unit.tick, figure.names, said, axis_name(figure.x, unit), log=figure.log)
@@ -107,7 +107,7 @@ def map_figure(figure: Maps, task: str | None = None) -> Figure:
     known = finite(v for row in losses for v in row) or [0.0]
     marked = ", ".join(point.name for point in figure.points)
     said = f"From {number(min(known))} to {number(max(known))}; models marked: {marked}."
-    shown = [point for point in figure.points if math.isfinite(point.a) and math.isfinite(point.b)]
+    shown = [point for point in figure.points if drawable(point.a) and drawable(point.b)]
     chart = landscape(figure.a, figure.b, losses, shown, task or "", said)
     rows: Rows = [
         [p.name, p.kind, *cells((p.a, p.b, p.off, p.joint if task is None else p.losses.get(task)), exact)]

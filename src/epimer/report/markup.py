@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from epimer.plain_text import visible
+
 EMPTY = frozenset({"meta", "br", "hr", "input", "link", "img"})  # HTML elements that are never closed
 SHAPES = frozenset({"rect", "line", "circle", "path", "polyline", "polygon"})
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # what no XML file may hold
 
 
 class Markup(str):
@@ -23,7 +24,7 @@ Child = str | Markup | None | Iterable[Any]
 
 def text(value: Any) -> Markup:
     """Return a value as text that no browser takes for markup."""
-    return Markup(escape(CONTROL.sub("\ufffd", str(value)), quote=True))
+    return Markup(escape(visible(str(value)), quote=True))
 
 
 def join(*children: Child) -> Markup:

@@ -13,6 +13,7 @@ T = TypeVar("T")
 SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 MINUS = "−"
 NOTHING = "–"
+LARGEST, SMALLEST = 1e150, 1e-150  # of what is drawn: beyond, squares and quotients are no numbers
 Show = Callable[[float | None], str]
 
 
@@ -112,9 +113,14 @@ class Unit:
         return "%" if self.share else ""
 
 
+def drawable(value: float | None) -> bool:
+    """Whether a value has a place on an axis: it is finite, and so is what is computed of a few such values."""
+    return value is not None and abs(value) < LARGEST
+
+
 def finite(values: Iterable[float | None]) -> list[float]:
     """Return the values that can be drawn."""
-    return [value for value in values if value is not None and math.isfinite(value)]
+    return [value for value in values if value is not None and drawable(value)]
 
 
 def bounds(value: float, low: float | None, high: float | None) -> tuple[float, float]:
@@ -125,12 +131,12 @@ def bounds(value: float, low: float | None, high: float | None) -> tuple[float, 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Return round values from `low` to `high`: steps of 1, 2, 2.5 or 5 times a power of ten."""
     span = high - low
-    if not span > 0 or not math.isfinite(span):
+    if not SMALLEST < span < LARGEST:
         return [low]
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if span / (power * factor) <= most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
+    return list(dict.fromkeys(float(f"{step * i:.12g}") for i in range(first, last + 1)))
 
 
 def decades(low: float, high: float) -> list[float]:
@@ -162,4 +168,6 @@ class Axis:
         low, high, x = self.low, self.high, value
         if self.log:
             low, high, x = math.log(low), math.log(high), math.log(value)
+        if not high > low:  # two numbers so near to each other that their logarithms are one
+            return (self.start + self.end) / 2
         return self.start + (x - low) / (high - low) * (self.end - self.start)

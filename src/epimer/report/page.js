@@ -109,7 +109,13 @@
     const sheet = document.createElementNS("http://www.w3.org/2000/svg", "rect");
     for (const [name, value] of [["width", box.width], ["height", box.height], ["fill", "#ffffff"]]) sheet.setAttribute(name, value);
     copy.insertBefore(sheet, copy.querySelector("desc").nextSibling);
-    return new XMLSerializer().serializeToString(copy).replace(/var\(--([a-z0-9]+)\)/g, (_, name) => light[name]);
+    for (const part of [copy, ...copy.querySelectorAll("*")]) {
+      for (const attribute of part.attributes) {
+        const colour = /^var\(--([a-z0-9]+)\)$/.exec(attribute.value);
+        if (colour && Object.hasOwn(light, colour[1])) attribute.value = light[colour[1]];
+      }
+    }
+    return new XMLSerializer().serializeToString(copy);
   };
   const save = (blob, name) => {
     const link = document.createElement("a");

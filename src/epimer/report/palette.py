@@ -24,7 +24,7 @@ SPLIT = {
     "light": ("#a34a00", "#d87b22", "#f2b777", "#f8e3cd", "#f4f5f6", "#cfe2f0", "#8fbfe0", "#3d8cc4", "#0d558f"),
     "dark": ("#ffc48a", "#e8954a", "#ad632a", "#5a3d28", "#20262d", "#244463", "#2d6fa6", "#5aa9e0", "#a9d7f9"),
 }
-VARIABLE = re.compile(r"var\(--([a-z0-9]+)\)")
+VARIABLE = re.compile(r'"var\(--([a-z0-9]+)\)"')  # the whole of an attribute: text has no quotes that are not escaped
 TIP = re.compile(r'<(\w+) data-tip="([^"]*)"([^>]*)/>')
 FOR_SCRIPTS = re.compile(r' data-(?:map|level)="[^"]*"')
 
@@ -77,7 +77,7 @@ def standalone(svg: str) -> str:
     """Return a chart as a file of its own: light colours instead of variables, values as titles instead of data."""
     light = variables("light")
     svg = TIP.sub(r"<\1\3><title>\2</title></\1>", FOR_SCRIPTS.sub("", svg))
-    return VARIABLE.sub(lambda match: light[match[1]], svg)
+    return VARIABLE.sub(lambda match: f'"{light[match[1]]}"' if match[1] in light else match[0], svg)
 
 
 def colour(i: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from epimer.errors import DataError, short
+from epimer.json_values import json_value
 from epimer.opened_files import reason
 from epimer.records import KINDS, Experiment, MergeRecord, Record
 from epimer.report.performance import Performance
@@ -58,7 +58,7 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> Records:
     """Read records from files, and from folders that hold some; in a folder, what is not a record is passed over."""
     records = Records()
     for path in map(Path, paths):
-        if path.is_dir():
+        if os.path.isdir(path):
             _read_folder(path, records)
         else:
             records.add(_load(path), path.name, str(path))
@@ -89,8 +89,8 @@ def _load(path: Path) -> Any:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise NotARecordError(f"{path} is larger than any record; expected {EXPECTED}.")
-        return json.loads(path.read_bytes())
+        return json_value(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {reason(error)}; expected {EXPECTED}.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise NotARecordError(f"{path} is not JSON; expected {EXPECTED}.") from error

@@ -110,7 +110,7 @@ def has_template(reader: Any) -> bool:
 def answer_tokens(reader: Any, table: Table, rows: Sequence[int], layout: Layout, longest: int) -> list[Tokens]:
     """Return the tokens of rows with answers, at most `longest` of each, and which of them belong to answers."""
     if layout.kind == "chat" or (layout.kind == "instruction" and has_template(reader)):
-        read = _chat if layout.kind == "chat" else _instruction_chat
+        read = read_chat if layout.kind == "chat" else _instruction_chat
         return [_chat_tokens(reader, read(table, i, layout.columns), table.where(i), longest) for i in rows]
     if layout.kind == "pair":
         prompts, answers = ([table.text(i, name) for i in rows] for name in layout.columns)
@@ -152,10 +152,14 @@ def _instruction_chat(table: Table, i: int, columns: Sequence[str]) -> Chat:
     return Chat([{"role": role, "content": content} for role, content in turns])
 
 
-def _chat(table: Table, i: int, columns: Sequence[str]) -> Chat:
-    """Return the messages of a row, and whose answers count: all, or those of the last of several columns."""
+def read_chat(table: Table, i: int, columns: Sequence[str], *, parts_allowed: bool = False) -> Chat:
+    """Return the messages of a row, and whose answers count: all, or those of the last of several columns.
+
+    A message's content may be a list of parts (texts and images) where they are allowed.
+    """
     row, where = table.row(i), table.where(i)
-    parts = [_messages(row.get(name), name, where) for name in columns]
+    contents = (str, list) if parts_allowed else (str,)
+    parts = [_messages(row.get(name), name, where, contents) for name in columns]
     tools = row.get("tools") or None
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{where} has {short(tools)} in 'tools', expected a list of functions.")
@@ -165,7 +169,7 @@ def _chat(table: Table, i: int, columns: Sequence[str]) -> Chat:
     return chat
 
 
-def _messages(value: Any, column: str, where: str) -> list[Message]:
+def _messages(value: Any, column: str, where: str, contents: tuple[type, ...]) -> list[Message]:
     """Return messages as {role, content}; also from {from, value} with the roles human and gpt."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{where} has {short(value)} in {column!r}, expected a list of messages.")
@@ -178,7 +182,7 @@ def _messages(value: Any, column: str, where: str) -> list[Message]:
         if known.get("role") not in ROLES:
             expected = f"expected role (one of {', '.join(ROLES)}) and content, or from (human, gpt) and value"
             raise DataError(f"{where} has the message {short(message)} in {column!r}, {expected}.")
-        if not isinstance(known.setdefault("content", "" if "tool_calls" in known else None), str):
+        if not isinstance(known.setdefault("content", "" if "tool_calls" in known else None), contents):
             raise DataError(f"{where} has the content {short(known['content'])} in {column!r}, expected a text.")
         messages.append(known)
     return messages
@@ -194,6 +198,15 @@ def _counts(message: Message) -> bool:
 
 def _chat_tokens(reader: Any, chat: Chat, where: str, longest: int) -> Tokens:
     """Return a chat in the tokenizer's chat template as tokens, and which of them are the assistant's."""
+    tokens, counted = text_tokens(reader, *render_chat(reader, chat, where))
+    if not any(counted[:longest]):
+        problem = f"has no answer within its first {longest} tokens"
+        raise DataError(f"{where} {problem}; raise --max-length, or leave the row out.")
+    return tokens[:longest], counted[:longest]
+
+
+def render_chat(reader: Any, chat: Chat, where: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a chat in the tokenizer's chat template, and where in it the assistant's turns begin and end."""
     if not has_template(reader):
         remedy = "copy chat_template.jinja into the model's folder, or write the chats as texts"
         raise DataError(f"{where} is a chat, but the tokenizer has no chat template; {remedy}.")
@@ -209,13 +222,20 @@ def _chat_tokens(reader: Any, chat: Chat, where: str, longest: int) -> Tokens:
                 problem = f"has message {k}, whose text the chat template changes, so that it is not found in the chat"
                 raise DataError(f"{where} {problem}; leave the row out, or write the chats as texts.")
             spans.append(span)
-    encoded = reader(full, add_special_tokens=False, return_offsets_mapping=True)
-    ids, places = encoded["input_ids"][:longest], encoded["offset_mapping"][:longest]
-    counted = [any(max(a, start) < min(b, end) for start, end in spans) for a, b in places]
-    if not any(counted):
-        problem = f"has no answer within its first {longest} tokens"
-        raise DataError(f"{where} {problem}; raise --max-length, or leave the row out.")
-    return ids, counted
+    return full, spans
+
+
+def text_tokens(reader: Any, text: str, spans: Sequence[tuple[int, int]], *, special: bool = False) -> Tokens:
+    """Return a text's tokens, and which of them lie in one of the spans; `special` adds the tokenizer's own ends."""
+    encoded = reader(text, add_special_tokens=special, return_offsets_mapping=True)
+    counted = [any(max(a, start) < min(b, end) for start, end in spans) for a, b in encoded["offset_mapping"]]
+    return encoded["input_ids"], counted
+
+
+def plain_text(message: Message) -> str:
+    """Return the text of a message, whose content is one, or a list of parts."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _render(reader: Any, tools: Any, where: str, messages: Sequence[Message], *, prompt: bool = False) -> str:
@@ -237,7 +257,7 @@ def _after_prompt(full: str, messages: Sequence[Message], k: int, render: Any) -
         alone = full if k == len(messages) - 1 else render(messages[: k + 1])
     except DataError:  # a template may refuse half a chat
         return None
-    content = messages[k]["content"]
+    content = plain_text(messages[k])
     end = max(len(alone.rstrip()), alone.rfind(content) + len(content))  # white space after the end is not written
     fits = full.startswith(before) and alone.startswith(before) and full[:end] == alone[:end] and end > len(before)
     return (len(before), end) if fits else None
@@ -245,13 +265,15 @@ def _after_prompt(full: str, messages: Sequence[Message], k: int, render: Any) -
 
 def _by_mark(full: str, messages: Sequence[Message], k: int, render: Any) -> tuple[int, int] | None:
     """Return where the content of message k lies, with what ends its turn: where a mark is if it says that instead."""
-    marked = [*messages[:k], {**messages[k], "content": MARK}, *messages[k + 1 :]]
+    mark = MARK if isinstance(messages[k]["content"], str) else [{"type": "text", "text": MARK}]
+    marked = [*messages[:k], {**messages[k], "content": mark}, *messages[k + 1 :]]
     try:
         before, _, after = render(marked).partition(MARK)
         ending = render(marked[: k + 1]).partition(MARK)[2].rstrip()
     except DataError:
         return None
-    for content in (messages[k]["content"], messages[k]["content"].strip()):
+    text = plain_text(messages[k])
+    for content in (text, text.strip()):
         if content and full == before + content + after:
             return len(before), len(before + content) + (len(ending) if after.startswith(ending) else 0)
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +21,18 @@ from epimer.errors import CheckpointError, CurvatureError, ParameterError, liste
 from epimer.tasks.tables import import_extra
 
 CAUSAL_LM, TEXT, IMAGE = "causal-lm", "text-classification", "image-classification"
+SEQ2SEQ, IMAGE_TEXT, SPEECH = "seq2seq-lm", "image-text-to-text", "automatic-speech-recognition"
 AUTO = {
     CAUSAL_LM: "AutoModelForCausalLM",
     TEXT: "AutoModelForSequenceClassification",
     IMAGE: "AutoModelForImageClassification",
+    SEQ2SEQ: "AutoModelForSeq2SeqLM",
+    IMAGE_TEXT: "AutoModelForImageTextToText",
+    SPEECH: "AutoModelForSpeechSeq2Seq",
 }
+CLASSIFIERS = (TEXT, IMAGE)
+EVALUATED = (CAUSAL_LM, *CLASSIFIERS)
+"""the tasks that suites evaluate"""
 POOLINGS = ("auto", "pooler", "cls", "mean")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken")
@@ -106,7 +114,7 @@ def load_model(
 
 def read_head(head: Head, dtype: torch.dtype) -> nn.Linear:
     """Return a linear head: `weight` [classes, features] and, where there is one, `bias` [classes]."""
-    if isinstance(head, Path) and not head.exists():
+    if isinstance(head, Path) and not os.path.exists(head):
         raise CheckpointError(f"the head {head} does not exist; give a file with 'weight' and 'bias'.")
     file, path = (open_file(head), str(head)) if isinstance(head, Path) else (StateDict(head, "head"), "in memory")
     shapes = {name: tuple(W.shape) for name, W in file.headers.items()}
@@ -180,7 +188,7 @@ def _from_pretrained(
     except Exception as error:  # transformers raises errors of many types for damaged files
         if "Unrecognized configuration class" in str(error):
             kind = read_json(inside(folder, "config.json"), f"{where}/config.json").get("model_type")
-            remedy = "" if auto in (AUTO[CAUSAL_LM], "AutoModel") else ", or a head with --head"
+            remedy = ", or a head with --head" if auto in [AUTO[task] for task in CLASSIFIERS] else ""
             problem = f"{where} is a {kind} model, for which transformers has no {auto}"
             raise CheckpointError(f"{problem}; give a model of that kind{remedy}.") from error
         raise failed(where, "the model", error) from error
@@ -198,8 +206,8 @@ def _load_backbone(
 ) -> tuple[nn.Module, list[str]]:
     """Load a network without a head; of a model of images and texts, the vision part."""
     where = checkpoint.where
-    if task == CAUSAL_LM:
-        raise CurvatureError("a head is for classification; leave --head out for causal-lm.")
+    if task not in CLASSIFIERS:
+        raise CurvatureError(f"a head is for classification; leave --head out for {task}.")
     try:
         config = transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # see _from_pretrained
@@ -212,29 +220,54 @@ def _load_backbone(
     return _from_pretrained("AutoModel", folder, where, dtype, config=config)
 
 
+class SpeechReader(NamedTuple):
+    """What turns recordings into features, and transcripts into tokens."""
+
+    features: Any
+    tokenizer: Any
+
+
 def load_reader(checkpoint: Checkpoint, task: str) -> Any:
-    """Load the checkpoint's tokenizer or image processor."""
+    """Load the checkpoint's tokenizer, image processor, processor of both, or reader of speech, as a task needs it."""
     folder, where = checkpoint.folder, checkpoint.where
     assert folder is not None
     options = {"local_files_only": True, "trust_remote_code": False}
     if task != IMAGE and not any(next(folder.glob(name), None) for name in VOCABULARIES):
         # transformers would build one with an empty vocabulary
         raise CheckpointError(f"{where} has no tokenizer; copy tokenizer.json and tokenizer_config.json into it.")
-    if task == IMAGE and not any((folder / name).is_file() for name in PROCESSORS):
-        raise CheckpointError(f"{where} has no image processor; copy preprocessor_config.json into its folder.")
+    what = {IMAGE: "image processor", IMAGE_TEXT: "processor", SPEECH: "feature extractor"}.get(task)
+    if what is not None and not any((folder / name).is_file() for name in PROCESSORS):
+        raise CheckpointError(f"{where} has no {what}; copy preprocessor_config.json into its folder.")
     try:
         with quiet_transformers(shown=False):
             if task == IMAGE:  # always Pillow: pixels must not depend on whether torchvision is installed
                 return transformers().AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
-            return transformers().AutoTokenizer.from_pretrained(folder, **options)
+            if task == IMAGE_TEXT:
+                return _load_processor(folder, options)
+            tokenizer = transformers().AutoTokenizer.from_pretrained(folder, **options)
+            if task == SPEECH:
+                return SpeechReader(transformers().AutoFeatureExtractor.from_pretrained(folder, **options), tokenizer)
+            return tokenizer
     except Exception as error:  # see _from_pretrained
-        raise failed(where, "the image processor" if task == IMAGE else "the tokenizer", error) from error
+        raise failed(where, f"the {what or 'tokenizer'}", error) from error
+
+
+def _load_processor(folder: Path, options: Mapping[str, Any]) -> Any:
+    """Load a processor of images and texts, whose tokenizer has its chat template."""
+    auto = transformers().AutoProcessor
+    try:
+        processor = auto.from_pretrained(folder, backend="pil", **options)
+    except (ImportError, ValueError):  # a part for videos that needs torchvision
+        processor = auto.from_pretrained(folder, **options)
+    if (template := getattr(processor, "chat_template", None)) is not None:
+        processor.tokenizer.chat_template = template
+    return processor
 
 
 def _refuse_fresh(where: str, missing: list[str], task: str, *, backbone: bool = False) -> None:
-    remedy = "give the whole model" + ("" if task == CAUSAL_LM or backbone else ", or a trained head with --head")
+    head = ", or a trained head with --head" if task in CLASSIFIERS and not backbone else ""
     problem = "which would be random numbers, and so would the curvature"
-    raise CheckpointError(f"{where} lacks {listed(missing)}, {problem}; {remedy}.")
+    raise CheckpointError(f"{where} lacks {listed(missing)}, {problem}; give the whole model{head}.")
 
 
 def _check_objective(config: Any, where: str, task: str) -> None:
@@ -243,7 +276,9 @@ def _check_objective(config: Any, where: str, task: str) -> None:
         for kind in getattr(config, "architectures", None) or ():
             if kind.endswith("ForMaskedLM"):
                 raise CheckpointError(f"{where} is a {kind}, which sees the next token; give a causal model.")
-    elif config.num_labels < 2 or getattr(config, "problem_type", None) in ("regression", "multi_label_classification"):
+    elif task in CLASSIFIERS and (
+        config.num_labels < 2 or getattr(config, "problem_type", None) in ("regression", "multi_label_classification")
+    ):
         problem = getattr(config, "problem_type", None) or "one output, a regression"
         raise CheckpointError(f"{where} was trained for {problem}; expected one of two or more classes per sample.")
 

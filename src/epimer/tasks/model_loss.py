@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from epimer.errors import CurvatureError, short
 from epimer.tasks.batches import Batch
+from epimer.tasks.generation import decoder_inputs
 from epimer.tasks.labels import IGNORED, Loss, logits_of
 from epimer.tasks.task import sample_losses
 
@@ -71,9 +72,10 @@ def _own(model: nn.Module, batch: Batch, labels: Tensor) -> float:
 
 def with_decoder_inputs(model: nn.Module, batch: Batch) -> Batch:
     """Return a batch with the decoder's inputs, which an encoder-decoder model makes from the labels."""
-    prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     given = {"decoder_input_ids", "decoder_inputs_embeds"} & set(batch.inputs if isinstance(batch.inputs, dict) else ())
     encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if not encoder_decoder or given or not isinstance(batch.inputs, dict) or prepare is None or batch.targets is None:
+    if not encoder_decoder or given or not isinstance(batch.inputs, dict) or not isinstance(batch.targets, Tensor):
         return batch
-    return replace(batch, inputs={**batch.inputs, "decoder_input_ids": prepare(labels=batch.targets)})
+    taken = inspect.signature(model.forward).parameters
+    written = {name: value for name, value in decoder_inputs(model, batch.targets).items() if name in taken}
+    return replace(batch, inputs={**written, **batch.inputs})

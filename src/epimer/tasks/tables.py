@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from epimer.errors import DataError, listed, nearest, short
+from epimer.json_values import json_value
 from epimer.opened_files import OpenedFile, reason
 
 BOM = b"\xef\xbb\xbf"
@@ -66,18 +66,21 @@ class Table(ABC):
 
     def image(self, i: int, column: str) -> Any:
         """Return the image of a row, in RGB; the value is a path, bytes, or a struct of `bytes` and `path`."""
-        value: Any = self.row(i).get(column)
+        return decode_image(self.source(i, self.row(i).get(column), column, "image"), self.where(i))
+
+    def source(self, i: int, value: Any, column: str, what: str) -> Path | bytes:
+        """Return an image's or a recording's path or bytes; the value is one of them, or a struct of both."""
         if isinstance(value, dict):
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, str | Path) and str(value):
-            value = self.folder / value
-        elif not isinstance(value, bytes) or not value:
-            problem = f"has no image in {column!r}: {short(value)}"
+            return self.folder / value
+        if not isinstance(value, bytes) or not value:
+            problem = f"has no {what} in {column!r}: {short(value)}"
             raise DataError(f"{self.where(i)} {problem}; expected a path or its bytes.")
-        return _decode(value, self.where(i))
+        return value
 
 
-def _decode(source: Path | bytes, where: str) -> Any:
+def decode_image(source: Path | bytes, where: str) -> Any:
     """Decode an image to RGB."""
     pil = import_extra("PIL.Image", "pillow", "reading images")
     try:
@@ -122,8 +125,8 @@ class Lines(Table):
             line = file.readline().removeprefix(BOM if self.starts[i] == 0 else b"")
         try:
             text = line.decode("utf-8").strip()
-            value = {"text": text} if self.plain else json.loads(text)
-        except (ValueError, RecursionError) as error:
+            value = {"text": text} if self.plain else json_value(text)
+        except ValueError as error:
             kind = "UTF-8 text" if self.plain or isinstance(error, UnicodeDecodeError) else "JSON"
             raise DataError(f"{self.where(i)} is not {kind}: {error}; write one row per line.") from error
         return _object(value, self.where(i))
@@ -157,8 +160,8 @@ def read_json_table(path: Path) -> Table:
     if first.startswith(b"{") and _is_json(first.splitlines()[0]):
         return Lines(path)
     try:
-        values = json.loads(data.decode("utf-8-sig")) if first else []
-    except (ValueError, RecursionError) as error:
+        values = json_value(data) if first else []
+    except ValueError as error:
         raise DataError(f"{path.name} is not JSON: {error}; expected a list of objects.") from error
     if not isinstance(values, list):
         raise DataError(f"{path.name} holds a {type(values).__name__}, expected a list of objects, one per row.")
@@ -324,7 +327,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line)
-    except (ValueError, RecursionError):
+        json_value(line)
+    except ValueError:
         return False
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,24 @@ from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.errors import CurvatureError, DataError, EpimerWarning, ParameterError, listed, nearest, short
 from epimer.tasks.conversations import TEXTS, Layout, answer_tokens, find_layout, has_template
+from epimer.tasks.generation import Reader, SourcesAndTargets, Speech, joined
+from epimer.tasks.image_text import ImagesAndTexts
 from epimer.tasks.labels import IGNORED, logits_of
-from epimer.tasks.loading import AUTO, CAUSAL_LM, IMAGE, POOLINGS, Head, WithHead, load_model, load_reader, transformers
+from epimer.tasks.loading import (
+    AUTO,
+    CAUSAL_LM,
+    CLASSIFIERS,
+    IMAGE,
+    IMAGE_TEXT,
+    POOLINGS,
+    SEQ2SEQ,
+    SPEECH,
+    Head,
+    WithHead,
+    load_model,
+    load_reader,
+    transformers,
+)
 from epimer.tasks.tables import Table
 
 LABELS = ("label", "labels")
@@ -44,15 +60,15 @@ def next_tokens(ids: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass
 class Task:
-    """A network on its device, in eval mode, with its tokenizer or image processor and its classes."""
+    """A network on its device, in eval mode, with what reads its data and its classes."""
 
     kind: str
     model: nn.Module
     names: dict[str, str]  # parameter -> its tensor in the checkpoint on disk
     unmatched: list[str]  # parameters that match no tensor on disk
     checkpoint: Checkpoint
-    classes: int | None  # the number of classes; None for causal-lm
-    reader: Any  # the checkpoint's tokenizer or image processor
+    classes: int | None  # the number of classes; None for models that write text
+    reader: Any  # the checkpoint's tokenizer, image processor, or what reads both or speech
     device: torch.device
     label2id: dict[str, int] = field(default_factory=dict)
     require_labels: bool = False  # whether data without labels is an error
@@ -69,14 +85,19 @@ class Task:
         text: str | None = None,
         label: str | None = None,
         image: str | None = None,
+        audio: str | None = None,
     ) -> Iterator[InputsAndTargets]:
         """Return an iterator over the batches of `rows`, in their order; without names the usual columns are read.
 
         A language model's loss is of the answers alone where rows hold prompts with answers, instructions or chats.
+        Images and recordings of different sizes come in batches of their own.
         """
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
             if value < 1:
                 raise ParameterError(f"The {name!r} parameter of a task must be at least 1. Got {value} instead.")
+        taken = inspect.signature(self._backbone.forward).parameters
+        if (reader := self._generation(table, text, image, audio, self.longest(max_length), rows)) is not None:
+            return self._generated(reader, rows, batch_size, taken)
         layout = self._layout(table, text, image, rows[0] if len(rows) else 0)
         labels = None if self.kind == CAUSAL_LM else table.column(label, LABELS, "label")
         if labels is None and self.require_labels and self.kind != CAUSAL_LM:
@@ -88,8 +109,6 @@ class Task:
                 return self._images(table, rows, layout.columns[0])
             return self._texts(table, rows, layout, self.longest(max_length))
 
-        taken = inspect.signature(self._backbone.forward).parameters
-
         def batch(rows: Sequence[int]) -> InputsAndTargets:
             inputs, targets = read(rows), None
             if self.kind == CAUSAL_LM:
@@ -100,6 +119,26 @@ class Task:
             return {name: value.to(self.device) for name, value in inputs.items() if name in taken}, targets
 
         return (batch(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size))
+
+    def _generation(
+        self, table: Table, text: str | None, image: str | None, audio: str | None, longest: int, rows: Sequence[int]
+    ) -> Reader | None:
+        """Return what reads rows for a model that writes text from other things than a prompt; None for others."""
+        if self.kind == SEQ2SEQ:
+            return SourcesAndTargets(self, table, text, longest)
+        if self.kind == SPEECH:
+            return Speech(self, table, text, audio, longest)
+        if self.kind == IMAGE_TEXT:
+            return ImagesAndTexts(self, table, text, image, longest, rows[0] if len(rows) else 0)
+        return None
+
+    def _generated(
+        self, reader: Reader, rows: Sequence[int], batch_size: int, taken: Collection[str]
+    ) -> Iterator[InputsAndTargets]:
+        for start in range(0, len(rows), batch_size):
+            for inputs, targets in joined(map(reader.sample, rows[start : start + batch_size]), self.padding):
+                known = {name: value.to(self.device) for name, value in inputs.items() if name in taken}
+                yield known, targets.to(self.device)
 
     def _layout(self, table: Table, text: str | None, image: str | None, row: int) -> Layout:
         """Return which columns are read, and how; what is not a plain text is said in a warning."""
@@ -130,17 +169,32 @@ class Task:
             ids, counted = [row for row, _ in tokens], [mask for _, mask in tokens]
         fewest = 2 if self.kind == CAUSAL_LM else 1
         for i, row in zip(rows, ids, strict=True):
-            if len(row) < fewest:
-                raise DataError(f"{table.where(i)} has {len(row)} token, expected at least {fewest}; leave it out.")
-            if max(row) >= self.vocabulary:
-                problem = f"has token {max(row)}, but the model knows {self.vocabulary} tokens"
-                raise DataError(f"{table.where(i)} {problem}; is this its tokenizer?")
+            self.check_tokens(table, i, row, fewest)
         inputs = {"input_ids": _padded(ids, self.padding), "attention_mask": _padded([[1] * len(r) for r in ids], 0)}
         if counted:
             inputs["answer_mask"] = _padded(counted, 0)
         elif kinds is not None:
             inputs["token_type_ids"] = _padded(kinds, 0)
         return inputs
+
+    def check_tokens(self, table: Table, i: int, tokens: Sequence[int], fewest: int = 1) -> None:
+        """Refuse a row with too few tokens, or with some that the model does not know."""
+        if len(tokens) < fewest:
+            raise DataError(f"{table.where(i)} has {len(tokens)} token, expected at least {fewest}; leave it out.")
+        if max(tokens) >= self.vocabulary:
+            problem = f"has token {max(tokens)}, but the model knows {self.vocabulary} tokens"
+            raise DataError(f"{table.where(i)} {problem}; is this its tokenizer?")
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer: the reader itself, or the one in it."""
+        return self.reader.tokenizer if self.kind in (IMAGE_TEXT, SPEECH) else self.reader
+
+    @property
+    def _config(self) -> Any:
+        """The config of the model, or of the part of it that writes the text."""
+        config = self._backbone.config
+        return config.get_text_config() if self.kind == IMAGE_TEXT else config
 
     @property
     def _backbone(self) -> Any:
@@ -154,14 +208,18 @@ class Task:
     @property
     def padding(self) -> int:
         """The token to pad with: the model's padding token, or any other, as the attention mask excludes it."""
-        own = getattr(self._backbone.config, "pad_token_id", None)
-        tokens = (own, self.reader.pad_token_id, self.reader.eos_token_id)
+        own = getattr(self._config, "pad_token_id", None)
+        tokens = (own, self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((token for token in tokens if token is not None and 0 <= token < self.vocabulary), 0)
 
     def longest(self, max_length: int) -> int:
         """Return the most tokens of a text: what the model and its tokenizer take, and `max_length`."""
-        limits = [max_length, self.reader.model_max_length]
-        places = getattr(self._backbone.config, "max_position_embeddings", None)
+        if self.kind == IMAGE:
+            return max_length
+        limits = [max_length, self.tokenizer.model_max_length]
+        if isinstance(written := getattr(self._config, "max_target_positions", None), int):
+            limits.append(written)
+        places = getattr(self._config, "max_position_embeddings", None)
         if isinstance(places, int) and places > 0:
             tables = [m for name, m in self._backbone.named_modules() if name.endswith("position_embeddings")]
             skipped = [m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None]
@@ -174,11 +232,13 @@ class Task:
             return
         ids, longest = inputs["input_ids"], self.longest(sys.maxsize)
         kinds, known = inputs.get("token_type_ids"), getattr(self._backbone.config, "type_vocab_size", None)
+        written = inputs.get("decoder_input_ids", ids)
+        largest, length = max(int(ids.max()), int(written.max())), max(ids.shape[1], written.shape[1])
         problem = ""
-        if int(ids.max()) >= self.vocabulary:
-            problem = f"token {int(ids.max())}, but the model knows {self.vocabulary} tokens"
-        elif ids.shape[1] > longest:
-            problem = f"texts of {ids.shape[1]} tokens, but the model takes {longest}"
+        if largest >= self.vocabulary:
+            problem = f"token {largest}, but the model knows {self.vocabulary} tokens"
+        elif length > longest:
+            problem = f"texts of {length} tokens, but the model takes {longest}"
         elif kinds is not None and isinstance(known, int) and int(kinds.max()) >= known:
             problem = f"token type {int(kinds.max())}, but the model knows {known}"
         if problem:
@@ -249,7 +309,7 @@ def load_task(
     label2id, classes = dict[str, int](), None
     if isinstance(loaded, WithHead):
         classes = loaded.head.out_features
-    elif task != CAUSAL_LM:
+    elif task in CLASSIFIERS:
         config: Any = loaded.config
         classes, label2id = int(config.num_labels), {str(name): int(i) for name, i in config.label2id.items()}
         if task != IMAGE and getattr(config, "pad_token_id", None) is None:  # a decoder finds a text's end by it

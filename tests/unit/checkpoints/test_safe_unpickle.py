@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from epimer.checkpoints.convert import convert
 from epimer.checkpoints.folder import open_file
-from epimer.checkpoints.safe_unpickle import module_tensors
+from epimer.checkpoints.safe_unpickle import MAGIC, module_tensors
 from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.checkpoints.torchfile import TorchFile
 from epimer.errors import CheckpointError
@@ -263,3 +264,24 @@ def test_a_module_cut_anywhere_is_refused(tmp_path, zipped):
         with suppress(CheckpointError):
             found = module_tensors(path, "encoder.pt")
         assert found is None
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+def test_a_size_in_a_pickle_takes_no_memory(tmp_path, zipped):
+    """A bytearray, a text and bytes that say they have a quarter of a gigabyte, and have three."""
+    path, changed = tmp_path / "module.pt", tmp_path / "changed.pt"
+    torch.save(nn.Linear(2, 2), path, _use_new_zipfile_serialization=zipped)
+    for opcode in (pickle.BYTEARRAY8, pickle.BINUNICODE8, pickle.BINBYTES8):
+        claim = opcode + (1 << 28).to_bytes(8, "little") + b"abc"
+        if zipped:
+            with zipfile.ZipFile(path) as source, zipfile.ZipFile(changed, "w") as target:
+                for name in source.namelist():
+                    target.writestr(name, claim if name.endswith("data.pkl") else source.read(name))
+        else:
+            changed.write_bytes(pickle.dumps(MAGIC, 2) + claim)
+        tracemalloc.start()
+        try:
+            assert module_tensors(changed, "changed.pt") is None
+            assert tracemalloc.get_traced_memory()[1] < 1 << 24
+        finally:
+            tracemalloc.stop()

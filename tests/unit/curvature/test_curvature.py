@@ -331,7 +331,7 @@ def test_a_basis_on_disk_is_the_basis(tmp_path):
             rules = [("table.weight", "average")]
             made = epimer.build_basis(base, given, rank=1, basis=kind, rules=rules)
             folder = tmp_path / f"{kind}-{copies}"
-            save_basis(made.items(), folder, about={"models": 2})
+            save_basis(made.items(), folder, about={"models": ["base", "one", "two"]})
             stored = StoredBasis(folder)
             assert set(stored) == set(made)
             for name, one in made.items():

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import epimer
+from epimer.checksums import sealed
 from epimer.curvature.format import Provenance
 from epimer.curvature.kept_inputs import InputKeeper
 from epimer.errors import CurvatureError
@@ -61,6 +62,46 @@ def test_batches_are_padded_to_the_longest():
     assert kept("text-classification").counted is None
 
 
+def translated():
+    """Sources of 3 and 2 tokens at most, with targets of 1 and 4."""
+    keeper = InputKeeper("seq2seq-lm", "auto", PADDING, {})
+    targets = [torch.tensor([[5], [6]]), torch.tensor([[1, 2, 3, 4]])]
+    batches = []
+    for (inputs, _), labels in zip(text_batches(), targets, strict=True):
+        written = {"decoder_input_ids": labels - 1, "decoder_attention_mask": torch.ones_like(labels)}
+        batches.append(({**inputs, **written}, labels))
+    list(keeper.watch(batches))
+    return keeper.kept
+
+
+def test_sources_and_targets_are_padded_each_to_their_longest(tmp_path):
+    inputs = translated()
+    assert inputs.tensors["input_ids"].tolist() == [[1, 2, 3], [4, 5, PADDING], [8, 9, PADDING]]
+    ids = inputs.tensors["decoder_input_ids"]
+    assert ids.tolist() == [[4, PADDING, PADDING, PADDING], [5, PADDING, PADDING, PADDING], [0, 1, 2, 3]]
+    assert inputs.tensors["decoder_attention_mask"].tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
+    assert inputs.counted.tolist() == [[True, False, False, False]] * 2 + [[True] * 4]
+    curvature(inputs).save(tmp_path / "c")
+    assert_same(epimer.Curvature.load(tmp_path / "c").inputs, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("decoder_attention_mask", lambda mask: 1 - mask, "decoder_attention_mask must be 1 at the tokens"),
+        ("decoder_input_ids", lambda ids: ids - 9, "decoder_input_ids hold -9"),
+        ("decoder_input_ids", lambda ids: ids[:, :3].contiguous(), "all inputs alike"),
+        ("counted", lambda counted: torch.ones_like(counted), "counted must be true at one token of each text"),
+    ],
+)
+def test_damaged_targets_are_refused(tmp_path, name, change, said):
+    curvature(translated()).save(tmp_path / "c")
+    tensors = load_file(tmp_path / "c" / "inputs.safetensors")
+    save_file({**tensors, name: change(tensors[name])}, tmp_path / "c" / "inputs.safetensors")
+    with pytest.raises(CurvatureError, match=said):
+        _ = epimer.Curvature.load(tmp_path / "c").inputs
+
+
 def test_at_most_so_many_samples():
     assert kept(most=1).tensors["input_ids"].tolist() == [[1, 2, 3]]
     assert len(kept(most=2)) == 2
@@ -83,6 +124,8 @@ def test_the_same_through_files(tmp_path, task, head):
     names = {"curvature.json", "curvature.safetensors", "inputs.safetensors"}
     assert {path.name for path in (tmp_path / "c").iterdir()} == names | ({"head.safetensors"} if head else set())
     header = json.loads((tmp_path / "c" / "curvature.json").read_text())
+    checksums = header["inputs"].pop("checksums")
+    assert checksums.keys() == load_file(tmp_path / "c" / "inputs.safetensors").keys() | (head or {}).keys()
     assert header["inputs"] == {"task": task, "pooling": "mean", "samples": 3}
     loaded = epimer.Curvature.load(tmp_path / "c")
     assert_same(loaded.inputs, inputs)
@@ -116,7 +159,7 @@ def without(name):
 
 def in_header(value):
     def change(folder, tensors, header):
-        (folder / "curvature.json").write_text(json.dumps(header | {"inputs": value}))
+        (folder / "curvature.json").write_text(json.dumps(sealed(header | {"inputs": value})))
 
     return change
 

@@ -101,7 +101,14 @@ def test_an_adapters_card_counts_too(tmp_path):
     assert "gpl-3.0" in notes[0]
 
 
+def merge_bomb(levels: int) -> str:
+    """Return YAML whose merge keys stand for ten to the power of `levels` pairs."""
+    lines = [f"k{i}: &k{i} {{<<: [{', '.join([f'*k{i - 1}'] * 10)}]}}" for i in range(1, levels)]
+    return "\n".join(["k0: &k0 {x: 1}", *lines, "license: mit"])
+
+
 HOSTILE = [
+    merge_bomb(20),
     "license: [[[[",
     "license: !!python/object/apply:os.system ['touch pwned']",
     "license: 'mit\\n# owned'",
@@ -129,7 +136,11 @@ def test_names_and_recipes_are_no_markup(tmp_path):
     body = (out / "README.md").read_text().split("---\n", 2)[2]
     before, fence, recipe, after = re.fullmatch(r"(.*?)\n(`{4,})yaml\n(.*)\n\2\n(.*)", body, re.DOTALL).groups()
     assert fence not in recipe
-    assert not re.search(r"<img|\]\(|`b`", before + after)
+    shown = "<img src=x onerror=alert(1)> [a](javascript:x) `b` ```"
+    assert (
+        (before + after).count(shown) == (before + after).count(f"{shown} ````") == 4
+    )  # as code, which ends behind it
+    assert not re.search(r"<img|\]\(|`b`", re.sub(r"````.*?````", "", before + after))
     assert yaml.safe_load(recipe)["base_model"] == name
 
 

@@ -78,6 +78,16 @@ def test_splits_of_one_dataset(made, tmp_path):
         ("base: b\ntasks: [{model: m, task: text-classification, classes: [a, a]}]", "none of them twice"),
         ("base: b\nbase: c", "'base' is given twice"),
         ("base: !!python/object:os.system {}", "tag"),
+        (
+            "base: b\ntasks: [{model: m, task: text-classification, head: " + "a" * 300 + "}]",
+            "the head .* does not exist",
+        ),
+        (
+            "base: b\ntasks: [{model: m, task: text-classification, data: {test: " + "a" * 300 + "}}]",
+            "neither a path|does not",
+        ),
+        ("base: b\ntasks: [{model: m, task: text-classification, data: {test: ~nobody-here/x}}]", "does not exist"),
+        ("base: b\nbatch_size: 0x" + "f" * 4000, "integer of at most 300 digits"),
     ],
 )
 def test_files_that_are_refused(tmp_path, text, words):

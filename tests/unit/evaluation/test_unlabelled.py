@@ -191,10 +191,9 @@ def test_without_inputs_there_is_no_suite(made, tmp_path):
 
 def test_inputs_of_another_model_are_refused(made, tmp_path):
     where, participants, _ = measured(made, "own", tmp_path)
-    file = tmp_path / "pace" / "inputs.safetensors"
-    inputs = load_file(file)
-    inputs["input_ids"][2, 1] = 99
-    save_file(inputs, file)
+    changed = epimer.Curvature.load(tmp_path / "pace")
+    changed.inputs.tensors["input_ids"][2, 1] = 99
+    changed.save(tmp_path / "pace", overwrite=True)
     curvatures = [epimer.Curvature.load(tmp_path / task) for task in TASKS]
     suite = suite_of_inputs(where, participants, curvatures, device="cpu")
     with pytest.raises(DataError, match="has token 99, but the model knows 15 tokens"):

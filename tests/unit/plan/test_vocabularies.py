@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import epimer
 from epimer.api import plan_merge
+from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.errors import EpimerError
 from epimer.recipe.load import load_recipe
 
@@ -116,6 +117,91 @@ def test_tokens_in_another_order_are_aligned_where_a_tokenizer_is_named(merge, m
     assert config["vocab_size"] == 4
 
 
+def test_a_head_alone_is_not_merged_across_tokens(merge):
+    """Embeddings that are copied leave the head, whose rows are tokens too."""
+    with pytest.raises(EpimerError, match="swapped"):
+        merge("swapped", rules=[["*embed*", "copy"]])
+    merge("swapped", rules=[["*embed*", "copy"], ["lm_head.weight", "copy"]])
+
+
+def measure(folder, name, kind="diagonal"):
+    """Save curvature of random numbers for a model's tensors; return the diagonal of each token's row by table."""
+    state = load_file(folder / name / "model.safetensors")
+    draw = torch.Generator().manual_seed(len(name))
+    F = {tensor: torch.rand(W.shape, generator=draw) for tensor, W in state.items()}
+    metrics = {tensor: epimer.Diagonal(value) for tensor, value in F.items()}
+    if kind == "kronecker":
+        for tensor, W in state.items():
+            sides = [torch.randn(n, 2 * n, generator=draw) for n in W.shape]
+            G, A = (side @ side.T for side in sides)
+            metrics[tensor] = epimer.Kronecker(A=A, G=G)
+    if kind == "samples":
+        metrics = {
+            t: epimer.Samples(g=torch.ones(2, 1, len(W)), x=torch.ones(2, 1, W.shape[1])) for t, W in state.items()
+        }
+    provenance = Provenance(kind, samples=2, model=model_fingerprint(state))
+    epimer.Curvature(metrics, provenance).save(folder / f"{name}.curv")
+    ids = vocabulary(folder / name)
+    return {t: {token: F[t][i].double() for token, i in ids.items()} for t in TABLES}, metrics, ids
+
+
+def curved(folder, *names, **more):
+    entries = [{"model": name, "curvature": f"{name}.curv"} for name in names]
+    recipe = {"base_model": "base", "models": entries, "dtype": "float64", **more}
+    epimer.merge(recipe, folder / "out", folder=folder, progress=False, overwrite=True)
+    return load_file(folder / "out" / "model.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore::epimer.errors.EpimerWarning")
+@pytest.mark.parametrize(
+    ("names", "more"),
+    [
+        (("swapped", "plain"), {"tokenizer_source": "base"}),
+        (("added", "long", "plain"), {"tokenizer_source": "union"}),
+        (("added", "long", "plain"), {}),
+    ],
+)
+def test_diagonal_curvature_follows_the_tokens(models, tmp_path, names, more):
+    """fisher: Σ F θ / Σ F over the models that know a token, whichever row each of them has it in."""
+    F = {name: measure(tmp_path, name)[0] for name in names}
+    state = curved(tmp_path, *names, merge_method="fisher", rules=[["*", "fisher"]], **more)
+    for token, i in vocabulary(tmp_path / "out").items():
+        for table in TABLES:
+            owners = [name for name in names if token in models[name][table]]
+            total = sum(F[name][table][token] for name in owners)
+            mean = sum(F[name][table][token] * models[name][table][token] for name in owners) / total
+            torch.testing.assert_close(state[table][i], mean, rtol=1e-5, atol=1e-6, msg=f"{table} {token}")
+
+
+@pytest.mark.filterwarnings("ignore::epimer.errors.EpimerWarning")
+def test_a_heads_factor_follows_the_tokens(models, tmp_path):
+    """mats of a head: Σ G D A solved densely, with rows and columns of G by token."""
+    found = {name: measure(tmp_path, name, "kronecker") for name in ("swapped", "plain")}
+    rules = [["lm_head.weight", "matrix"], ["*embed*", "average"]]
+    how = {"tokenizer_source": "base", "parameters": {"normalize": "none", "damping": 0.0, "jitter": 0.0}}
+    state = curved(tmp_path, *found, merge_method="mats", rules=rules, **how)
+    head, spare = "lm_head.weight", [4, 5]  # rows of no token, in every model
+    H, b = torch.zeros(18, 18, dtype=torch.float64), torch.zeros(18, dtype=torch.float64)
+    base = load_file(tmp_path / "base" / "model.safetensors")[head].double()
+    for name, (_, metrics, own) in found.items():
+        rows = torch.tensor([own[token] for token in WORDS] + spare)
+        one = torch.kron(metrics[head].G[rows][:, rows].double(), metrics[head].A.double())
+        H += one
+        b += one @ (load_file(tmp_path / name / "model.safetensors")[head][rows].double() - base).flatten()
+    expected = base + torch.linalg.solve(H, b).view(6, 3)
+    torch.testing.assert_close(state[head], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::epimer.errors.EpimerWarning")
+def test_curvature_that_cannot_follow_is_refused(models, tmp_path):
+    for name in ("swapped", "plain"):
+        measure(tmp_path, name, "samples")
+    how = {"merge_method": "epimer_exact", "tokenizer_source": "base", "rules": [["lm_head.weight", "matrix"]]}
+    with pytest.raises(EpimerError, match=r"'lm_head.weight' are aligned by token, which its samples curvature cannot"):
+        curved(tmp_path, "swapped", "plain", **how)
+    curved(tmp_path, "swapped", "plain", **how | {"rules": []})
+
+
 @pytest.mark.filterwarnings("ignore::epimer.errors.EpimerWarning")
 def test_padded_tables_are_cut_to_the_bases(merge, models):
     found, config = merge("padded", "plain")
@@ -210,8 +296,8 @@ def test_what_can_be_wrong(merge, models, tmp_path):
     ({"tokenizer": {"tokens": {"<x>": {"source": {"kind": "mean"}}}}},
      "tokenizer.tokens.<x>.source.kind must be zero or model_token. Got 'mean' instead."),
     ({"chat_template": "alpacas"},
-     "chat_template must be auto, alpaca, chatml, llama3, mistral, or the text of a Jinja template: paste that of a "
-     "model's chat_template.jinja or tokenizer_config.json. Got 'alpacas' instead."),
+     "chat_template must be auto, alpaca, chatml, exaone, llama3, mistral, or the text of a Jinja template: "
+     "paste that of a model's chat_template.jinja or tokenizer_config.json. Got 'alpacas' instead."),
 ])  # fmt: skip
 def test_mistakes_are_one_line(more, expected):
     with pytest.raises(EpimerError) as error:

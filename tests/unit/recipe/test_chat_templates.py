@@ -28,6 +28,13 @@ FORMATS = {
         (False, True): "<s>[INST] Hi! [/INST]",
         (True, True): "<s>[INST] Be brief.\n\nHi! [/INST] Hello.</s>[INST] Bye. [/INST]",
     },
+    "exaone": {
+        (False, True): "[|system|][|endofturn|]\n[|user|]Hi!\n[|assistant|]",
+        (
+            True,
+            False,
+        ): "[|system|]Be brief.[|endofturn|]\n[|user|]Hi!\n[|assistant|]Hello.[|endofturn|]\n[|user|] Bye. \n",
+    },
     "chatml": {
         (False, True): "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n",
         (True, False): "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"

@@ -606,8 +606,8 @@ TAIL = "models: [{model: a}]\nbase_model: b\n"
     ("# nothing\n", "1: the recipe is empty; it needs at least merge_method and models."),
     ("{}", "1: the recipe is empty; it needs at least merge_method and models."),
     ("- a\n", "1: a recipe must be a mapping with keys among merge_method, base_model, models, parameters, dtype, "
-              "out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, "
-              "output, lora_rank, slices, modules, tokenizer, chat_template, name, compat. Got ['a'] instead."),
+              "out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, output, "
+              "lora_rank, slices, modules, tokenizer, chat_template, name, compat, non_finite. Got ['a'] instead."),
     ("merge_method: ties\nmodels: [a\ndtype: x\n", "3: not valid YAML: expected ',' or ']', but got ':'."),
     ("a: b: c\n", "1: not valid YAML: mapping values are not allowed here."),
     ("a: 1\n\tb: 2\n", "2: not valid YAML: found character '\\t' that cannot start any token."),
@@ -640,7 +640,7 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     # keys
     ("merge_metod: ties\n" + TAIL, "1: unknown key 'merge_metod'. Did you mean 'merge_method'? Known: merge_method, "
      "base_model, models, parameters, dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, "
-     "rounds, refine, output, lora_rank, slices, modules, tokenizer, chat_template, name, compat."),
+     "rounds, refine, output, lora_rank, slices, modules, tokenizer, chat_template, name, compat, non_finite."),
     ("merge_method: ties\n" + TAIL + "parameters:\n  seed: 1\n  densty: 0.5\n",
      f"6: unknown key 'densty' in parameters of ties. Did you mean 'density'? Known: {KNOWN}."),
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  wieght: 1\n",
@@ -651,7 +651,7 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
      "6: unknown key 'valu' in scale[0]. Did you mean 'value'? Known: filter, value."),
     ("on: 1\n", "1: unknown key 'on'. Did you mean 'rounds'? Known: merge_method, base_model, models, parameters, "
      "dtype, out_dtype, tokenizer_source, curvature, basis, rules, scale, eval, rounds, refine, output, lora_rank, "
-     "slices, modules, tokenizer, chat_template, name, compat."),
+     "slices, modules, tokenizer, chat_template, name, compat, non_finite."),
     # mergekit's
     ("merge_method: ties\n" + TAIL + "parameters:\n  rescale: true\n", "5: this method never rescales; remove "
      "'rescale', or for ties add 'compat: mergekit'."),
@@ -738,9 +738,9 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("merge_method: ties\n" + TAIL + "parameters: {elect: []}\n",
      "4: parameters.elect must be one of 'mass', 'frequency', or a list of such over the layers, "
      "or a list of {filter: ..., value: ...}. Got [] instead."),
-    ("merge_method: ties\n" + TAIL + "chat_template: exaone\n",
-     "4: chat_template must be auto, alpaca, chatml, llama3, mistral, or the text of a Jinja template: paste that of a "
-     "model's chat_template.jinja or tokenizer_config.json. Got 'exaone' instead."),
+    ("merge_method: ties\n" + TAIL + "chat_template: vicuna\n",
+     "4: chat_template must be auto, alpaca, chatml, exaone, llama3, mistral, or the text of a Jinja template: "
+     "paste that of a model's chat_template.jinja or tokenizer_config.json. Got 'vicuna' instead."),
     ("merge_method: ties\n" + TAIL + "parameters: {seed: [1, 2]}\n",
      "4: parameters.seed must be one integer for all tensors. Got [1, 2] instead."),
     ("merge_method: ties\n" + TAIL + "parameters: {seed: 1.5}\n",
@@ -926,3 +926,27 @@ def test_a_models_own_gamma_and_epsilon_and_the_only_models_parameters():
     found = recipe("passthrough", models=alone, base=None)
     assert [found.settings(name, 0).parameters for name in ("mlp.w", "w")] == [{"scale": 0.0}, {"scale": 0.5}]
     assert found.models[0].parameters == {}
+
+
+MODELS = "models: [{model: a}, {model: b}]"
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (f"merge_method: linear\n{MODELS}\nparameters: {{scale: 0x{'f' * 4000}}}\n",
+     "parameters.scale must be an integer of at most 300 digits."),
+    (f"merge_method: linear\n{MODELS}\nparameters: {{scale: {'7' * 4500}}}\n", "parameters.scale must be a YAML int."),
+    (f"merge_method: linear\n{MODELS}\nparameters: {{scale: {'7' * 400}}}\n",
+     "parameters.scale must be an integer of at most 300 digits."),
+    ("merge_method: linear\nmodules: 5\n", "modules must be a mapping of modules to their slices or models. Got 5"),
+    ("merge_method: linear\nmodules: [{a: 1}]\n", "modules must be a mapping of modules to their slices or models."),
+    (f"merge_method: linear\n{MODELS}\ntokenizer: {{tokens: 3}}\n", "tokenizer.tokens must be a mapping of tokens to"),
+    (f"merge_method: linear\n{MODELS}\ntokenizer: {{tokens: [{{a: 1}}]}}\n", "tokenizer.tokens must be a mapping of"),
+], ids=["hexadecimal", "digits", "no float", "modules", "list of modules", "tokens", "list of tokens"])  # fmt: skip
+def test_values_that_would_end_in_a_traceback(load, text, expected):
+    assert expected in message(load, text)
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**5000)], ids=["400 digits", "5000 digits"])
+def test_an_integer_without_end_in_a_mapping(number):
+    with pytest.raises(RecipeError, match="an integer must have at most 300 digits"):
+        load_recipe({"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": number}}]})

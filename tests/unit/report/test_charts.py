@@ -11,7 +11,7 @@ from epimer.records import MapPoint
 from epimer.report import palette
 from epimer.report.charts.bars import Row, bars, ranges
 from epimer.report.charts.contour import contours, levels_of, region
-from epimer.report.charts.frame import wide
+from epimer.report.charts.frame import cut, wide
 from epimer.report.charts.heat import Scale, heat
 from epimer.report.charts.landscape import _free, _overlap, landscape
 from epimer.report.charts.lines import Labels, Series, lines
@@ -259,3 +259,40 @@ def test_names_of_near_points_do_not_overlap():
     for one, two in itertools.combinations(labels, 2):
         assert _overlap(one, two) == 0
     assert all(box[0] >= 40 and box[2] <= 440 for box in labels)
+
+
+EXTREMES = [
+    -1.7976931348623157e308, -1e308, -1e150, -1.0, -5e-324, 0.0, 5e-324, 1e-323, 1e-320, 3.3288236147706117e-307,
+    3.328823614770612e-307, 1e-150, 1.0, 1.0000000000000002, 1e16, 1e150, 1e308, 1.0000000000000002e308,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("low", "high"), list(itertools.combinations(EXTREMES, 2)))
+def test_axes_hold_any_two_numbers(low, high):
+    found = ticks(low, high)
+    assert 1 <= len(found) <= 8
+    assert all(map(math.isfinite, found))
+    for log in (False, True):
+        if low > 0 or not log:
+            axis = Axis(low, high, 0.0, 10.0, log)
+            assert 0.0 <= axis(low) <= axis(high) <= 10.0 or not math.isfinite(high - low)
+
+
+@pytest.mark.parametrize("size", [1e308, -1e308, 1e-320, math.inf, math.nan, 1e200])
+def test_a_line_and_a_bar_with_an_extreme_value_are_drawn(size):
+    labels = Labels("x", "y", number, number)
+    points = [(0.0, 1.0, 0.5, 2.0), (1.0, size, size, size), (2.0, 3.0, -size, size)]
+    rows = [Row("a", 1.0, "a", 0.5, size, size, "a"), Row("b", 2.0, "b", -size, size)]
+    for chart in (lines([Series("a", points, "red")], labels, "said"), ranges(rows, number, ("x", "y"), "said")):
+        places = [float(one.attrib["cx"]) for one in drawn(chart).iter(f"{SPACE}circle")]
+        assert len(places) >= 2
+        assert all(map(math.isfinite, places))
+
+
+def test_a_name_without_end_is_cut_to_the_room_it_has():
+    """Its width was once computed again for every letter left out: a million letters took days."""
+    name = "m" * 300_000 + "x" * 700_000
+    short = cut(name, 100.0)
+    assert short.startswith("m")
+    assert short.endswith("x")
+    assert wide(cut("layers.0.attention.weight", 100.0)) <= 100.0 < wide("layers.0.attention.weight")

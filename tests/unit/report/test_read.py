@@ -88,6 +88,13 @@ def changed(record, value, *path):
         (changed(found.performance(), ["a"], "rows", 0), "a row has not as many cells as there are headings"),
         (changed(found.landscape(), [[1.0]], "figure", "joint"), "map 'joint' is not of 15 x 15 values"),
         (changed(found.landscape(), [0.0] * 15, "figure", "a"), "a must be two or more rising numbers"),
+        (changed(found.landscape(), [1e300 * i for i in range(15)], "figure", "a"), "rising numbers that can be drawn"),
+        (
+            changed(found.landscape(), [5e-324 * i for i in range(15)], "figure", "b"),
+            "rising numbers that can be drawn",
+        ),
+        ('{"kind": "experiment", "format": ' + "7" * 4500 + "}", "is not JSON; expected a record of epimer"),
+        ('{"kind": "\\ud800"}', "is not JSON; expected a record of epimer"),
         (changed(found.alpha(), "pie", "figure", "kind"), "figure: input tag 'pie' found using 'kind'"),
         (changed(found.diagnosis(), [1.0], "norms"), "norms has 1 values, and there are 4 models"),
         (changed(found.diagnosis(), [[1.0]], "conflict", "sign"), "conflict.sign has 1 values, and there are 4 models"),

@@ -808,8 +808,9 @@ def test_folders_that_are_not_right(saved, tmp_path, file, change, said):
 def test_other_faults(saved, tmp_path):
     folder, _ = saved("vit")
     assert fault(ParameterError, load_task, str(folder), "image-classify") == (
-        "The 'task' parameter must be one of causal-lm, text-classification, image-classification. "
-        "Got 'image-classify' instead. Did you mean 'image-classification'?"
+        "The 'task' parameter must be one of causal-lm, text-classification, image-classification, seq2seq-lm, "
+        "image-text-to-text, automatic-speech-recognition. Got 'image-classify' instead. "
+        "Did you mean 'image-classification'?"
     )
     assert "'pooling' parameter must be one of auto, pooler, cls, mean. Got 'max'" in fault(
         ParameterError, load_task, str(folder), "image-classification", pooling="max"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 from torch import Tensor
 
 from epimer.errors import DataError, short
+from epimer.json_values import json_value
 from epimer.tasks.tables import Table
 from epimer.tasks.task import IMAGES, LABELS
 
@@ -108,7 +108,7 @@ def label_names(table: Table) -> list[str] | None:
     file = getattr(getattr(table, "parts", [table])[0], "file", None)
     metadata = (file.schema_arrow.metadata if file is not None else None) or {}
     try:
-        features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+        features = json_value(metadata.get(b"huggingface", b"{}"))["info"]["features"]
         return _texts(next(features[name]["names"] for name in LABELS if name in features))
     except (ValueError, KeyError, TypeError, StopIteration):
         return None
@@ -121,7 +121,7 @@ def card_names(readme: Path) -> list[str] | None:
         features = (info[0] if isinstance(info, list) else info)["features"]
         names = next(f["dtype"]["class_label"]["names"] for f in features if f["name"] in LABELS)
         return _texts([names[key] for key in sorted(names, key=int)] if isinstance(names, dict) else names)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, StopIteration, yaml.YAMLError):
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, StopIteration, yaml.YAMLError):
         return None
 
 

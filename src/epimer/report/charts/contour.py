@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
-from epimer.report.numbers import finite
+from epimer.report.numbers import drawable, finite
 
 Grid = Sequence[Sequence[float]]
 """rows of y, each with its values along x"""
@@ -60,7 +59,7 @@ def _cells(values: Grid) -> Iterator[tuple[int, int, list[float]]]:
     for i in range(len(values) - 1):
         for j in range(len(values[i]) - 1):
             corners = [values[i + di][j + dj] for dj, di in CORNERS]
-            if all(map(math.isfinite, corners)):
+            if all(map(drawable, corners)):
                 yield i, j, corners
 
 

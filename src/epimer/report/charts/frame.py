@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from typing import Any
 
 from epimer.report.markup import Child, Markup, join, tag
@@ -63,9 +64,8 @@ def cut(content: str, room: float, size: float = SIZE) -> str:
     """Return a name that fits, without its middle where it is too long: both ends of a tensor's name matter."""
     if wide(content, size) <= room:
         return content
-    kept = len(content)
-    while kept > 4 and wide(content[:kept] + "…", size) > room:
-        kept -= 1
+    widths = accumulate(wide(character, size) for character in content)
+    kept = max(4, sum(1 for _ in takewhile(lambda width: width + wide("…", size) <= room, widths)))
     return f"{content[: kept // 2]}…{content[len(content) - (kept - kept // 2 - 1) :]}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +9,7 @@ from functools import partial
 from epimer.records.experiment import Point
 from epimer.report.charts.frame import SMALL, WIDTH, Chart, across, label, legend, mark, upward, wide
 from epimer.report.markup import Markup, join, place, tag
-from epimer.report.numbers import Axis, bounds, number, ticks, widened
+from epimer.report.numbers import Axis, bounds, drawable, number, ticks, widened
 
 HEIGHT = 230.0  # of the drawing, without legend and labels
 x_text = partial(number, digits=4)  # values of x; a count as 1024 to its last digit
@@ -79,7 +78,7 @@ def lines(
 
 
 def _drawable(points: Sequence[Point]) -> list[Point]:
-    return [(x, y, *bounds(y, low, high)) for x, y, low, high in points if math.isfinite(x) and math.isfinite(y)]
+    return [(x, y, *bounds(y, low, high)) for x, y, low, high in points if drawable(x) and drawable(y)]
 
 
 def _horizontal(xs: Sequence[float], left: float, right: float, *, log: bool) -> tuple[Axis, list[float]]:

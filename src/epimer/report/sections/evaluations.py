@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from epimer.records import EvaluationRecord, HarnessRecord, OverallScore, TaskScore
 from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Table, cells
 from epimer.report.charts.bars import Row, ranges
 from epimer.report.figures import axis_name
 from epimer.report.markup import tag
-from epimer.report.numbers import Unit, number
+from epimer.report.numbers import Unit, drawable, number
 from epimer.score_format import LOSSES, SHARES
 
 
@@ -51,7 +49,7 @@ def _chart(evaluation: EvaluationRecord, metric: str, *, compared: bool) -> Figu
     rows = []
     for t in tasks:
         tip, second_tip = f"{t.name}\n{unit.exact(t.score)}", f"{t.name}\nfine-tuned {unit.exact(t.fine_tuned)}"
-        if math.isfinite(t.score):
+        if drawable(t.score):
             rows.append(Row(t.name, t.score, tip, t.low, t.high, t.fine_tuned, second_tip))
     names = ("model, 95% interval", "fine-tuned" if compared else "")
     axis = axis_name(metric, unit) + (", less is better" if metric in LOSSES else "")

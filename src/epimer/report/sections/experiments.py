@@ -53,7 +53,12 @@ def _margin(experiment: Experiment) -> Figure:
     said = capital(f"{gained} of curvature over the flat merge against rank.")
     chart = lines(series({"margin": points}), labels, said, zero=True)
     body: Rows = [
-        [*cells([row["k"]], number), *cells([row["difference"]], show), *cells([row.get("p")], number)] for row in rows
+        [
+            *cells([row["k"]], number),
+            *cells([row["difference"]], show),
+            *cells([row["p"] if has_numbers(row, "p") else None], number),
+        ]
+        for row in rows
     ]
     table = Table(["k", f"margin{points_of}", "p"], body, capital(f"{gained} by rank"))
     return Figure("eta margin", capital(f"{gained} over the flat merge"), chart, table)

@@ -75,6 +75,9 @@ def merge(record: MergeRecord) -> Section:
     pairs += [("Weights", weights or NOTHING), ("Made by", f"epimer {record.version}" if record.version else NOTHING)]
     pairs += [("Time", f"{number(record.timings['total'])} s")] if "total" in record.timings else []
     pairs += [("Files", f"{len(record.files)}, {number(sum(record.files.values()) / 1e6)} MB")] if record.files else []
+    if record.untouched:
+        share = f"{number(100 * record.untouched)}% of the parameters that models changed"
+        pairs.append(("Left as the base has it", share))
     models: Rows = [[name, Cell(tag("code", fingerprint))] for name, fingerprint in record.models]
     parts: list[Table | Markup] = [Table(["model", "fingerprint"], models, "What was merged")]
     if record.recipe:

@@ -11,7 +11,7 @@ from epimer.report.charts.bars import Row, bars, ranges
 from epimer.report.charts.heat import Scale, heat
 from epimer.report.figures import axis_name
 from epimer.report.markup import Markup
-from epimer.report.numbers import Unit, bounds, finite, number, percent
+from epimer.report.numbers import Unit, bounds, drawable, finite, number, percent
 from epimer.report.performance import Performance
 from epimer.score_format import LOSSES, format_p_value
 
@@ -115,7 +115,7 @@ def averages(performance: Performance) -> Figure:
 def task_bars(performance: Performance, task: str) -> Figure:
     """Return every method's score on one task, best first."""
     unit = performance.unit
-    scored = [(s, s.tasks[task]) for s in performance.scores if math.isfinite(s.tasks.get(task, math.nan))]
+    scored = [(s, s.tasks[task]) for s in performance.scores if drawable(s.tasks.get(task))]
     scored.sort(key=lambda pair: -pair[1])
     rows = []
     for s, value in scored:

@@ -1,0 +1,133 @@
+"""Tiny models on disk, merges of them, and what must hold of a merged folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import epimer
+from fuzz.mutations import as_text, mutated, mutated_bytes
+
+SHAPES = {
+    "model.embed_tokens.weight": (6, 4),
+    "model.layers.0.up.weight": (5, 4),
+    "model.layers.0.up.bias": (5,),
+    "model.layers.1.up.weight": (5, 4),
+    "model.layers.1.up.bias": (5,),
+    "model.norm.weight": (4,),
+}
+CONFIG = {"model_type": "llama", "dtype": "float32", "vocab_size": 6, "num_hidden_layers": 2, "eos_token_id": 2}
+
+
+def tensors(seed: int) -> dict[str, Tensor]:
+    """Return the state of a model: 0 is the base, others have moved from it."""
+    base = torch.Generator().manual_seed(0)
+    moved = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=base) + (0.1 * torch.randn(shape, generator=moved) if seed else 0)
+        for name, shape in SHAPES.items()
+    }
+
+
+def write_models(folder: Path, *names: str, config: dict[str, Any] | None = None) -> None:
+    """Write model folders; the first is the base of the others."""
+    for seed, name in enumerate(names):
+        (folder / name).mkdir(parents=True)
+        save_file(tensors(seed), folder / name / "model.safetensors", {"format": "pt"})
+        (folder / name / "config.json").write_text(json.dumps(config or CONFIG))
+
+
+def recipe(folder: Path, method: str = "task_arithmetic", **more: Any) -> dict[str, Any]:
+    """Return the recipe of a merge of the models one and two with their base."""
+    models = [{"model": str(folder / name)} for name in ("one", "two")]
+    return {"merge_method": method, "base_model": str(folder / "base"), "models": models, **more}
+
+
+def merge(recipe: dict[str, Any], out: Path, **options: Any) -> dict[str, Tensor]:
+    """Merge into a folder, check that it is whole, and return its tensors."""
+    epimer.merge(recipe, out, progress=False, workers=1, **options)
+    return whole(out)
+
+
+def whole(out: Path) -> dict[str, Tensor]:
+    """Return the tensors of a merged folder; assert that they are finite and that every JSON file can be read."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(out.glob("*.safetensors")):
+        found |= load_file(file)
+    assert found, "the merged folder holds no tensor"
+    for name, W in found.items():
+        assert not W.is_floating_point() or bool(torch.isfinite(W.float()).all()), f"{name!r} is not finite"
+    for file in out.rglob("*.json"):
+        json.loads(file.read_bytes().decode("utf-8"))
+    for file in (out / "README.md", out / "recipe.yaml"):
+        if file.exists():
+            file.read_bytes().decode("utf-8")
+    return found
+
+
+def merge_and_compare(recipe: dict[str, Any], out: Path, **options: Any) -> None:
+    """Merge; all names of the base must be there, with its shapes."""
+    found = merge(recipe, out, **options)
+    shapes = {name: tuple(W.shape) for name, W in found.items()}
+    assert shapes == SHAPES, f"the merge holds {shapes}"
+
+
+def damage_header(rng: Random, path: Path) -> None:
+    """Damage a safetensors file: the values of its header, its length, or any of its bytes."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    kind = rng.randrange(4)
+    if kind == 0:
+        path.write_bytes(mutated_bytes(rng, data))
+        return
+    header, rest = json.loads(data[8 : 8 + size]), data[8 + size :]
+    if kind == 1:
+        rest = mutated_bytes(rng, rest)
+    if kind != 1 or rng.random() < 0.5:
+        header = mutated(rng, header)
+    text = as_text(header).encode()
+    length = rng.choice((0, 8, len(text) - 1, len(text) + 1, 2**63, 100_000_000)) if rng.random() < 0.05 else len(text)
+    path.write_bytes(length.to_bytes(8, "little") + text + rest)
+
+
+def damage_json(rng: Random, path: Path) -> None:
+    """Damage a JSON file."""
+    from fuzz.mutations import mutated_json
+
+    path.write_bytes(mutated_json(rng, path.read_bytes()))
+
+
+def damage_files(rng: Random, path: Path) -> None:
+    """Damage what a path is: gone, empty, a folder, a link that leads out, in a circle or nowhere."""
+    data = path.read_bytes()
+    kind = rng.randrange(6)
+    path.unlink()
+    if kind == 1:
+        path.write_bytes(b"")
+    elif kind == 2:
+        path.mkdir()
+    elif kind == 3:
+        path.symlink_to(rng.choice(("/etc/passwd", "/dev/zero", "/dev/null", path.name, "../../missing", "..")))
+    elif kind == 4:
+        path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n")
+    elif kind == 5:
+        path.with_name(path.name + ".old").write_bytes(data)
+
+
+def same_files(first: Path, second: Path) -> bool:
+    """Whether two folders hold the same files with the same content."""
+    names = {path.relative_to(first) for path in first.rglob("*") if path.is_file()}
+    others = {path.relative_to(second) for path in second.rglob("*") if path.is_file()}
+    same = [name for name in names & others if _content(first / name) == _content(second / name)]
+    return names == others and len(same) == len(names)
+
+
+def _content(path: Path) -> Any:
+    """Return what a file says: of a record its values, however they are written, else its bytes."""
+    return json.loads(path.read_bytes()) if path.name == "epimer.json" else path.read_bytes()

@@ -1,0 +1,3 @@
+"""What the tests of whole commands share."""
+
+from chromium import browser  # noqa: F401
