@@ -59,9 +59,11 @@ class Commands:
     """Runs commands that meet a fault."""
 
     def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
+        self.scratch, self.temporary = scratch, scratch / "tmp"
+        self.temporary.mkdir()
+        environment = {**ENVIRONMENT, "TMPDIR": str(self.temporary)}
         self.server = subprocess.Popen(
-            [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+            [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         assert self.server.stdout is not None
         assert self.server.stdout.readline() == "ready\n"
@@ -282,9 +284,8 @@ class Trial:
             if not outside:  # of the command: Python was starting or ending
                 wrong += self._exit(ran, fault)
             wrong += self._left(drafts=stopped, killed=killed)
-        complete = not differing(self.contents(), self.expected)
         again = self.run()
-        if (again.code, again.out, again.err) != (0, "", "") and not (complete and refused(again)):
+        if (again.code, again.out, again.err) != (0, "", "") and not refused(again):
             wrong.append(f"a last run ended with {again.code}: {again.err.strip()[-300:]}")
         if there := differing(self.contents(), self.expected):
             wrong.append(f"a last run made something else: {there}")
@@ -313,7 +314,8 @@ class Trial:
 
     def _left(self, *, drafts: bool, killed: bool) -> list[str]:
         """Say what is wrong with what a command left behind."""
-        there, wrong = self.contents(), []
+        there = self.contents()
+        wrong = [f"left {path}" for path in self.commands.temporary.iterdir()]
         for name, one in there.items():
             first = name.split("/")[0]
             if first.startswith(".") or "/." in name:
