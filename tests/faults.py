@@ -243,6 +243,11 @@ class Trial:
         assert self.expected != self.before
         assert not [name for name in self.expected if name.startswith(".") or "/." in name], self.expected
 
+    @property
+    def writes(self) -> list[int]:
+        """The moments at which something is written; what cannot be removed is left, whoever tries."""
+        return [i for i, one in enumerate(self.moments, 1) if not one.startswith(("os.remove", "os.rmdir"))]
+
     def start(self) -> dict[str, str]:
         """Begin anew; return what is there before the command."""
         furnish(self.workshop, self.folder)
