@@ -25,6 +25,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 MEASURED = re.compile(rb'"(?:(?:peak_memory|seconds)": (?:[\d.]+|null)|timings": \{[^}]*\})')
 """what a record tells of a run, not of its result"""
+EMPTY = "an empty folder"
 RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
 SUITE = """
 import torch
@@ -224,7 +225,7 @@ def contents(folder: Path) -> dict[str, str]:
             continue
         if path.is_dir():
             if not any(path.iterdir()):
-                found[name] = "an empty folder"
+                found[name] = EMPTY
         else:
             found[name] = hashlib.sha256(MEASURED.sub(b"", path.read_bytes())).hexdigest()[:16]
     return found
@@ -320,13 +321,14 @@ class Trial:
     def _left(self, *, drafts: bool, killed: bool) -> list[str]:
         """Say what is wrong with what a command left behind."""
         there = self.contents()
-        wrong = [f"left {path}" for path in self.commands.temporary.iterdir()]
+        temporary = self.commands.temporary.iterdir()
+        wrong = [f"left {path}" for path in temporary if not path.name.startswith("torchinductor")]  # torch's cache
         for name, one in there.items():
             first = name.split("/")[0]
             if first.startswith(".") or "/." in name:
                 if not killed and not (drafts and first in self.command.drafts):
                     wrong.append(f"left {name}")
-            elif one not in (self.before.get(name), self.expected.get(name)):
+            elif one not in (EMPTY, self.before.get(name), self.expected.get(name)):
                 wrong.append(f"{name} is something else")
         for place in self.command.makes:
             parts = [under(some, place) for some in (there, self.before, self.expected)]
