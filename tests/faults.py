@@ -23,7 +23,9 @@ ENVIRONMENT = {
     **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(SERVER.parent), os.environ.get("PYTHONPATH")])),
 }  # fmt: skip
-MEASURED = re.compile(rb'"peak_memory": \d+')  # differs between runs; clocks stand still in them
+MEASURED = re.compile(rb'"(?:(?:peak_memory|seconds)": (?:[\d.]+|null)|timings": \{[^}]*\})')
+"""what a record tells of a run, not of its result"""
+EMPTY = "an empty folder"
 RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
 SUITE = """
 import torch
@@ -58,9 +60,11 @@ class Commands:
     """Runs commands that meet a fault."""
 
     def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
+        self.scratch, self.temporary = scratch, scratch / "tmp"
+        self.temporary.mkdir()
+        environment = {**ENVIRONMENT, "TMPDIR": str(self.temporary)}
         self.server = subprocess.Popen(
-            [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+            [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         assert self.server.stdout is not None
         assert self.server.stdout.readline() == "ready\n"
@@ -221,7 +225,7 @@ def contents(folder: Path) -> dict[str, str]:
             continue
         if path.is_dir():
             if not any(path.iterdir()):
-                found[name] = "an empty folder"
+                found[name] = EMPTY
         else:
             found[name] = hashlib.sha256(MEASURED.sub(b"", path.read_bytes())).hexdigest()[:16]
     return found
@@ -239,6 +243,11 @@ class Trial:
         self.expected, self.moments, self.seconds = self.contents(), done.moments, done.seconds
         assert self.expected != self.before
         assert not [name for name in self.expected if name.startswith(".") or "/." in name], self.expected
+
+    @property
+    def writes(self) -> list[int]:
+        """The moments at which something is written; what cannot be removed is left, whoever tries."""
+        return [i for i, one in enumerate(self.moments, 1) if not one.startswith(("os.remove", "os.rmdir"))]
 
     def start(self) -> dict[str, str]:
         """Begin anew; return what is there before the command."""
@@ -281,9 +290,8 @@ class Trial:
             if not outside:  # of the command: Python was starting or ending
                 wrong += self._exit(ran, fault)
             wrong += self._left(drafts=stopped, killed=killed)
-        complete = not differing(self.contents(), self.expected)
         again = self.run()
-        if (again.code, again.out, again.err) != (0, "", "") and not (complete and refused(again)):
+        if (again.code, again.out, again.err) != (0, "", "") and not refused(again):
             wrong.append(f"a last run ended with {again.code}: {again.err.strip()[-300:]}")
         if there := differing(self.contents(), self.expected):
             wrong.append(f"a last run made something else: {there}")
@@ -312,13 +320,15 @@ class Trial:
 
     def _left(self, *, drafts: bool, killed: bool) -> list[str]:
         """Say what is wrong with what a command left behind."""
-        there, wrong = self.contents(), []
+        there = self.contents()
+        temporary = self.commands.temporary.iterdir()
+        wrong = [f"left {path}" for path in temporary if not path.name.startswith("torchinductor")]  # torch's cache
         for name, one in there.items():
             first = name.split("/")[0]
             if first.startswith(".") or "/." in name:
                 if not killed and not (drafts and first in self.command.drafts):
                     wrong.append(f"left {name}")
-            elif one not in (self.before.get(name), self.expected.get(name)):
+            elif one not in (EMPTY, self.before.get(name), self.expected.get(name)):
                 wrong.append(f"{name} is something else")
         for place in self.command.makes:
             parts = [under(some, place) for some in (there, self.before, self.expected)]
@@ -331,7 +341,7 @@ class Trial:
 
 def refused(ran: Ran) -> bool:
     """Whether a command did nothing because its output is there."""
-    return ran.code == 2 and " exists; choose another name, or pass --overwrite" in ran.err
+    return ran.code == 2 and "choose another name, or pass --overwrite" in ran.err
 
 
 def under(there: dict[str, str], place: str) -> dict[str, str]:

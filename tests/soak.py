@@ -40,7 +40,7 @@ def fault_of(trial: Trial, generator: random.Random) -> dict:
     if kind < 0.7:
         return {"fault": generator.choice(SIGNALS), "at": generator.randint(1, len(trial.moments))}
     if kind < 0.9:
-        return {"fault": generator.choice(ERRORS), "at": generator.randint(1, len(trial.moments))}
+        return {"fault": generator.choice(ERRORS), "at": generator.choice(trial.writes)}
     return {"limits": {"FSIZE": generator.randint(100, 8000)}, "fault": "EFBIG"}
 
 

@@ -194,14 +194,25 @@ def _open(draft: Path, *, folder: bool, make: bool) -> int:
     if not folder:
         return os.open(draft, os.O_RDWR | (os.O_CREAT if make else 0), 0o666)
     while True:
-        with suppress(FileExistsError):
-            if make:
-                draft.mkdir()
+        made = make and _make(draft)
         try:
             return os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             if not make or not draft.parent.is_dir():
                 raise
+        except OSError:
+            if made:
+                draft.rmdir()
+            raise
+
+
+def _make(folder: Path) -> bool:
+    """Make a folder; return whether it was not there."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def _lock(handle: int, out: Path, what: str, *, wait: bool) -> None:

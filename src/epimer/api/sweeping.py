@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from epimer.checkpoints.memory import Model, state_of
+from epimer.checkpoints.writer import recover
 from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.output import check_output, warn_of
 from epimer.engine.store_output import write_folder
@@ -47,6 +48,7 @@ def sweep(
     progress: bool = True,
     workers: int | None = None,
     max_memory: str | int | None = None,
+    found: Callable[[Sweep], None] = lambda result: None,
 ) -> Sweep:
     """Try many settings on the models of a recipe; write the best merge where asked to.
 
@@ -66,6 +68,7 @@ def sweep(
         workers: tensors merged at the same time; by default one per core.
         max_memory: most memory for merging, as "3GB"; by default four fifths of what is free. What the evaluation takes
             comes on top.
+        found: called with the result before the best merge is written, which thus is the last to appear.
     """
     from epimer.diagnosis.choice import INPUTS, inputs_of
     from epimer.diagnosis.sweep import sweep_recipe
@@ -75,7 +78,9 @@ def sweep(
     loaded, folder = open_recipe(recipe)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if keep_best is not None:  # before any work
-        check_output(Path(keep_best).expanduser().absolute(), opened.participants, overwrite=overwrite)
+        place = Path(keep_best).expanduser().absolute()
+        recover(place)
+        check_output(place, opened.participants, overwrite=overwrite)
     inputs = inputs_of(loaded, opened, folder) if evaluation is None else None
     if evaluation is None and inputs is None:
         raise RecipeError(
@@ -92,6 +97,7 @@ def sweep(
         evaluation=evaluation or INPUTS,
         run=run,
     )
+    found(result)
     if keep_best is not None:
         best = loaded.settled(result.best.method, result.best.scale, result.best.rank)
         run = replace(run, device="auto")

@@ -125,11 +125,9 @@ class Draft:
         """Hold the draft alone; what was written stays for the next run unless `discard` is called."""
         with explain_os_errors(self.root, "made"):
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.root.mkdir(exist_ok=True)
-            foreign = sorted(path.name for path in self.root.iterdir() if path.name not in OURS)
-            if foreign:
-                raise OutputError(f"{self.root} holds {foreign[0]!r}, which epimer did not put there; move it away.")
         with explain_os_errors(self.out, "written"), held(self.root, self.out, "merge", folder=True):
+            if foreign := sorted(path.name for path in self.root.iterdir() if path.name not in OURS):
+                raise OutputError(f"{self.root} holds {foreign[0]!r}, which epimer did not put there; move it away.")
             try:
                 try:
                     self._begin()

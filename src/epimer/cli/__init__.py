@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from epimer.cli.app import Stop, app
+from epimer.cli.app import KEPT, Stop, app
 from epimer.errors import EpimerError
 from epimer.machine import out_of_memory
 from epimer.opened_files import reason
@@ -20,6 +20,7 @@ from epimer.plain_text import visible
 
 COMMANDS = "merge verify extract_lora inspect methods convert diagnose sweep eval bench demo report curvature basis"
 """one module each, in the order of --help"""
+INTERRUPTED = 130  # typer's exit code for KeyboardInterrupt
 GARBAGE = 50_000  # new objects before garbage is collected; loading torch makes many, and no garbage
 
 for command in COMMANDS.split():
@@ -35,8 +36,12 @@ def main() -> None:
     try:
         with Stop.listening():
             code = app(standalone_mode=False)
+        if code == INTERRUPTED and not Stop.said:  # before the command began
+            raise KeyboardInterrupt
         gc.freeze()  # what is left at the end need not be searched for garbage
         sys.exit(code)
+    except KeyboardInterrupt:
+        sys.exit(Stop.say(KEPT))
     except EpimerError as error:
         _fail(str(error), 2)
     except BrokenPipeError:

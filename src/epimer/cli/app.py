@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KEPT = "what was finished is kept"
 PATIENCE = 1.0  # seconds in which more signals are taken for the first one: `timeout` sends each of them twice
 
 
@@ -21,12 +22,14 @@ class Stop:
 
     number: int | None = None
     since = 0.0
+    said = False
+    """whether the user knows of it"""
 
     @classmethod
     @contextmanager
     def listening(cls) -> Iterator[None]:
         """Let signals interrupt the work as Ctrl-C does, so that it ends in order; ignored ones stay ignored."""
-        cls.number, before = None, {}
+        cls.number, cls.said, before = None, False, {}
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             before = {number: signal.getsignal(number) for number in SIGNALS}
         try:
@@ -37,6 +40,13 @@ class Stop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @classmethod
+    def say(cls, consequence: str) -> int:
+        """Print that the work was stopped and with what consequence; return the exit code."""
+        typer.echo(f"stopped; {consequence}.", err=True)
+        cls.said = True
+        return 128 + (cls.number or signal.SIGINT)
 
     @classmethod
     def _interrupt(cls, number: int, frame: Any) -> None:
@@ -56,8 +66,7 @@ def stoppable(consequence: str) -> Iterator[None]:
     except BaseException as error:  # an interruption becomes another error in code that others wrote
         if Stop.number is None and not isinstance(error, KeyboardInterrupt):
             raise
-        typer.echo(f"stopped; {consequence}.", err=True)
-        raise typer.Exit(128 + (Stop.number or signal.SIGINT)) from None
+        raise typer.Exit(Stop.say(consequence)) from None
 
 
 class Commands(TyperGroup):
@@ -65,7 +74,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
-        with stoppable("what was finished is kept"):
+        with stoppable(KEPT):
             return super().invoke(ctx)
 
 

@@ -100,16 +100,21 @@ def output(
     record: dict[str, Any], print_result: Callable[[], None], *, file: Path | None, as_json: bool = False, quiet: bool
 ) -> None:
     """Write a command's record to a file, if there is one, and print it: as JSON, by `print_result`, or not at all."""
-    from epimer.atomic_files import atomic_file
-    from epimer.checkpoints.writer import as_json as encode
-
-    if file is not None:
-        with atomic_file(file) as draft:
-            draft.write_bytes(encode(record))
+    write_record(record, file)
     if as_json:
         print_json(record)
     elif not quiet:
         print_result()
+
+
+def write_record(record: dict[str, Any], file: Path | None) -> None:
+    """Write a command's record to a file, if there is one."""
+    from epimer.atomic_files import atomic_file
+    from epimer.checkpoints.writer import as_json
+
+    if file is not None:
+        with atomic_file(file) as draft:
+            draft.write_bytes(as_json(record))
 
 
 def size(count: float) -> str:

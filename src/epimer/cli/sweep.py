@@ -48,15 +48,17 @@ def sweep(
     from epimer.atomic_files import check_file
 
     check_file(out)
-    with stoppable("nothing was written"), warnings.catch_warnings():
+    consequence = "nothing was written" if keep_best is None else "no merge was written"
+    with stoppable(consequence), warnings.catch_warnings():
         warnings.simplefilter("ignore", EpimerWarning)
         result = run(
             recipe, evaluation, methods=split_commas(methods, str, "--methods"),
             scales=split_commas(scale, float, "--scale"), ranks=split_commas(rank, int, "--rank"),
             keep_best=keep_best, overwrite=overwrite, any_curvature=any_curvature,
             progress=not (quiet or as_json), max_memory=max_memory, workers=workers, engine=engine, address=address,
+            found=lambda result: render.write_record(result.to_dict(), out),
         )  # fmt: skip
-    render.output(result.to_dict(), lambda: _print_sweep(result, keep_best), file=out, as_json=as_json, quiet=quiet)
+    render.output(result.to_dict(), lambda: _print_sweep(result, keep_best), file=None, as_json=as_json, quiet=quiet)
 
 
 def _print_sweep(result: Sweep, kept: Path | None) -> None:

@@ -175,9 +175,12 @@ def _joined(folder: Path, where: str) -> dict[str, Tensor]:
     files = [SafetensorsFile(inside(folder, f"shard_{i}.safetensors"), f"{where}/shard_{i}") for i in numbers]
     if any(file.headers.keys() != files[0].headers.keys() for file in files):
         raise CheckpointError(f"{where} has other layers in some shards; give a whole run.")
-    for name, W in files[0].headers.items():
-        if any(file.headers[name].shape[1:] != W.shape[1:] or not file.headers[name].dim() for file in files):
-            raise CheckpointError(f"{where} has rows of different lengths for {name!r}; give a whole run.")
+    for name in files[0].headers:
+        shapes = [tuple(file.headers[name].shape) for file in files]
+        if any(len(shape) != 2 or shape[1] != shapes[0][-1] for shape in shapes):
+            raise CheckpointError(
+                f"{where} has parts of {name!r} of shapes {listed(map(str, shapes))}; give a whole run."
+            )
     return {name: torch.cat([file.read(name) for file in files]) for name in files[0].headers}
 
 

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,12 +112,23 @@ def in_file(value: Tensor, folder: Path) -> Tensor:
     """
     if not value.numel():
         return value.cpu()
-    with explain_os_errors(folder, "written"):
-        handle, path = tempfile.mkstemp(dir=folder)
-        try:
-            os.posix_fallocate(handle, 0, value.nbytes)  # a full disk is an error here, and a crash in a mapping
-            stored = torch.from_file(path, shared=True, size=value.numel(), dtype=value.dtype)
-        finally:
-            os.close(handle)
-            os.unlink(path)
+    with explain_os_errors(folder, "written"), _nameless_file(folder) as (handle, path):
+        os.posix_fallocate(handle, 0, value.nbytes)  # a full disk is an error here, and a crash in a mapping
+        stored = torch.from_file(path, shared=True, size=value.numel(), dtype=value.dtype)
     return stored.view(value.shape).copy_(value)
+
+
+@contextmanager
+def _nameless_file(folder: Path) -> Iterator[tuple[int, str]]:
+    """Yield a file that ends with its last use, and a path that opens it; a process that is killed leaves nothing."""
+    named = ""
+    try:
+        handle = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except (AttributeError, OSError):  # the system, or the file system, has no files without names
+        handle, named = tempfile.mkstemp(dir=folder)
+    try:
+        yield handle, named or f"/proc/self/fd/{handle}"
+    finally:
+        os.close(handle)
+        if named:
+            os.unlink(named)

@@ -341,7 +341,7 @@ METHODS: tuple[Method, ...] = (
         models=(1, 1),
         elementwise=True,
         separable=True,
-        workspace=(0.0, 2.0),
+        workspace=(0.0, 3.0),
         laws=frozenset({"permutation", "copies"}),
     ),
     Method(
@@ -355,7 +355,7 @@ METHODS: tuple[Method, ...] = (
         elementwise=True,
         linear_in_scale=False,
         caution=scale_cancels,
-        workspace=workspace.in_chunks,
+        workspace=workspace.gradient_matching,
         laws=LINEAR_LAWS,
     ),
 )

@@ -84,6 +84,11 @@ def in_chunks(load: Workload) -> int:
     return (DOUBLE + 2 * load.itemsize) * load.entries
 
 
+def gradient_matching(load: Workload) -> int:
+    """Return the bytes of weighing task vectors by diagonals, in chunks."""
+    return in_chunks(load)
+
+
 # --- singular vectors ---
 
 
@@ -96,7 +101,7 @@ def svd(load: Workload, k: int) -> int:
 
 
 def polar(load: Workload, p: int) -> int:
-    """Return the bytes of the polar factor of `p` stacked columns of the long side, by a QR and an SVD where it must."""
+    """Return the bytes of the polar factor of `p` stacked columns of the long side, by QR and SVD where it must."""
     columns = max(load.shape) * p
     return DOUBLE * max(7 * columns // 2 + p**2, columns + 5 * p**2)
 
@@ -233,4 +238,4 @@ def one_sided(load: Workload) -> int:
         solving = DOUBLE * max(decomposed * square + 3 * load.entries, 3 * square + 8 * load.entries)
     else:
         solving = solve(load)
-    return load.itemsize * square + equation(load, solving)
+    return equation(load, load.itemsize * square + solving)

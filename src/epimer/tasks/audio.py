@@ -32,7 +32,7 @@ def read_recording(table: Table, i: int, column: str) -> Recording:
             with np.errstate(over="ignore"):  # what becomes infinite is refused below
                 recording = Recording(np.asarray(value["array"], dtype=np.float32), value["sampling_rate"])
         except (TypeError, ValueError, OverflowError) as error:
-            raise DataError(f"{where} has an array in {column!r} that is not numbers; leave the row out.") from error
+            raise DataError(f"{where} has {short(value['array'])} as a recording, expected numbers.") from error
     else:
         recording = _decode(table.source(i, value, column, "recording"), where)
     if recording.samples.ndim != 1 or not len(recording.samples) or not np.isfinite(recording.samples).all():
@@ -52,7 +52,7 @@ def _decode(source: Path | bytes, where: str) -> Recording:
         raise DataError(f"{where}: the recording {name} cannot be read ({error.strerror}); copy it there.") from error
     try:
         return _from_wave(data)
-    except (wave.Error, EOFError, ValueError, RuntimeError):  # another format, a .wav file of floats, or a damaged one
+    except (wave.Error, EOFError, ValueError, TypeError, RuntimeError):  # another format, or a damaged .wav file
         pass
     try:
         soundfile = import_module("soundfile")

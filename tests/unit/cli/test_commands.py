@@ -1,6 +1,7 @@
 """The command line starts at once, lists its commands in order, and passes on what it is given."""
 
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -82,3 +83,55 @@ def test_an_internal_error_says_so(monkeypatch):
     monkeypatch.setenv("EPIMER_DEBUG", "1")
     assert "in test_an_internal_error_says_so" not in run("methods").out
     assert run("methods").err.startswith("Traceback (most recent call last)")
+
+
+STOPPED = """
+import os, signal, sys
+from epimer import cli
+moment, number = sys.argv[1], int(sys.argv[2])
+def kill(*_, **__):
+    os.kill(os.getpid(), number)
+if moment == "parsing":
+    from typer.core import TyperGroup
+    TyperGroup.make_context = kill
+elif moment == "importing":
+    sys.addaudithook(lambda event, args: kill() if event == "import" and args[0] == "epimer.methods.registry" else None)
+elif moment == "twice":
+    def twice(*_):
+        try:
+            kill()
+        finally:
+            kill()  # as `timeout` does
+            print("in order", file=sys.stderr)
+    import epimer.methods.registry
+    epimer.methods.registry.list_methods = twice
+sys.argv = ["epimer", "methods"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("moment", ["parsing", "importing", "twice"])
+def test_a_signal_ends_a_command_in_one_line(moment, number, code):
+    command = [sys.executable, "-c", STOPPED, moment, str(int(number))]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=default_signals)
+    said = "in order\n" if moment == "twice" else ""
+    assert (ran.returncode, ran.stdout, ran.stderr) == (code, "", f"{said}stopped; what was finished is kept.\n")
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    """As with nohup, or in a shell's background."""
+    command = [sys.executable, "-c", STOPPED, "importing", str(int(signal.SIGHUP))]
+    ran = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def default_signals():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

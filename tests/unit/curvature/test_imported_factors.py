@@ -173,32 +173,6 @@ def test_runs_that_are_refused(net, tmp_path):
     assert "lacks total_processed.pt" in refused(run, net)
 
 
-def test_damaged_runs_are_refused(net, tmp_path):
-    run = write_bergson(tmp_path / "run", net)
-    shard = run / "gradient_sharded" / "shard_1.safetensors"
-    whole = load_file(shard)
-    for odd in (torch.zeros(()), whole["mix"][:, :1].clone(), whole["mix"][None].clone()):
-        save_file({**whole, "mix": odd}, shard)
-        assert "has rows of different lengths for 'mix'" in refused(run, net)
-    save_file(whole, shard)
-    for total in (torch.tensor([1, 2]), torch.tensor(float("nan")), torch.tensor(float("inf")), 2**60, "many"):
-        torch.save(total, run / "total_processed.pt")
-        assert "says that 0 tokens were read" in refused(run, net)
-    for text in ("a: !!bool maybe", "a: !!int ''", "[" * 3000):
-        (run / "config.yaml").write_text(text)
-        assert "config.yaml cannot be read" in refused(run, net)
-    torch.save(torch.tensor(7), run / "total_processed.pt")
-    levels = [f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in pairwise("abcdefghijklmnop")]
-    (run / "config.yaml").write_text("\n".join(["a: &a [1, *a]", *levels]))  # 10^15 places, and itself
-    assert len(epimer.Curvature.from_factors(run, net)) == 3
-
-
-def test_sizes_that_no_float_holds_are_refused(net, tmp_path):
-    whole = write_kronfluence(tmp_path / "factors_x", net)
-    (whole / "covariance_dataset_metadata.json").write_text(json.dumps({"dataset_size": 10**299}))
-    assert "samples; fit it again" in refused(whole, net)
-
-
 @pytest.mark.parametrize(
     ("file", "tensor", "said"),
     [
@@ -225,3 +199,27 @@ def test_a_damaged_total_is_refused(net, tmp_path, total):
     run = write_bergson(tmp_path / "run", net)
     torch.save(total, run / "total_processed.pt")
     assert "says that 0 tokens were read" in refused(run, net)
+def test_damaged_runs_are_refused(net, tmp_path):
+    run = write_bergson(tmp_path / "run", net)
+    shard = run / "gradient_sharded" / "shard_1.safetensors"
+    whole = load_file(shard)
+    for odd in (torch.zeros(()), whole["mix"][:, :1].clone(), whole["mix"][None].clone()):
+        save_file({**whole, "mix": odd}, shard)
+        assert "has parts of 'mix' of shapes" in refused(run, net)
+    save_file(whole, shard)
+    for total in (torch.tensor([1, 2]), torch.tensor(float("nan")), torch.tensor(float("inf")), 2**60, "many"):
+        torch.save(total, run / "total_processed.pt")
+        assert "says that 0 tokens were read" in refused(run, net)
+    for text in ("a: !!bool maybe", "a: !!int ''", "[" * 3000):
+        (run / "config.yaml").write_text(text)
+        assert "config.yaml cannot be read" in refused(run, net)
+    torch.save(torch.tensor(7), run / "total_processed.pt")
+    levels = [f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in pairwise("abcdefghijklmnop")]
+    (run / "config.yaml").write_text("\n".join(["a: &a [1, *a]", *levels]))  # 10^15 places, and itself
+    assert len(epimer.Curvature.from_factors(run, net)) == 3
+
+
+def test_sizes_that_no_float_holds_are_refused(net, tmp_path):
+    whole = write_kronfluence(tmp_path / "factors_x", net)
+    (whole / "covariance_dataset_metadata.json").write_text(json.dumps({"dataset_size": 10**299}))
+    assert "samples; fit it again" in refused(whole, net)
