@@ -127,7 +127,7 @@ def _kronfluence(folder: Path, where: str) -> FactorSums:
     if described.is_file() and used.is_file():
         size = read_json(described, f"{where}/{described.name}").get("dataset_size")
         most = read_json(used, f"{where}/{used.name}").get("covariance_max_examples")
-        if not isinstance(size, int) or not isinstance(most, int | None) or not 1 <= size <= MOST:
+        if not isinstance(size, int) or not isinstance(most, int | None) or not 1 <= min(size, most or size) <= MOST:
             raise CheckpointError(f"{where}/{described.name} says that there are {short(size)} samples; fit it again.")
         samples = size if most is None else min(size, most)
     return FactorSums("kronfluence", A, G, numbers, samples)

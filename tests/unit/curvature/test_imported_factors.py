@@ -223,5 +223,8 @@ def test_damaged_runs_are_refused(net, tmp_path):
 
 def test_sizes_that_no_float_holds_are_refused(net, tmp_path):
     whole = write_kronfluence(tmp_path / "factors_x", net)
-    (whole / "covariance_dataset_metadata.json").write_text(json.dumps({"dataset_size": 10**299}))
-    assert "samples; fit it again" in refused(whole, net)
+    used = whole / "factor_arguments.json"
+    for size, most in ((10**299, None), (5, -(10**299)), (5, -1)):
+        (whole / "covariance_dataset_metadata.json").write_text(json.dumps({"dataset_size": size}))
+        used.write_text(json.dumps({"covariance_max_examples": most}))
+        assert "samples; fit it again" in refused(whole, net)
