@@ -199,6 +199,8 @@ def test_a_damaged_total_is_refused(net, tmp_path, total):
     run = write_bergson(tmp_path / "run", net)
     torch.save(total, run / "total_processed.pt")
     assert "says that 0 tokens were read" in refused(run, net)
+
+
 def test_damaged_runs_are_refused(net, tmp_path):
     run = write_bergson(tmp_path / "run", net)
     shard = run / "gradient_sharded" / "shard_1.safetensors"
