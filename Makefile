@@ -50,7 +50,7 @@ lint: $(STAMP)  ## ruff, mypy, the import contracts, known vulnerabilities of wh
 coverage: $(STAMP)  ## run the tests and show which lines they miss
 	$(BIN)/python -m pytest --cov --cov-report=term-missing
 
-fuzz: $(STAMP)  ## 100,000 damaged files and mappings: refused in one line, or read well (half an hour)
+fuzz: $(STAMP)  ## 100,000 damaged files and mappings: refused in one line, or read well: a quarter of an hour
 	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 100000
 
 bench: $(STAMP) $(PEERS_STAMP)  ## speed on one page, beside FusionBench, mergekit and a plain copy: a quarter of an hour

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from functools import partial
 from pathlib import Path
 
 from epimer.checkpoints.folder import FORMATS
+from epimer.checkpoints.safe_unpickle import is_zip
 from epimer.checkpoints.safetensors import DTYPE_NAMES
 from epimer.checkpoints.torchfile import TorchFile, find_ties, load_tensors, mapped_regions, read_mapped
 from epimer.checkpoints.writer import save_tensors
@@ -30,7 +30,7 @@ def convert(source: Path, target: Path, *, key: str | None = None, overwrite: bo
     check()
     file = OpenedFile(source, str(source))
     with file.open():
-        mapped = zipfile.is_zipfile(source)
+        mapped = is_zip(source)
         tensors = load_tensors(source, str(source), key=key, mapped=mapped)
     read = partial(read_mapped, file=file, regions=mapped_regions(source) if mapped else [])
     if not tensors:

@@ -26,11 +26,14 @@ class Journal:
 
     def begin(self) -> None:
         """Start it anew."""
+        self.path.unlink(missing_ok=True)  # it may be a link to something else
         self.path.write_bytes(self.first_line)
         self._hash = _hash_of(self.first_line)
 
     def resume(self) -> list[dict[str, Any]] | None:
         """Return the entries that verify, and remove all after them; None where it has another key, or none."""
+        if self.path.is_symlink() or not self.path.is_file():  # a device could be read without end
+            return None
         try:
             lines = list(_verified(self.path.read_bytes()))
             if lines[:1] != [self.first_line]:

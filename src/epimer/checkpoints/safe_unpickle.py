@@ -121,10 +121,18 @@ Fetch = Callable[[str, int], UntypedStorage]
 """(key, bytes) -> a storage"""
 
 
+def is_zip(path: Path) -> bool:
+    """Whether a file is a zip archive that can be opened."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # which it raises where the archive says that it spans several disks
+        return False
+
+
 def module_tensors(path: Path, where: str, key: str | None = None) -> dict[str, Tensor] | None:
     """Return the state dict of the module in a torch file, under `key` if it is nested; None if there is no module."""
     try:
-        content, fetch = _read_zip(path) if zipfile.is_zipfile(path) else _read_old(path)
+        content, fetch = _read_zip(path) if is_zip(path) else _read_old(path)
     except Exception:  # it is damaged or of another kind, which the caller's error explains
         return None
     if key is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import warnings
-import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, allocate, header, is_text, sample_bytes, sample_ranges
-from epimer.checkpoints.safe_unpickle import module_tensors
+from epimer.checkpoints.safe_unpickle import is_zip, module_tensors
 from epimer.checkpoints.safetensors import as_bytes
 from epimer.errors import CheckpointError, listed
 from epimer.opened_files import OpenedFile, reason
@@ -143,7 +142,7 @@ def not_dense(value: Tensor) -> str | None:
 def load(path: Path, where: str, *, mapped: bool, save: str = "model.state_dict()") -> Any:
     """Return what a torch file holds; `save` is what to save instead where that would have to be executed."""
     try:
-        if not zipfile.is_zipfile(path):
+        if not is_zip(path):
             with path.open("rb") as file:
                 start = file.read(8)
             if start == b"version ":

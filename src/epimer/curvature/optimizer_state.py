@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from epimer.checkpoints.folder import inside
+from epimer.checkpoints.safe_unpickle import is_zip
 from epimer.checkpoints.torchfile import load, mapped_regions, not_dense, read_mapped
 from epimer.errors import CheckpointError, CurvatureError, ParameterError, listed, nearest, short
 from epimer.geometry.metric import Diagonal
@@ -132,7 +132,7 @@ def _number(value: object) -> float | None:
 def _read_groups(path: Path, where: str) -> list[list[Slot]]:
     """Return the parameters of each of the optimiser's groups, in order."""
     file = _find(path, where)
-    opened, mapped = OpenedFile(file, where), zipfile.is_zipfile(file)
+    opened, mapped = OpenedFile(file, where), is_zip(file)
     with opened.open():
         saved = _unnest(load(file, where, mapped=mapped, save="optimizer.state_dict()"), where)
     read = partial(read_mapped, file=opened, regions=mapped_regions(file) if mapped else [])

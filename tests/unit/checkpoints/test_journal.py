@@ -56,3 +56,15 @@ def test_another_journal_is_not_resumed(path, tmp_path):
     assert Journal(tmp_path / "nowhere", "key").resume() is None
     path.write_text("".join(json.dumps(entry) + "\n" for entry in [{"key": "key"}, *ENTRIES]))  # of version 0.1
     assert Journal(path, "key").resume() is None
+
+
+def test_a_link_is_neither_read_nor_written_through(path, tmp_path):
+    other = path.rename(tmp_path / "other")
+    content = other.read_bytes()
+    path.symlink_to(other)
+    journal = Journal(path, "key")
+    assert journal.resume() is None
+    journal.begin()
+    assert other.read_bytes() == content
+    assert not path.is_symlink()
+    assert Journal(path, "key").resume() == []

@@ -285,3 +285,18 @@ def test_a_size_in_a_pickle_takes_no_memory(tmp_path, zipped):
             assert tracemalloc.get_traced_memory()[1] < 1 << 24
         finally:
             tracemalloc.stop()
+
+
+def test_an_archive_that_says_it_spans_several_disks_is_refused(tmp_path):
+    path = tmp_path / "state.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    whole = bytearray(path.read_bytes())
+    place = whole.index(b"PK\6\7")  # where the end of a large archive is found
+    whole[place + 16 : place + 20] = (3).to_bytes(4, "little")
+    path.write_bytes(whole)
+    with pytest.raises(zipfile.BadZipFile):
+        zipfile.is_zipfile(path)
+    with pytest.raises(CheckpointError, match="is cut short"):
+        TorchFile(path)
+    with pytest.raises(CheckpointError, match="is cut short"):
+        convert(path, tmp_path / "state.safetensors")
