@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -71,7 +72,8 @@ class Moments:
         with self.lock:
             self.count += 1
             now = self.count
-        os.write(self.log, f"{what} {path}\n".encode())
+        with suppress(OSError):  # where files may not be that large
+            os.write(self.log, f"{what} {path}\n".encode())
         if now != self.at or self.fault is None:
             return
         if self.fault.startswith("SIG"):
