@@ -134,6 +134,9 @@ def leave(run: Any, case: dict[str, Any]) -> None:
         run(case)
     except SystemExit as left:
         code = left.code or 0
+    except KeyboardInterrupt:  # before the command began, which thus ends as Python does
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
         traceback.print_exc()
         code = 1
