@@ -139,7 +139,8 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     parameters: dict[str, Any] = {}
                     while True:
                         recipe = inputs.recipe(row, kind, parameters)
-                        told = {"method": row.name, "kind": kind, "options": parameters, "shape": text, "tasks": tasks}
+                        told = {"method": row.name, "kind": kind, "options": parameters, "shape": text}
+                        told["tasks"] = len(recipe["models"])  # as many as the method takes
                         told |= planned(recipe, options.max_memory, speeds)
                         if "refused" not in told and not options.plan_only:
                             if told["planned_seconds"] <= options.longest:

@@ -8,7 +8,8 @@ and 17 MB, so that what Python and libraries take beside is little, and the full
 
     python benchmarks/plans_hold.py [--methods epimer_kron] [--shapes 768x2688] [--tasks 8] [--json FILE]
 
-With `--json`, cases that the file has already are measured again and replaced, others stay: it can be run in pieces.
+With `--json`, cases that the file has already are measured again and replaced, or left as they are with `--missing`:
+it can be run in pieces.
 `--json FILE --table` prints what the file has, as a table of the worst ratios, and measures nothing.
 """
 
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def measure(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
     X = torch.randn(256, 256, dtype=torch.float64)
     for warm_up in (X, X.float()):  # loads libraries
         torch.linalg.eigh(warm_up @ warm_up.T), torch.linalg.svd(warm_up), torch.linalg.qr(warm_up)
-    before = resident_memory()
+    before, files = resident_memory(), pages_of_files()
     run = RunOptions("cpu", workers=1, max_memory=before + SLACK + plan.memory + LEEWAY)
     Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's peak anew
     started = time.perf_counter()
@@ -178,8 +179,15 @@ def measure(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         record = write_merge(plan, place / "out", run, overwrite=True)
     seconds, peak, told = time.perf_counter() - started, peak_memory(), record.tensors[NAME]
-    sizes = {"planned": plan.memory, "taken": peak - before, "peak": peak, "seconds": seconds}
+    dropped = max(0, files - pages_of_files())  # libraries' pages that the system took back meanwhile
+    sizes = {"planned": plan.memory, "taken": peak - before + dropped, "peak": peak, "seconds": seconds}
     return sizes | {"status": told.status, "residual": told.residual}
+
+
+def pages_of_files() -> int:
+    """Return the bytes of files, such as libraries, that this process has in memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
 
 
 def measure_apart(recipe: dict[str, Any], place: Path) -> dict[str, Any]:
@@ -199,8 +207,8 @@ def planned(recipe: dict[str, Any]) -> int:
     return plan_merge(recipe, any_curvature=True).memory
 
 
-def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for every case."""
+def compare(options: argparse.Namespace, known: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Yield a row for every case that is not known yet."""
     listed = [epimer.describe_method(name) for name in epimer.list_methods() if name != "greedy_soup"]
     rows = [form for row in listed for form in (row, row.mergekit) if form is not None]
     rows = [epimer.describe_method(name) for name in options.methods] if options.methods else rows
@@ -214,15 +222,18 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     basis = parameters.get("basis", row.defaults.get("basis"))
                     if (options.bases and basis not in options.bases) or (options.kinds and kind not in options.kinds):
                         continue
+                    told = {"method": row.name, "curvature": kind, "basis": basis, "shape": text, "tasks": tasks}
+                    told |= {"dtype": options.dtype, "options": parameters}
+                    if what(told) in known:
+                        continue
                     if kind is not None and not (place / f"{kind}0").exists():
                         write_curvature(place, kind, (m, n), tasks)
                     recipe = recipe_of(place, row, kind, tasks, parameters)
-                    told = {"method": row.name, "curvature": kind, "basis": basis, "shape": text, "tasks": tasks}
-                    told |= {"models": len(recipe["models"]), "dtype": options.dtype, "options": parameters}
                     if planned(recipe) > WIDEST:
                         print(f"{what(told)}: left out, too wide to measure here")
                         continue
                     measured = measure_apart(recipe, place)
+                    told["models"] = len(recipe["models"])
                     yield told | {key: measured[key] for key in ("planned", "taken")}
 
 
@@ -279,6 +290,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", type=int, default=TASKS)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--missing", action="store_true", help="measure only what the JSON file does not have")
     parser.add_argument("--table", action="store_true", help="of what the JSON file has; nothing is measured")
     options = parser.parse_args()
     if options.one:
@@ -290,14 +302,14 @@ def main() -> None:
         print(table(there), summary(there), sep="\n\n")
         return
     measured = []
-    for row in compare(options):
+    for row in compare(options, found if options.missing else ()):
         measured.append(row)
         found[what(row)] = row
         print(line(row), flush=True)
         if options.json:  # as far as it has come
             lines = ",\n".join(json.dumps(one) for one in found.values())
             options.json.write_text(f'{{"date": "{date.today()}", "rows": [\n{lines}\n]}}\n')
-    print(summary(measured))
+    print(summary(measured) if measured else "nothing was measured")
     if any(not 1 <= row["planned"] / row["taken"] <= MOST for row in measured):
         sys.exit(1)
 

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "ALLOC_FAILED", "bad_alloc", "can't start new thread")
 """words of the RuntimeErrors by which torch and Python say that memory could not be had: there is no class for it"""
+ROOT = Path("/")
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that are free on this machine."""
+    """Return the bytes of memory that are free on this machine, or in the container that this process runs in."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        lines = (ROOT / "proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return min(free, *_left_to_control_groups())
+
+
+def _left_to_control_groups() -> Iterator[int]:
+    """Yield what each of Linux' control groups around this process may still take (version 2, as containers have)."""
+    yield 1 << 63
+    try:
+        lines = (ROOT / "proc/self/cgroup").read_text().splitlines()
+        own = Path(next(line.split(":", 2)[2] for line in lines if line.startswith("0::")).lstrip("/"))
+    except (OSError, StopIteration):
+        return
+    for group in (own, *own.parents):
+        folder = ROOT / "sys/fs/cgroup" / group
+        try:
+            most, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no limit, which is the word max, or no such group
+            continue
+        yield max(0, most - used + int(stat.get("inactive_file", 0)))  # a file's pages are given back when asked for
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -363,8 +363,17 @@ def observed(run: Callable[[], Any]) -> Found:
 
 
 def unversioned(record: Found) -> Found:
-    """Return a record without its kind and format, which older ones do not name."""
-    return {key: value for key, value in record.items() if key not in ("kind", "format")}
+    """Return a record without its kind, its format and its hash, which older ones do not name."""
+    return {key: value for key, value in record.items() if key not in ("kind", "format", "sha256")}
+
+
+def read_header(file: Path) -> Found:
+    """Return the header of a folder of curvature or of a basis without its hashes, which older ones do not have."""
+
+    def unhashed(pairs: list[tuple[str, Any]]) -> Found:
+        return {key: value for key, value in pairs if key not in ("sha256", "checksums")}
+
+    return json.loads(file.read_text(), object_pairs_hook=unhashed)
 
 
 def named(parameters: Mapping[str, Any]) -> str:
@@ -1065,13 +1074,13 @@ class Disk:
     def basis(self, form: str) -> Found:
         """Record a basis folder."""
         folder = self.make_basis(form)
-        header = json.loads((folder / "basis.json").read_text())
+        header = read_header(folder / "basis.json")
         return self.cleaned({"header": header, "tensors": file_summary(folder / "basis.safetensors")})
 
     def curvature(self, name: str) -> Found:
         """Record a curvature folder, as it lies there and as it is read."""
         folder = self.root / name
-        header = json.loads((folder / "curvature.json").read_text())
+        header = read_header(folder / "curvature.json")
         stored = {"header": header, "stored": file_summary(folder / "curvature.safetensors")}
         return self.cleaned({**stored, **curvature_summary(epimer.Curvature.load(folder))})
 

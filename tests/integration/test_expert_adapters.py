@@ -134,6 +134,9 @@ def test_what_cannot_be_told_is_refused(tmp_path):
     save_file({**factors, key: factors[key][:-1].clone()}, file)
     with pytest.raises(epimer.CheckpointError, match=r"target_parameters\).*merge_and_unload"):
         open_checkpoint(where)
+    save_file({**factors, key: torch.tensor(1.0)}, file)
+    with pytest.raises(epimer.CheckpointError, match=r"target_parameters\), which fit none"):
+        open_checkpoint(where)
     config = tmp_path / "adapter" / "adapter_config.json"
     save_file(factors, file)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"target_parameters": None}))

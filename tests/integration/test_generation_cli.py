@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.evaluation.divergence import counted_logits
+from epimer.evaluation.open_suite import open_suite
 from epimer.evaluation.unlabelled import suite_of_inputs
 from epimer.methods.rules import is_matrix
 from epimer.plan.participants import align
@@ -35,7 +36,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E4
 
 from commands import assert_refused, run  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:At least one mel filter:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:At least one mel filter:UserWarning", "ignore:.*the loss is that of:epimer.errors.EpimerWarning"
+)
 
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>", "<image>", "USER:", "ASSISTANT:"]
 PLAIN = ["the", "cat", "dog", "sat", "ran", "on", "a", "mat", "fast", "see", "what", "?"]
@@ -356,6 +359,24 @@ def test_tables_are_averaged_and_linear_layers_are_matrices(family):
     for name, W in (*model.named_parameters(), *model.named_buffers()):  # a tied head is its table
         linear = kinds.get(name) is nn.Linear and "lm_head" not in name
         assert is_matrix(name, W.shape) is linear, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_suites_score_what_the_models_own_loss_says(here, family):
+    """The loss per token of every row, as transformers' model has it; a head and classes are refused."""
+    task, data = ON[family]
+    save(here / "moved", family, moved=True)
+    lines = f"base: {family}\ntask: {task}\nmetric: loss\ntasks: [{{model: moved, data: {{test: {data}}}}}]\n"
+    (here / "suite.yaml").write_text(lines)
+    suite = open_suite("suite.yaml", progress=False, device="cpu")
+    model = type(FAMILIES[family]()).from_pretrained(here / "moved").eval()
+    with torch.no_grad():
+        expected = [-float(model(**inputs, labels=labels).loss) for inputs, labels in by_hand(here, family)]
+    scores = suite.finite_scores(suite.models[0], suite.tasks[0], "test", "the model")
+    torch.testing.assert_close(scores.double(), torch.tensor(expected).double(), rtol=1e-4, atol=1e-5)
+    (here / "suite.yaml").write_text(lines.replace("moved, data", "moved, classes: [a, b], data"))
+    with pytest.raises(epimer.EpimerError, match=f"is {task}, which has no classes"):
+        open_suite("suite.yaml", progress=False)
 
 
 CHATS = {

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 import epimer
 from commands import assert_refused, run
+from epimer.checksums import data_hash
 from epimer.curvature.format import Provenance
 from epimer.engine.recompute import TOLERANCE
 from epimer.errors import DataError, ParameterError
-from epimer.records.merge import record_hash
 
 SHAPES = {
     "embed_tokens.weight": (40, 24),
@@ -79,7 +79,7 @@ def forge(folder, tensors=None):
         data["checksums"][name] = found
     for name, W in (tensors or {}).items():
         data["tensor_checksums"][name] = f"{zlib.crc32(W.contiguous().view(torch.uint8).numpy().tobytes()):08x}"
-    data["sha256"] = record_hash(data)
+    data["sha256"] = data_hash(data)
     file.write_text(json.dumps(data))
 
 
@@ -205,6 +205,15 @@ def test_files_that_are_added_removed_or_edited_are_named(root):
     assert found.checks[1].text == text
 
 
+def test_what_the_hub_adds_to_a_folder_is_no_difference(root):
+    for name in (".gitattributes", ".cache/huggingface/download/config.json.metadata", ".git/HEAD"):
+        (root / "tsv" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "tsv" / name).write_text("x")
+    assert epimer.verify(root / "tsv").verified
+    (root / "tsv" / ".cache" / "other").write_text("x")
+    assert differing(epimer.verify(root / "tsv", files_only=True)) == {"files": (".cache/other",)}
+
+
 def test_a_name_that_is_no_text_is_shown_all_the_same(root):
     (root / "tsv" / os.fsdecode(b"x\xff")).write_bytes(b"")
     ran = run("verify", root / "tsv", "--files-only", "--json")
@@ -239,7 +248,7 @@ def test_whatever_a_record_says_ends_in_a_verdict(root):
             del place[last]
         else:
             place[last] = generator.choice(VALUES)
-        data["sha256"] = record_hash(data)
+        data["sha256"] = data_hash(data)
         file.write_text(json.dumps(data))
         found = epimer.verify(root / "tsv", sample=2)
         json.dumps(found.to_dict(), ensure_ascii=False).encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import tempfile
@@ -15,17 +14,18 @@ import torch
 from epimer.api.merging import plan_merge
 from epimer.checkpoints.folder import FORMATS
 from epimer.checkpoints.hub import HUB_NAME, is_hub_id
+from epimer.checksums import HASH
 from epimer.engine.options import RunOptions
 from epimer.engine.output import RECORD, environment, hash_input_files
 from epimer.engine.output_files import OutputFiles, check_files, files_of_tensors
 from epimer.engine.recompute import GPU_TOLERANCE, TOLERANCE, difference, recompute
 from epimer.errors import DataError, EpimerError, ParameterError, listed
+from epimer.json_values import json_value
 from epimer.plan.jobs import Plan
 from epimer.progress import Progress
 from epimer.recipe.load import RecipeLike, load_recipe, open_recipe
 from epimer.recipe.model import UNION, Recipe
 from epimer.records import Check, MergeRecord, Outcome, Verification
-from epimer.records.merge import record_hash
 
 REMEDY = "give the recipe, with the models' paths, as --recipe"
 
@@ -84,21 +84,13 @@ def verify(
 
 def read_record(folder: OutputFiles) -> tuple[MergeRecord | None, Check]:
     """Return the record in a folder, None where it cannot be read, and its check against its own hash."""
-
-    def damaged(text: str) -> Check:
-        return Check("record", Outcome.DIFFERS, text, (RECORD,))
-
+    data = folder.read(RECORD)
     try:
-        data = json.loads(folder.read(RECORD))
-        record = MergeRecord.from_dict(data, RECORD)
+        record = MergeRecord.from_json(data, RECORD)  # which compares its hash
     except DataError as error:
-        return None, damaged(str(error).rstrip("."))
-    except (ValueError, RecursionError, AttributeError, TypeError) as error:
-        return None, damaged(f"{RECORD} is not the JSON of a record ({type(error).__name__})")
-    if "sha256" not in data:
+        return None, Check("record", Outcome.DIFFERS, str(error).rstrip("."), (RECORD,))
+    if HASH not in json_value(data):
         return record, Check("record", Outcome.UNCHECKED, f"{RECORD} holds no hash of itself, as epimer writes now")
-    if record_hash(data) != data["sha256"]:
-        return record, damaged(f"{RECORD} was edited or damaged: its content has another hash than it says")
     counts = f"{len(record.tensors)} tensors of {len(record.models)} inputs by {record.method}"
     return record, Check("record", Outcome.OK, f"{RECORD} has the hash that it says: {counts}")
 

@@ -225,13 +225,14 @@ class Adapted(Checkpoint):
         if not named or (named == ["weight"] and not depth):
             return False
         first, second = self.adapter.headers[A], self.adapter.headers[B]
+        flat = first.dim() == second.dim() == 2
         fitting: list[tuple[str, dict[str, ExpertPart]]] = []
-        for word in named:
+        for word in named if flat else ():
             parts = stored_parts(outer, word, first.shape[-1], second.shape[0], self.base.headers)
             if parts and not self.updates.keys() & parts.keys():
                 fitting.append((word, parts))
         count = next(iter(fitting[0][1].values())).experts if fitting else 1
-        if len(fitting) != 1 or first.shape[0] != second.shape[-1] or first.shape[0] % count:
+        if len(fitting) != 1 or first.shape[0] != second.shape[1] or not first.shape[0] or first.shape[0] % count:
             shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
             several = "several" if len(fitting) > 1 else "none"
             problem = f"has factors {shapes} of stacked experts in {outer!r} (target_parameters)"

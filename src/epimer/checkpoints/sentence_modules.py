@@ -21,7 +21,7 @@ def sentence_files(folder: Path | None) -> dict[str, bytes]:
     if folder is None or not (folder / MODULES).is_file():
         return {}
     names = [MODULES, *SETTINGS]
-    for module in filter(lambda module: os.path.isdir(folder / module), _folders(folder)):
+    for module in (name for name in _folders(folder) if os.path.isdir(folder / name)):
         files = sorted(path for path in (folder / module).rglob("*") if path.is_file() and path.suffix != ".py")
         names += [path.relative_to(folder).as_posix() for path in files]
     return {name: data for name in names if (data := carried(folder, name)) is not None}

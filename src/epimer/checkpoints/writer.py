@@ -23,7 +23,7 @@ from torch import Tensor
 
 from epimer.atomic_files import atomic_file, draft_path, explain_os_errors, held, remove_folder, sync
 from epimer.checkpoints.checkpoint import nbytes
-from epimer.checkpoints.checksums import join_crc, spelled_crc, weights_checksum
+from epimer.checkpoints.file_checksums import join_crc, spelled_crc, weights_checksum
 from epimer.checkpoints.journal import Journal
 from epimer.checkpoints.safetensors import as_bytes, encode_header, tensor_checksum
 from epimer.errors import DataError, OutputError

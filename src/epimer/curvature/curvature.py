@@ -102,6 +102,13 @@ class Curvature(Mapping[str, Metric]):
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write a folder that recipes and `Curvature.load` read; an interrupted write leaves no folder."""
         save_curvature(self.metrics, self.provenance, Path(folder), inputs=self.inputs, overwrite=overwrite)
+        if (
+            self.file is not None
+            and self.file.path.exists()
+            and self.file.path.parent.samefile(os.path.expanduser(folder))
+        ):
+            written = Curvature.load(folder, self.where)  # onto itself: what is read from now on is in the new file
+            self.metrics, self.file = written.metrics, written.file
 
     @classmethod
     def load(cls, folder: str | Path, where: str = "") -> Curvature:

@@ -93,6 +93,7 @@ class StoredMetrics(TensorParts[Metric]):
         """Refuse what no metric can be of, by the headers alone."""
         parts = self.headers(name)
         required = {field.name for field in fields(self.metric) if field.default is MISSING}
+        required |= {"H"} if KINDS[self.provenance.kind].indefinite else set()  # whose eigenvalues are clipped
         if missing := sorted(required - parts.keys()):
             raise CurvatureError(f"{self.where} has no {missing[0]} for {name!r}; {REMEDY}.")
         odd = next((part for part, W in parts.items() if W.dtype not in DTYPES), None)

@@ -24,6 +24,7 @@ from epimer.geometry.metric import Kronecker
 
 SIDES = ("activation", "gradient")
 SHARD = re.compile(r"shard_(\d+)\.safetensors")
+MOST = 1 << 53  # samples or tokens: a float holds the number
 NAMELESS = "the model has no layer of this name"
 
 
@@ -91,6 +92,9 @@ def _metric(layer: nn.Module, name: str, sums: FactorSums, samples: int | None) 
     if inputs_first:
         m, n = n, m
     A, G = sums.A[name], sums.G[name]
+    if A.dim() != 2 or G.dim() != 2 or not A.is_floating_point() or not G.is_floating_point():
+        kinds = f"{A.dtype} of {A.dim()} and {G.dtype} of {G.dim()} dimensions"
+        raise CurvatureError(f"{sums.source} has factors for {name!r} that are {kinds}, expected two matrices.")
     biased = len(A) == n + 1 and getattr(layer, "bias", None) is not None
     if getattr(layer, "groups", 1) != 1 or A.shape != (n + biased,) * 2 or G.shape != (m, m):
         sizes = f"{tuple(A.shape)} and {tuple(G.shape)}, expected {(n, n)} and {(m, m)}"
@@ -109,10 +113,13 @@ def _kronfluence(folder: Path, where: str) -> FactorSums:
     counts = [f"num_{side}_covariance_processed.safetensors" for side in SIDES]
     read = [SafetensorsFile(inside(folder, name), f"{where}/{name}") for name in (*files, *counts)]
     A, G, tokens, again = ({name: file.read(name) for name in file.headers} for file in read)
-    numbers = {name: int(count.sum()) for name, count in tokens.items()}
+    for name, count in (*tokens.items(), *again.items()):
+        if count.numel() != 1 or count.is_floating_point() or count.is_complex():
+            raise CheckpointError(f"{where} counts {tuple(count.shape)} {count.dtype} for {name!r}, expected a number.")
+    numbers = {name: int(count) for name, count in tokens.items()}
     if not A.keys() == G.keys() == tokens.keys() == again.keys() or any(n < 1 for n in numbers.values()):
         raise CheckpointError(f"{where} has other layers in {files[0]} than in {files[1]}; fit the covariances again.")
-    if other := [name for name, count in again.items() if int(count.sum()) != numbers[name]]:
+    if other := [name for name, count in again.items() if int(count) != numbers[name]]:
         problem = f"counts inputs and gradients of {other[0]!r} differently (gradient checkpointing, torch.compile)"
         raise CheckpointError(f"{where} {problem}; fit the covariances without them.")
     samples = None
@@ -120,8 +127,8 @@ def _kronfluence(folder: Path, where: str) -> FactorSums:
     if described.is_file() and used.is_file():
         size = read_json(described, f"{where}/{described.name}").get("dataset_size")
         most = read_json(used, f"{where}/{used.name}").get("covariance_max_examples")
-        if not isinstance(size, int) or not isinstance(most, int | None) or size < 1:
-            raise CheckpointError(f"{where}/{described.name} says that there are {size} samples; fit it again.")
+        if not isinstance(size, int) or not isinstance(most, int | None) or not 1 <= size <= MOST:
+            raise CheckpointError(f"{where}/{described.name} says that there are {short(size)} samples; fit it again.")
         samples = size if most is None else min(size, most)
     return FactorSums("kronfluence", A, G, numbers, samples)
 
@@ -135,7 +142,7 @@ def _bergson(folder: Path, where: str) -> FactorSums:
     if not file.is_file() or A.keys() != G.keys():
         raise CheckpointError(f"{where} lacks total_processed.pt, or a side of some layers; give a whole run.")
     total: Any = load(file, f"{where}/{file.name}", mapped=False)
-    tokens = int(total) if isinstance(total, int | Tensor) else 0
+    tokens = _count(total)
     if tokens < 1:
         raise CheckpointError(f"{where}/{file.name} says that {tokens} tokens were read; measure it again.")
     return FactorSums("bergson", A, G, dict.fromkeys(A, tokens), None)
@@ -143,19 +150,21 @@ def _bergson(folder: Path, where: str) -> FactorSums:
 
 def _methods(config: Path, where: str) -> list[str]:
     """Return the methods of Hessians that a run's config names; none without a config."""
-    try:
-        document = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{where}/config.yaml cannot be read: {short(str(error))}; give a whole run.") from error
+    seen = set[int]()  # YAML can have one mapping in endlessly many places
 
     def walk(value: Any) -> Iterator[str]:
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not isinstance(value, dict | list) or id(value) in seen:
+            return
+        seen.add(id(value))
         if isinstance(value, dict) and {"method", "hessian_dtype"} <= value.keys():
             yield str(value["method"])
-        for item in inner:
+        for item in value.values() if isinstance(value, dict) else value:
             yield from walk(item)
 
-    return list(walk(document))
+    try:
+        return list(walk(yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None))
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{where}/config.yaml cannot be read: {short(str(error))}; give a whole run.") from error
 
 
 def _joined(folder: Path, where: str) -> dict[str, Tensor]:
@@ -166,4 +175,17 @@ def _joined(folder: Path, where: str) -> dict[str, Tensor]:
     files = [SafetensorsFile(inside(folder, f"shard_{i}.safetensors"), f"{where}/shard_{i}") for i in numbers]
     if any(file.headers.keys() != files[0].headers.keys() for file in files):
         raise CheckpointError(f"{where} has other layers in some shards; give a whole run.")
+    for name in files[0].headers:
+        shapes = [tuple(file.headers[name].shape) for file in files]
+        if any(len(shape) != 2 or shape[1] != shapes[0][-1] for shape in shapes):
+            raise CheckpointError(
+                f"{where} has parts of {name!r} of shapes {listed(map(str, shapes))}; give a whole run."
+            )
     return {name: torch.cat([file.read(name) for file in files]) for name in files[0].headers}
+
+
+def _count(value: Any) -> int:
+    """Return a count that may be stored as a tensor; 0 where it is none."""
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 and not value.is_complex() else 0
+    return int(value) if isinstance(value, int | float) and 0 <= value <= MOST else 0

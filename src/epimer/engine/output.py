@@ -16,7 +16,7 @@ import torch
 import epimer
 from epimer.atomic_files import explain_os_errors, output_path
 from epimer.checkpoints.checkpoint import Checkpoint
-from epimer.checkpoints.checksums import data_checksum, hash_files
+from epimer.checkpoints.file_checksums import data_checksum, hash_files
 from epimer.checkpoints.folder import DIFFUSERS, parse_json
 from epimer.checkpoints.hub import HUB_NAME, fetch_code
 from epimer.checkpoints.sentence_modules import sentence_files

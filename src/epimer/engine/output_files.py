@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from epimer.checkpoints.checkpoint import Checkpoint
-from epimer.checkpoints.checksums import read_checksum
+from epimer.checkpoints.file_checksums import read_checksum
 from epimer.checkpoints.object_store import StoreFile, all_files, explain_store_errors, filesystem, is_store
 from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.engine.output import RECORD
 from epimer.errors import DataError, listed
 from epimer.records import Check, MergeRecord, Outcome
+
+OF_THE_HUB = (".gitattributes", ".git/", ".cache/huggingface/")
+"""files that the hub and its tools put into a folder, from which nothing is loaded"""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class OutputFiles:
 
 def check_files(folder: OutputFiles, record: MergeRecord) -> list[Check]:
     """Compare every file, and every tensor in the files of weights, with the record; the record itself is left out."""
-    sizes = {name: size for name, size in folder.sizes().items() if name != RECORD}
+    sizes = {name: size for name, size in folder.sizes().items() if name != RECORD and not name.startswith(OF_THE_HUB)}
     if not record.checksums:
         why = f"the record of epimer {record.version or '0.1.0'} has no checksums; merge again to have them"
         return [Check(part, Outcome.UNCHECKED, why) for part in ("files", "tensors")]

@@ -23,7 +23,7 @@ from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES
 from epimer.evaluation.suite import State, Suite, SuiteTask, classification_loss
 from epimer.evaluation.suite_file import SuiteFile, TaskEntry, errors_at, read_suite_file
 from epimer.plan.participants import Participant, align
-from epimer.tasks.loading import CAUSAL_LM, Output, WithHead
+from epimer.tasks.loading import CLASSIFIERS, Output, WithHead
 from epimer.tasks.tables import Table
 from epimer.tasks.task import load_task, sample_losses
 from epimer.tasks.task_network import TaskNetwork, task_network
@@ -140,7 +140,7 @@ class Networks:
 
     def task(self, entry: TaskEntry) -> SuiteTask:
         """Return a task whose data is read by its own model's tokenizer or image processor."""
-        tokens = entry.kind == CAUSAL_LM
+        tokens = entry.kind not in CLASSIFIERS
         return SuiteTask(
             entry.name,
             entry.classes,

@@ -18,15 +18,47 @@ from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES
 from epimer.recipe.yaml_lines import Location, YamlFile, spell
 from epimer.tasks.conversations import TEXTS, find_layout
 from epimer.tasks.data import open_data
-from epimer.tasks.loading import CAUSAL_LM, DTYPES, EVALUATED, IMAGE, POOLINGS, read_head
+from epimer.tasks.generation import RECORDINGS, TRANSCRIPTS, source_and_target
+from epimer.tasks.image_text import IMAGES as PICTURES
+from epimer.tasks.loading import (
+    AUTO,
+    CAUSAL_LM,
+    CLASSIFIERS,
+    DTYPES,
+    IMAGE,
+    IMAGE_TEXT,
+    POOLINGS,
+    SEQ2SEQ,
+    SPEECH,
+    TEXT,
+    read_head,
+)
 from epimer.tasks.tables import READERS, Table
 from epimer.tasks.task import IMAGES, LABELS
 
 KEYS = ("name", "base", "task", "metric", "classifier", "batch_size", "max_length", "dtype", "tasks")
 TASK_KEYS = ("name", "model", "task", "metric", "head", "pooling", "classifier", "classes", "data", "doubtful")
-DATA_KEYS = ("dataset", "subset", "train", "val", "test", "text", "label", "image")
+DATA_COLUMNS = ("text", "label", "image", "audio")
+DATA_KEYS = ("dataset", "subset", "train", "val", "test", *DATA_COLUMNS)
+COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
+    TEXT: {"text": TEXTS, "label": LABELS},
+    IMAGE: {"image": IMAGES, "label": LABELS},
+    IMAGE_TEXT: {"text": TEXTS, "image": PICTURES},
+    SPEECH: {"text": TRANSCRIPTS, "audio": RECORDINGS},
+}
+"""task -> the columns that it reads, by their usual names; others read texts alone"""
 SPLITS = ("train", "val", "test")
 BATCH, MAX_LENGTH = 16, 512
+
+
+def _column(kind: str, table: Table, key: str, chosen: str | None, usual: tuple[str, ...]) -> object:
+    """Return what a task reads from a table as its `key`; None where it needs that and there is none."""
+    if key == "text" and kind in (CAUSAL_LM, IMAGE_TEXT):
+        return find_layout(table, chosen)
+    if key == "text" and kind == SEQ2SEQ:
+        return source_and_target(table, chosen)
+    found = table.column(chosen, usual, key)
+    return key if found is None and kind == IMAGE_TEXT else found  # images may be in the messages
 
 
 @dataclass(frozen=True)
@@ -42,7 +74,7 @@ class TaskEntry:
     tables: Mapping[str, Table]
     """train, val and test, those that the file names"""
     columns: Mapping[str, str]
-    """text, label and image -> the column of the data, those that the file names"""
+    """text, label, image and audio -> the column of the data, those that the file names"""
     head: Path | None = None
     pooling: str = "auto"
     classifier: tuple[str, ...] = ()
@@ -117,14 +149,14 @@ class _Reader:
     def task(self, path: Location, raw: Any, defaults: Mapping[str, Any], dtype: torch.dtype) -> TaskEntry:
         keys = self.source.mapping(path, raw, TASK_KEYS, {})
         model = self.required(path, keys, "model", "the model that was fine-tuned for the task")
-        kind = self.choice((*path, "task"), keys, EVALUATED) or self.choice(("task",), defaults, EVALUATED)
+        kind = self.choice((*path, "task"), keys, tuple(AUTO)) or self.choice(("task",), defaults, tuple(AUTO))
         if kind is None:
-            raise self.error(path, f"{spell(path)} has no 'task'; add it here or for all: {', '.join(EVALUATED)}.")
-        known = tuple(TOKEN_SCORES if kind == CAUSAL_LM else CLASSIFIER_SCORES)
+            raise self.error(path, f"{spell(path)} has no 'task'; add it here or for all: {', '.join(AUTO)}.")
+        known = tuple(CLASSIFIER_SCORES if kind in CLASSIFIERS else TOKEN_SCORES)
         metric = self.choice((*path, "metric"), keys, known) or self.choice(("metric",), defaults, known) or known[0]
         head = self.text((*path, "head"), keys.get("head"))
-        if kind == CAUSAL_LM and (head is not None or keys.get("classes") is not None):
-            raise self.error(path, f"{spell(path)} is causal-lm, which has no classes; leave out 'head' and 'classes'.")
+        if kind not in CLASSIFIERS and (head is not None or keys.get("classes") is not None):
+            raise self.error(path, f"{spell(path)} is {kind}, which has no classes; leave out 'head' and 'classes'.")
         if keys.get("pooling") is not None and head is None:
             raise self.error((*path, "pooling"), "'pooling' is what a 'head' reads; add one, or leave pooling out.")
         classes = self.names((*path, "classes"), keys.get("classes"))
@@ -152,10 +184,8 @@ class _Reader:
 
     def data(self, path: Location, raw: Any, kind: str) -> tuple[dict[str, Table], dict[str, str]]:
         """Open the splits; check that they have the columns to read."""
-        columns: dict[str, tuple[str, ...]] = {"image": IMAGES} if kind == IMAGE else {"text": TEXTS}
-        if kind != CAUSAL_LM:
-            columns["label"] = LABELS
-        refused = {key: f"'{key}' is not a column of {kind}." for key in {"text", "label", "image"} - columns.keys()}
+        columns = COLUMNS.get(kind, {"text": TEXTS})
+        refused = {key: f"'{key}' is not a column of {kind}." for key in {*DATA_COLUMNS} - columns.keys()}
         raw = self.source.mapping(path, {} if raw is None else raw, DATA_KEYS, refused)
         keys = {key: text for key in DATA_KEYS if (text := self.text((*path, key), raw.get(key))) is not None}
         splits = [split for split in SPLITS if split in keys]
@@ -172,10 +202,7 @@ class _Reader:
         for split, table in tables.items():
             for key, usual in columns.items():
                 with errors_at(self.source, (*path, key)):
-                    if kind == CAUSAL_LM:
-                        found: object = find_layout(table, chosen.get(key))
-                    else:
-                        found = table.column(chosen.get(key), usual, key)
+                    found = _column(kind, table, key, chosen.get(key), usual)
                 if found is None and (key != "label" or self.labels):
                     has = f"{table.name} has no column {' or '.join(map(repr, usual))}"
                     raise self.error((*path, split), f"{has}; it has {listed(table.columns, 12)}: name it in {key!r}.")

@@ -26,6 +26,8 @@ cholesky = torch.linalg.cholesky_ex
 cholesky_solve = torch.cholesky_solve
 cholesky_inverse = torch.cholesky_inverse
 solve_triangular = torch.linalg.solve_triangular
+householder_qr = torch.geqrf
+householder_product = torch.linalg.householder_product
 
 
 class Eigh(NamedTuple):

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epimer.geometry.decompositions import cholesky, cholesky_solve, eigh, thin_svd
+from epimer.geometry.decompositions import (
+    cholesky,
+    cholesky_solve,
+    eigh,
+    householder_product,
+    householder_qr,
+    thin_svd,
+)
 from epimer.geometry.replay import repeated
 from epimer.geometry.solution import Solution, solved
 from epimer.records import Status
@@ -219,11 +226,14 @@ def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Pola
             if X_mp.dtype == torch.float64 or lowest < 0.1 * highest:  # rounding shows
                 factor = _newton_schulz(factor)
             return Polar(factor, True, *_sensitivity(values, len(X_mp)))
-    X = X_mp.double()
-    U, sigma, Vh = thin_svd(X)
+    reflectors, tau = householder_qr(X_mp.double())  # X = QR, since the SVD of R takes less memory than that of X
+    rows = len(tau)
+    U, sigma, Vh = thin_svd(reflectors[:rows].triu())
     kept = sigma > math.sqrt(NULL) * sigma[0]
     shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
-    factor = ((U[:, kept] * shrunk) @ Vh[kept]).to(X_mp.dtype)
+    Q = householder_product(reflectors[:, :rows], tau)
+    del reflectors
+    factor = (Q @ ((U[:, kept] * shrunk) @ Vh[kept])).to(X_mp.dtype)
     if least > 0 or not bool(kept.all()):
         return Polar(factor, False, math.inf, 0.0)
     return Polar(factor, True, *_sensitivity(sigma.square(), len(X_mp)))
@@ -323,6 +333,7 @@ def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL) -
     noise = null * float(pivots.max())
     if not info and (pivots.min() > noise or (shift > noise and pivots.min() > NULL * float(pivots.max()))):
         return Solution(cholesky_solve(b, L))
+    del L, pivots  # eigenvectors take their memory
     values, vectors = eigh(H_pp)
     largest = float(values[-1])
     if largest <= 0:

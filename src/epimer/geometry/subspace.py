@@ -242,8 +242,8 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
     left, right = (polar(X, least, inner) for X, inner in zip(stacks, grams, strict=True))
     mix = None
     if not (left.full_rank and right.full_rank):
-        U, V = left.factor.double(), right.factor.double()
-        values, vectors = eigh((U.T @ U) * (V.T @ V))
+        inner = gram(left.factor.double())  # one after the other, so that only one is widened
+        values, vectors = eigh(inner.mul_(gram(right.factor.double())))
         kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
         mix = vectors[:, kept] * values[kept].rsqrt()
     atoms = Tagged(left.factor, right.factor, sigma, owner, mix)

@@ -24,7 +24,7 @@ from epimer.methods.registry import Layer, Method, Prepared, Prepass
 BLOCK = 1 << 19  # entries of a model that a pre-pass looks at at a time
 MARGIN = 0.01  # share of all entries by which a sampled rank may be off
 VOTES = 1 << 30  # of all models together in a count of signs, so that any tally fits 32 bits
-SHARES = 1 << 24  # of all weights: times an entry of float32 and added up over 32 models, exact in float64
+SHARES = 1 << 24  # of all weights together, where they are no simple fractions
 
 Scorer = Callable[[dict[str, Tensor]], Any]
 
@@ -172,15 +172,12 @@ def disjoint_sum(deltas: list[Tensor], weights: list[float], elected: Tensor, *,
 
 
 def elected_by_mass(deltas: list[Tensor], weights: list[float]) -> Tensor:
-    """Return per entry the sign of Σ w_t D_t, 0 where that is 0: whole shares of D_t in float64 add up exactly.
+    """Return per entry the sign of Σ w_t D_t, 0 where that is 0.
 
-    Models in bfloat16 often cancel, and rounding, which depends on their order, would break the tie.
+    Task vectors of models in bfloat16 have few digits and often cancel. Whole shares of them add up exactly, so that an
+    even vote is even; under weights as 1/3 rounding, and so the order of the models, would decide it.
     """
-    first, *others = whole_shares(tuple(weights))
-    total = deltas[0].to(torch.float64, copy=True).mul_(first)
-    for D, share in zip(deltas[1:], others, strict=True):
-        total.add_(D, alpha=share)
-    return total.sign_().to(deltas[0])
+    return weighted_sum(deltas, whole_shares(tuple(weights))).sign()
 
 
 @lru_cache
@@ -344,7 +341,7 @@ METHODS: tuple[Method, ...] = (
         models=(1, 1),
         elementwise=True,
         separable=True,
-        workspace=(0.0, 2.0),
+        workspace=(0.0, 3.0),
         laws=frozenset({"permutation", "copies"}),
     ),
     Method(
@@ -358,7 +355,7 @@ METHODS: tuple[Method, ...] = (
         elementwise=True,
         linear_in_scale=False,
         caution=scale_cancels,
-        workspace=workspace.in_chunks,
+        workspace=workspace.gradient_matching,
         laws=LINEAR_LAWS,
     ),
 )

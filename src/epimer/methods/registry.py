@@ -180,6 +180,8 @@ class Method(Generic[OptionsT]):
     """how often a k-th largest entry of each task vector is searched for, which counts for the time it takes"""
     sorts: int = 0
     """how often the rows of each task vector are sorted"""
+    draws: int = 0
+    """how many random numbers are drawn for every entry of each task vector"""
     squares: bool = False
     """tensors of the workspace have the longer side twice"""
     factored: bool = False

@@ -152,6 +152,7 @@ METHODS: tuple[Method, ...] = (
             options=SceOptions(),
             elementwise=True,
             workspace=(1.0, 8.0),
+            selects=1,
             laws=ENTRYWISE,
         ),
         "models count alike where their mean squares add up to less than 1e-6, as those of most fine-tuned models do",
@@ -166,7 +167,7 @@ METHODS: tuple[Method, ...] = (
         options=RamOptions(),
         elementwise=True,
         separable=True,
-        workspace=(0.0, 7.0),
+        workspace=(0.0, 9.0),
         laws=ENTRYWISE,
     ),
     Method(
@@ -190,6 +191,7 @@ METHODS: tuple[Method, ...] = (
         models=(1, 1),
         elementwise=True,
         separable=True,
+        workspace=(0.0, 6.0),
         laws=frozenset({"permutation", "scale_zero"}),
     ),
     Method(
@@ -202,7 +204,7 @@ METHODS: tuple[Method, ...] = (
         uses_base=True,
         models=(1, 1),
         elementwise=True,
-        workspace=(0.0, 6.0),
+        workspace=(0.0, 5.0),
         selects=len(QUARTILES),
         laws=frozenset({"permutation", "scale_zero"}),
     ),

@@ -84,6 +84,11 @@ def in_chunks(load: Workload) -> int:
     return (DOUBLE + 2 * load.itemsize) * load.entries
 
 
+def gradient_matching(load: Workload) -> int:
+    """Return the bytes of weighing task vectors by diagonals, in chunks."""
+    return in_chunks(load)
+
+
 # --- singular vectors ---
 
 
@@ -96,8 +101,9 @@ def svd(load: Workload, k: int) -> int:
 
 
 def polar(load: Workload, p: int) -> int:
-    """Return the bytes of the polar factor of `p` stacked columns of the long side, in float64 where it must be."""
-    return DOUBLE * (5 * max(load.shape) * p + 5 * p**2)
+    """Return the bytes of the polar factor of `p` stacked columns of the long side, by QR and SVD where it must."""
+    columns = max(load.shape) * p
+    return DOUBLE * max(7 * columns // 2 + p**2, columns + 5 * p**2)
 
 
 def triples(load: Workload) -> int:
@@ -108,7 +114,7 @@ def triples(load: Workload) -> int:
 
 def basis(load: Workload) -> int:
     """Return the bytes of building a tagged basis: SVDs one after the other, then the stacks' polar factors."""
-    stacks = 2 * load.itemsize * load.directions * sum(load.shape)
+    stacks = load.itemsize * load.directions * (sum(load.shape) + min(load.shape))  # and the short side's factor
     return triples(load) + max(svd(load, load.rank), stacks + polar(load, load.directions))
 
 
@@ -120,7 +126,7 @@ def tsv(load: Workload) -> int:
 def iso_c(load: Workload) -> int:
     """Return the bytes of Iso-C: a whole SVD of the sum."""
     side = min(load.shape)
-    return svd(load, side) + (DOUBLE + 2 * load.itemsize) * load.entries
+    return svd(load, side) + 2 * load.itemsize * load.entries
 
 
 def iso_cts(load: Workload) -> int:
@@ -186,7 +192,7 @@ def solve(load: Workload) -> int:
             diagonals = load.tasks * (DOUBLE + load.itemsize) * load.entries
             return factors + diagonals + 3 * load.itemsize * load.entries + DOUBLE * (load.tasks + ITERATE) * p * q
         case "samples":
-            return 3 * load.curvature + DOUBLE * (load.tasks + ITERATE) * (p if tagged else p * q)
+            return 2 * load.curvature + DOUBLE * (ITERATE - 2) * (p if tagged else p * q)
         case _ if tagged:
             return DOUBLE * (load.tasks + 6) * p**2 + load.itemsize * 2 * p * max(load.shape)
         case _ if full:
@@ -228,8 +234,8 @@ def one_sided(load: Workload) -> int:
     """
     square = load.shape[load.inputs] ** 2
     if load.basis == "full":
-        decomposed = 5 if load.options.damping > 0 else 7
+        decomposed = 4 if load.options.damping > 0 else 5
         solving = DOUBLE * max(decomposed * square + 3 * load.entries, 3 * square + 8 * load.entries)
     else:
         solving = solve(load)
-    return load.itemsize * square + equation(load, solving)
+    return equation(load, load.itemsize * square + solving)

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -159,7 +158,9 @@ class Job:
         if count <= 1:
             return [self]
         length, first, parts = len(self.template), self.rows[0] if self.rows else 0, []
-        for start, stop in pairwise(length * i // count for i in range(count + 1)):
+        step = -(-length // count)  # one size for all but the last, so that they can use the same memory
+        for start in range(0, length, step):
+            stop = min(start + step, length)
             reads = self.reads * (stop - start) // length
             memory = self.memory if self.streams else self.memory * (stop - start) // length + 1
             template, rows = self.template[start:stop], (first + start, first + stop)

@@ -18,6 +18,7 @@ from torch import Tensor
 from epimer.geometry.decompositions import eigh
 from epimer.geometry.svd import top_svd
 from epimer.methods import workspace
+from epimer.methods.averaging import average
 from epimer.methods.options import per_model
 from epimer.methods.registry import Method
 from epimer.methods.workspace import Workload, workspace_bytes
@@ -43,21 +44,27 @@ def seconds(work: Work, speeds: Speeds) -> float:
 def work_of(method: Method, load: Workload) -> Work:
     """Return what a merge does: task vectors are taken, merged and added to the base."""
     tensor = load.itemsize * load.entries
-    counts = Work(bytes=tensor * (2 * load.tasks + 4) + CHECKS * load.curvature)
+    passes = load.tasks + 2 if method.separable else 2 * load.tasks + 4  # in parts, which stay in the cache, or whole
+    if method.merge is average:  # as the models are read
+        passes = 2
+    counts = Work(bytes=tensor * passes + CHECKS * load.curvature)
     if method.prepare is not None:
         counts += Work(bytes=SORTING * method.passes * load.tasks * tensor)
     counts += order(method, load)
     if callable(method.workspace) and method.workspace in WORK:
         return counts + WORK[method.workspace](load)
+    if method.merge is average:
+        return counts
     return counts + Work(bytes=load.tasks * tensor + workspace_bytes(method, load))
 
 
 def order(method: Method, load: Workload) -> Work:
-    """Return the work of finding k-th largest entries and of sorting rows; none where all entries are kept."""
-    if min(per_model(getattr(load.options, "density", 0.0), 1)) >= 1:
+    """Return the work of finding k-th largest entries, sorting rows and drawing numbers; none where all are kept."""
+    kept = getattr(load.options, "density", getattr(load.options, "select_topk", 0.0))
+    if min(per_model(kept, 1)) >= 1:
         return Work()
     entries = load.tasks * load.entries
-    return Work(selected=method.selects * entries, sorted=method.sorts * entries)
+    return Work(selected=method.selects * entries, sorted=method.sorts * entries, random=method.draws * entries)
 
 
 # --- singular vectors ---
@@ -203,8 +210,14 @@ def elementwise(load: Workload) -> Work:
     return Work(bytes=workspace.DOUBLE * load.entries * (6 * load.tasks + 10))
 
 
+def weighted_by_diagonals(load: Workload) -> Work:
+    """Return the work of weighing task vectors by diagonals, in chunks."""
+    return Work(bytes=workspace.DOUBLE * load.entries * (load.tasks + 3))
+
+
 WORK: dict[Callable[[Workload], int], Callable[[Workload], Work]] = {
     workspace.in_chunks: elementwise,
+    workspace.gradient_matching: weighted_by_diagonals,
     workspace.tsv: tsv,
     workspace.iso_c: iso_c,
     workspace.iso_cts: iso_cts,
@@ -244,6 +257,7 @@ def measured_speeds(device: torch.device, threads: int) -> Speeds:
         "svd": (384**3, lambda: top_svd(core, 384)),
         "selected": (square.numel(), lambda: torch.kthvalue(square.reshape(-1), square.numel() // 2)),
         "sorted": (square.numel(), lambda: square.reshape(-1, 3072).argsort(dim=1, stable=True)),
+        "random": (square.numel(), lambda: torch.rand(square.shape)),
         "bytes": (5 * wide.nbytes, lambda: wide.to(device).cpu()) if gpu else (2 * wide.nbytes, lambda: wide + 1.0),
     }
     return {kernel: _seconds(call, device) / units for kernel, (units, call) in kernels.items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -131,15 +129,9 @@ class MergeRecord(Record):
         kept = {k: v for k, v in self.to_dict().items() if k not in ("timings", "peak_memory")}
         for tensor in kept["tensors"].values():
             del tensor["seconds"]
-        return {**kept, "sha256": record_hash(kept)}
+        return kept
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "the record") -> Self:
         """Return the record that `to_dict` or `lasting` wrote; older ones name no format."""
         return super().from_dict({"format": 1, **data}, where)
-
-
-def record_hash(data: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a record in plain data, whatever its order and spaces; its own `sha256` is left out."""
-    content = {key: value for key, value in data.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -13,6 +13,8 @@ import numpy as np
 from epimer.errors import DataError, short
 from epimer.tasks.tables import Table
 
+HIGHEST = 10_000_000  # samples a second
+
 
 class Recording(NamedTuple):
     """A recording's samples, [time] between -1 and 1, channels averaged, and how many there are a second."""
@@ -26,11 +28,19 @@ def read_recording(table: Table, i: int, column: str) -> Recording:
     value: Any = table.row(i).get(column)
     where = table.where(i)
     if isinstance(value, dict) and value.get("array") is not None and isinstance(value.get("sampling_rate"), int):
-        recording = Recording(np.asarray(value["array"], dtype=np.float32), value["sampling_rate"])
+        try:
+            with np.errstate(over="ignore"):  # what becomes infinite is refused below
+                recording = Recording(np.asarray(value["array"], dtype=np.float32), value["sampling_rate"])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"{where} has {short(value['array'])} as a recording, expected numbers.") from error
     else:
         recording = _decode(table.source(i, value, column, "recording"), where)
     if recording.samples.ndim != 1 or not len(recording.samples) or not np.isfinite(recording.samples).all():
         raise DataError(f"{where} has a recording in {column!r} that is empty or not finite; leave the row out.")
+    if not 0 < recording.rate <= HIGHEST:
+        raise DataError(
+            f"{where} has a recording in {column!r} of {short(recording.rate)} samples a second; replace it."
+        )
     return recording
 
 
@@ -42,7 +52,7 @@ def _decode(source: Path | bytes, where: str) -> Recording:
         raise DataError(f"{where}: the recording {name} cannot be read ({error.strerror}); copy it there.") from error
     try:
         return _from_wave(data)
-    except (wave.Error, EOFError, ValueError):  # another format, or a .wav file of floats
+    except (wave.Error, EOFError, ValueError, TypeError, RuntimeError):  # another format, or a damaged .wav file
         pass
     try:
         soundfile = import_module("soundfile")
@@ -61,6 +71,8 @@ def _from_wave(data: bytes) -> Recording:
     with wave.open(io.BytesIO(data)) as file:
         width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
         raw = file.readframes(file.getnframes())
+    if width not in (1, 2, 3, 4):
+        raise ValueError(f"{width} bytes per sample")
     if width == 1:
         values = np.frombuffer(raw, np.uint8).astype(np.float64) - 128
     elif width == 3:  # as the upper bytes of four

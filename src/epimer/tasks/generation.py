@@ -119,7 +119,7 @@ class SourcesAndTargets:
 
     def __init__(self, task: Task, table: Table, text: str | None, longest: int) -> None:
         self.task, self.table, self.longest = task, table, longest
-        self.source, self.target = _source_and_target(table, text)
+        self.source, self.target = source_and_target(table, text)
         columns = f"sources in {self.source!r}, targets in {self.target!r}"
         warnings.warn(f"{table.name}: {columns}; the loss is that of the targets.", EpimerWarning, 4)
 
@@ -134,7 +134,7 @@ class SourcesAndTargets:
         return decoded(self.task, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, targets)
 
 
-def _source_and_target(table: Table, text: str | None) -> tuple[str, str]:
+def source_and_target(table: Table, text: str | None) -> tuple[str, str]:
     """Return the columns of sources and targets; refuse what can be read in several ways."""
     if text is not None:
         names = [name.strip() for name in text.split(",")]

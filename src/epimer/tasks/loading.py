@@ -31,8 +31,6 @@ AUTO = {
     SPEECH: "AutoModelForSpeechSeq2Seq",
 }
 CLASSIFIERS = (TEXT, IMAGE)
-EVALUATED = (CAUSAL_LM, *CLASSIFIERS)
-"""the tasks that suites evaluate"""
 POOLINGS = ("auto", "pooler", "cls", "mean")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken")

@@ -191,6 +191,10 @@ def _build_adapter(folder: Path) -> None:
 
 def _damage_adapter(rng: Random, folder: Path) -> None:
     place = folder / rng.choice(("one", "two"))
+    if rng.random() < 0.2:  # factors of stacked experts, it says
+        config = json.loads((place / "adapter_config.json").read_text())
+        config["target_parameters"] = rng.choice((["up.weight"], ["up.bias"], ["layers.0.up"], [3, None], "up", {}))
+        (place / "adapter_config.json").write_text(json.dumps(config))
     if rng.random() < 0.6:
         damage_json(rng, place / "adapter_config.json")
     elif rng.random() < 0.9:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import epimer
+from epimer.records import MergeRecord
 from fuzz.mutations import as_text, mutated, mutated_bytes
 
 SHAPES = {
@@ -130,4 +131,5 @@ def same_files(first: Path, second: Path) -> bool:
 
 def _content(path: Path) -> Any:
     """Return what a file says: of a record its values, however they are written, else its bytes."""
-    return json.loads(path.read_bytes()) if path.name == "epimer.json" else path.read_bytes()
+    data = path.read_bytes()
+    return MergeRecord.from_json(data, path.name).lasting() if path.name == "epimer.json" else data

@@ -7,11 +7,12 @@ their own.
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import epimer
@@ -170,3 +171,55 @@ def test_runs_that_are_refused(net, tmp_path):
     assert "were they measured on this model?" in refused(run, net)
     (run / "total_processed.pt").unlink()
     assert "lacks total_processed.pt" in refused(run, net)
+
+
+@pytest.mark.parametrize(
+    ("file", "tensor", "said"),
+    [
+        ("activation_covariance", torch.tensor(1.0), "expected two matrices"),
+        ("gradient_covariance", torch.eye(4, dtype=torch.int64), "expected two matrices"),
+        ("activation_covariance", torch.full((3, 3), float("nan")), "cannot be used"),
+        ("num_activation_covariance_processed", torch.tensor([1.5]), "expected a number"),
+        ("num_gradient_covariance_processed", torch.tensor([1, 2]), "expected a number"),
+        ("num_activation_covariance_processed", torch.tensor([0]), "fit the covariances again"),
+        ("num_gradient_covariance_processed", torch.tensor([5]), "differently"),
+    ],
+)
+def test_damaged_folders_are_refused_in_one_line(net, tmp_path, file, tensor, said):
+    folder = write_kronfluence(tmp_path / "factors_x", net)
+    path = folder / f"{file}.safetensors"
+    save_file({**load_file(path), "head": tensor}, path)
+    message = refused(folder, net)
+    assert said in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("total", [torch.tensor([1, 2]), torch.tensor(float("nan")), {"a": 1}, 0])
+def test_a_damaged_total_is_refused(net, tmp_path, total):
+    run = write_bergson(tmp_path / "run", net)
+    torch.save(total, run / "total_processed.pt")
+    assert "says that 0 tokens were read" in refused(run, net)
+def test_damaged_runs_are_refused(net, tmp_path):
+    run = write_bergson(tmp_path / "run", net)
+    shard = run / "gradient_sharded" / "shard_1.safetensors"
+    whole = load_file(shard)
+    for odd in (torch.zeros(()), whole["mix"][:, :1].clone(), whole["mix"][None].clone()):
+        save_file({**whole, "mix": odd}, shard)
+        assert "has parts of 'mix' of shapes" in refused(run, net)
+    save_file(whole, shard)
+    for total in (torch.tensor([1, 2]), torch.tensor(float("nan")), torch.tensor(float("inf")), 2**60, "many"):
+        torch.save(total, run / "total_processed.pt")
+        assert "says that 0 tokens were read" in refused(run, net)
+    for text in ("a: !!bool maybe", "a: !!int ''", "[" * 3000):
+        (run / "config.yaml").write_text(text)
+        assert "config.yaml cannot be read" in refused(run, net)
+    torch.save(torch.tensor(7), run / "total_processed.pt")
+    levels = [f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in pairwise("abcdefghijklmnop")]
+    (run / "config.yaml").write_text("\n".join(["a: &a [1, *a]", *levels]))  # 10^15 places, and itself
+    assert len(epimer.Curvature.from_factors(run, net)) == 3
+
+
+def test_sizes_that_no_float_holds_are_refused(net, tmp_path):
+    whole = write_kronfluence(tmp_path / "factors_x", net)
+    (whole / "covariance_dataset_metadata.json").write_text(json.dumps({"dataset_size": 10**299}))
+    assert "samples; fit it again" in refused(whole, net)

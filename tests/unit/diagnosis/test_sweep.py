@@ -14,7 +14,6 @@ import epimer
 import models as made
 from epimer.api import sweep_state_dicts as sweep
 from epimer.api.sweeping import STEPS
-from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.diagnosis import choice as auto
 from epimer.diagnosis import sweep as sweeping
 from epimer.diagnosis.sweep import SCALES
@@ -22,6 +21,7 @@ from epimer.engine.options import RunOptions
 from epimer.errors import EpimerError, ParameterError, RecipeError
 from epimer.evaluation.judges import SplitScores, by_agreement, by_function, by_suite, evaluator
 from epimer.evaluation.suite import Split, Suite, SuiteTask
+from epimer.opened_files import OpenedFile
 from epimer.plan.merge import open_models
 from epimer.progress import Progress
 from epimer.recipe.load import load_recipe, open_recipe
@@ -544,13 +544,13 @@ def test_the_bar_counts_all_settings_from_the_start(folder, monkeypatch, options
 
 
 def test_a_sweep_opens_and_reads_each_model_once(folder, monkeypatch):
-    counts, fill = {}, SafetensorsFile._fill
+    counts, fill = {}, OpenedFile.fill
 
     def counted(self, buffer, offset):
         counts[self.path.parent.name] = counts.get(self.path.parent.name, 0) + len(buffer)
         fill(self, buffer, offset)
 
-    monkeypatch.setattr(SafetensorsFile, "_fill", counted)
+    monkeypatch.setattr(OpenedFile, "fill", counted)
     methods = ["average", "tsv", "ties", "epimer_free"]
     epimer.sweep(recipe_of("tsv"), "sweep_judge:near", methods=methods, ranks=[1, 2], scales=[1.0], progress=False)
     for name in ("base", "m0", "m1"):

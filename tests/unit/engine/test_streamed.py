@@ -1,10 +1,13 @@
 """Tensors that are merged as they are read: the bytes of a merge in memory, and errors that name the culprit."""
 
+import weakref
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import epimer
+from epimer.engine import merge
 from epimer.engine.merge import MergeWalk
 from epimer.errors import TensorError
 from epimer.plan.memory import STREAMED
@@ -74,6 +77,24 @@ def test_rows_are_handed_on_as_they_are_merged_in_memory_that_is_used_again(tmp_
     assert len(places) == 1
     assert record.shape == SHAPES["table"]
     torch.testing.assert_close(torch.cat(rows).double(), expected, rtol=2**-8, atol=1e-7)
+
+
+def test_a_block_is_let_go_before_the_next_is_read(tmp_path, monkeypatch):
+    save_models(tmp_path, torch.float32)
+    recipe, folder = open_recipe(recipe_of(tmp_path, "task_arithmetic"))
+    plan = plan_recipe(recipe, open_models(recipe, folder=folder))
+    walk, read, alive = MergeWalk(plan, plan.parts), merge.read_tensors, []
+
+    def counted(*given):
+        assert not [block for block in alive if block() is not None]
+        tensors = read(*given)
+        alive.append(weakref.ref(tensors))
+        return tensors
+
+    monkeypatch.setattr(merge, "read_tensors", counted)
+    (table,) = [batch for batch in walk.jobs if batch.name == "table"]
+    walk.work_into(lambda job, W: None, table, walk.read(table), torch.device("cpu"))
+    assert len(alive) == 3
 
 
 @pytest.mark.parametrize("method", ["average", "task_arithmetic", "ties"])

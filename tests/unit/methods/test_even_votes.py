@@ -1,4 +1,4 @@
-"""Signs are elected by exact sums: an even vote is even in any order of the models, and no rounding decides it."""
+"""Signs are elected by whole shares: an even vote is even in any order of the models, and no rounding decides it."""
 
 from fractions import Fraction
 from itertools import permutations

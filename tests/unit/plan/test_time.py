@@ -14,7 +14,7 @@ from epimer.plan.merge import plan_state_dicts
 from epimer.plan.participants import state_dict_participants
 from epimer.plan.time import Work, measured_speeds, seconds, times, work_of
 
-KERNELS = {"single", "double", "eigen", "eigen_single", "leading", "svd", "selected", "sorted", "bytes"}
+KERNELS = {"single", "double", "eigen", "eigen_single", "leading", "svd", "selected", "sorted", "random", "bytes"}
 
 
 def work(method, shape=(768, 3072), tasks=8, kind=None, curvature=0, **options):
@@ -54,8 +54,8 @@ def test_conjugate_gradients_are_counted_up_to_the_steps_that_are_allowed():
     assert more - few == pytest.approx(10 * 2 * 8 * 256 * 512 * (256 + 512))
 
 
-def test_selecting_and_sorting_entries_are_counted_where_entries_are_dropped():
-    """Breadcrumbs finds two k-th largest entries a task, Arcee Fusion three quartiles, DELLA sorts once."""
+def test_selecting_sorting_and_drawing_are_counted_where_entries_are_dropped():
+    """Breadcrumbs finds two k-th largest entries a task, Arcee Fusion three quartiles, DELLA sorts and draws once."""
     entries = 768 * 3072
     assert work("breadcrumbs", tasks=4)["selected"] == 2 * 4 * entries
     assert work("arcee_fusion", tasks=1)["selected"] == 3 * entries
@@ -65,6 +65,8 @@ def test_selecting_and_sorting_entries_are_counted_where_entries_are_dropped():
         assert whole["selected"] == whole["sorted"] == 0
         assert pruned["selected"] + pruned["sorted"] > 0
     assert work("dare")["selected"] == work("dare")["sorted"] == 0
+    assert work("dare", tasks=4)["random"] == work("della", tasks=4)["random"] == 4 * entries
+    assert work("sce")["selected"] == 0 < work("sce", select_topk=0.5)["selected"]
 
 
 def test_work_adds_up():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from epimer.checkpoints.checksums import data_checksum, join_crc, read_checksum, weights_checksum
+from epimer.checkpoints.file_checksums import data_checksum, join_crc, read_checksum, weights_checksum
 from epimer.checkpoints.writer import encode_tensors, plan_shards
 
 TENSORS = {
