@@ -103,7 +103,7 @@ def svd(load: Workload, k: int) -> int:
 def polar(load: Workload, p: int) -> int:
     """Return the bytes of the polar factor of `p` stacked columns of the long side, by QR and SVD where it must."""
     columns = max(load.shape) * p
-    return DOUBLE * max(7 * columns // 2 + p**2, columns + 5 * p**2)
+    return DOUBLE * max(3 * columns + p**2 // 2, columns + 5 * p**2)
 
 
 def triples(load: Workload) -> int:
