@@ -114,7 +114,7 @@ def triples(load: Workload) -> int:
 
 def basis(load: Workload) -> int:
     """Return the bytes of building a tagged basis: SVDs one after the other, then the stacks' polar factors."""
-    stacks = load.itemsize * load.directions * (sum(load.shape) + min(load.shape))  # and the short side's factor
+    stacks = load.itemsize * load.directions * sum(load.shape)  # of one side, or its factor
     return triples(load) + max(svd(load, load.rank), stacks + polar(load, load.directions))
 
 
