@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -71,7 +72,8 @@ class Moments:
         with self.lock:
             self.count += 1
             now = self.count
-        os.write(self.log, f"{what} {path}\n".encode())
+        with suppress(OSError):  # where files may not be that large
+            os.write(self.log, f"{what} {path}\n".encode())
         if now != self.at or self.fault is None:
             return
         if self.fault.startswith("SIG"):
@@ -132,6 +134,9 @@ def leave(run: Any, case: dict[str, Any]) -> None:
         run(case)
     except SystemExit as left:
         code = left.code or 0
+    except KeyboardInterrupt:  # before the command began, which thus ends as Python does
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
         traceback.print_exc()
         code = 1

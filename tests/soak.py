@@ -41,7 +41,7 @@ def fault_of(trial: Trial, generator: random.Random) -> dict:
         return {"fault": generator.choice(SIGNALS), "at": generator.randint(1, len(trial.moments))}
     if kind < 0.9:
         return {"fault": generator.choice(ERRORS), "at": generator.choice(trial.writes)}
-    return {"limits": {"FSIZE": generator.randint(100, 8000)}, "fault": "EFBIG"}
+    return {"limits": {"FSIZE": generator.randint(600, 8000)}, "fault": "EFBIG"}
 
 
 def disturbed(trials: dict[str, Trial], names: list[str], count: int, generator: random.Random, until: float) -> dict:

@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from epimer.errors import OutputError
@@ -126,7 +126,7 @@ def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterato
                 draft.rename(out)
                 sync(out.parent)
             except BaseException:
-                shutil.rmtree(draft, ignore_errors=True)
+                remove_folder(draft)
                 raise
             finally:
                 _finish(out, old, gone)
@@ -138,7 +138,7 @@ def recover_folder(out: Path) -> None:
     if old.exists() or gone.exists():
         with suppress(OSError, OutputError), held(draft, out, folder=True):
             _finish(out, old, gone)
-            shutil.rmtree(draft)
+            remove_folder(draft)
 
 
 def _beside(out: Path) -> tuple[Path, Path, Path]:
@@ -148,21 +148,29 @@ def _beside(out: Path) -> tuple[Path, Path, Path]:
 
 def _finish(out: Path, old: Path, gone: Path) -> None:
     """Restore the old folder if the new one did not appear; otherwise remove it."""
-    shutil.rmtree(gone, ignore_errors=True)
+    remove_folder(gone)
     if old.exists() and not os.path.lexists(out):
         old.rename(out)
     elif old.exists():
         old.rename(gone)  # so that half of it is never taken for the old folder
-        shutil.rmtree(gone)
+        remove_folder(gone)
 
 
 def empty_folder(folder: Path) -> None:
     """Remove what is in a folder, and not the folder, which may be held."""
-    for path in folder.iterdir():
+    for path in folder.iterdir():  # one file handle at a time, as there may be few
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            empty_folder(path)
+            path.rmdir()
         else:
             path.unlink()
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder with what is in it, as far as the system permits."""
+    with suppress(OSError):
+        empty_folder(folder)
+        folder.rmdir()
 
 
 @contextmanager
@@ -184,10 +192,22 @@ def held(
         try:
             _lock(handle, out, what, wait=wait)
             if _is_at(handle, draft):  # otherwise the run that held it has published or removed it
-                yield handle
+                with _without_empty(draft) if folder and make else nullcontext():
+                    yield handle
                 return
         finally:
             os.close(handle)
+
+
+@contextmanager
+def _without_empty(draft: Path) -> Iterator[None]:
+    """Remove a folder that is empty where the block fails."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            draft.rmdir()
+        raise
 
 
 def _open(draft: Path, *, folder: bool, make: bool) -> int:

@@ -251,10 +251,10 @@ def stored_names(model: nn.Module, folder: Path) -> dict[str, str]:
     }
 
 
-def measured(*arguments: object) -> epimer.Curvature:
-    ran = run("curvature", *arguments, "--labels", "true", "--dtype", "float64", "-o", "out.curv", "--overwrite")
+def measured(*arguments: object, out: str = "out.curv") -> epimer.Curvature:
+    ran = run("curvature", *arguments, "--labels", "true", "--dtype", "float64", "-o", out)
     assert ran.code == 0, ran.err
-    return epimer.Curvature.load("out.curv")
+    return epimer.Curvature.load(out)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -401,7 +401,7 @@ def test_chats_with_images_are_read_as_images_with_prompts(here, style):
     write_lines(here / "chats.jsonl", chats)
     how = ("--task", "image-text-to-text", "--kind", "diagonal")
     plain = measured("llava", "--data", "images.jsonl", *how)
-    chat = measured("llava", "--data", "chats.jsonl", *how)
+    chat = measured("llava", "--data", "chats.jsonl", *how, out="chats.curv")
     assert list(chat) == list(plain)
     for name, metric in chat.items():
         assert torch.equal(metric.F, plain[name].F), name

@@ -258,3 +258,11 @@ def test_an_output_with_a_file_missing_is_not_taken_for_done(models, tmp_path):
     (out / "config.json").unlink()
     with pytest.raises(OutputError, match="--overwrite"):
         epimer.merge(recipe(models, "average"), out, progress=False)
+
+
+def test_an_empty_draft_left_by_a_signal_after_the_last_rename_is_let_go(models, tmp_path):
+    out = tmp_path / "out"
+    epimer.merge(recipe(models, "average"), out, progress=False)
+    (tmp_path / ".out.epimer").mkdir()
+    epimer.merge(recipe(models, "average"), out, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from epimer.atomic_files import atomic_file, draft_path, explain_os_errors, held, sync
+from epimer.atomic_files import atomic_file, draft_path, explain_os_errors, held, remove_folder, sync
 from epimer.checkpoints.checkpoint import nbytes
 from epimer.checkpoints.file_checksums import join_crc, spelled_crc, weights_checksum
 from epimer.checkpoints.journal import Journal
@@ -136,9 +136,11 @@ class Draft:
                     raise
                 yield self
             finally:
-                for file in self._files.values():
-                    os.close(file)
-                self._files.clear()
+                self._close()
+
+    def _close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
 
     def _begin(self) -> None:
         if not self._restore():
@@ -250,8 +252,9 @@ class Draft:
 
     def discard(self) -> None:
         """Remove what was written so far."""
+        self._close()  # removing folders takes file handles, of which there may be too few
         finish_replacement(self.out)
-        shutil.rmtree(self.root, ignore_errors=True)
+        remove_folder(self.root)
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> bytes:
@@ -307,8 +310,8 @@ def finish_replacement(out: Path) -> None:
         old.rename(gone)  # so that half of it is never taken for the old output
         shutil.rmtree(gone)
     left = {path.name for path in root.iterdir()} if root.is_dir() else set()
-    if "journal.jsonl" in left and "model" not in left and left <= {*OURS} and os.path.lexists(out):
-        shutil.rmtree(root)
+    if root.is_dir() and "model" not in left and left <= {*OURS} and os.path.lexists(out):
+        remove_folder(root)
 
 
 def _reserve(file: int, size: int) -> None:

@@ -226,6 +226,7 @@ def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Pola
             if X_mp.dtype == torch.float64 or lowest < 0.1 * highest:  # rounding shows
                 factor = _newton_schulz(factor)
             return Polar(factor, True, *_sensitivity(values, len(X_mp)))
+    del G, values, vectors
     reflectors, tau = householder_qr(X_mp.double())  # X = QR, since the SVD of R takes less memory than that of X
     rows = len(tau)
     U, sigma, Vh = thin_svd(reflectors[:rows].triu())

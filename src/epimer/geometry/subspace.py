@@ -239,7 +239,7 @@ def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, flo
     owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)]).to(sigma.device)
     nearness = (float(_largest_cosines(grams[0], grams[1], sigma, owner)) - DISTINCT) / (COPIES - DISTINCT)
     least = LEAST * min(1.0, max(0.0, nearness))
-    left, right = (polar(X, least, inner) for X, inner in zip(stacks, grams, strict=True))
+    left, right = (polar(stacks.pop(0), least, grams.pop(0)) for _ in range(2))  # each is let go with its factor
     mix = None
     if not (left.full_rank and right.full_rank):
         inner = gram(left.factor.double())  # one after the other, so that only one is widened

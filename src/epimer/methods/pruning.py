@@ -235,7 +235,7 @@ METHODS: tuple[Method, ...] = (
             separable=True,
             prepare=thresholds,
             whole_model=frozenset({"density"}),
-            workspace=(1.1, 7.0),
+            workspace=(1.1, 9.0),
             laws=frozenset({"permutation", "scale_zero"}),
         ),
         f"every tensor is trimmed by itself, {ALL}, {EVEN}",

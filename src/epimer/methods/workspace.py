@@ -103,7 +103,7 @@ def svd(load: Workload, k: int) -> int:
 def polar(load: Workload, p: int) -> int:
     """Return the bytes of the polar factor of `p` stacked columns of the long side, by QR and SVD where it must."""
     columns = max(load.shape) * p
-    return DOUBLE * max(7 * columns // 2 + p**2, columns + 5 * p**2)
+    return DOUBLE * max(3 * columns + p**2 // 2, columns + 5 * p**2)
 
 
 def triples(load: Workload) -> int:
@@ -114,7 +114,7 @@ def triples(load: Workload) -> int:
 
 def basis(load: Workload) -> int:
     """Return the bytes of building a tagged basis: SVDs one after the other, then the stacks' polar factors."""
-    stacks = load.itemsize * load.directions * (sum(load.shape) + min(load.shape))  # and the short side's factor
+    stacks = load.itemsize * load.directions * sum(load.shape)  # of one side, or its factor
     return triples(load) + max(svd(load, load.rank), stacks + polar(load, load.directions))
 
 

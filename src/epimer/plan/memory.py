@@ -131,7 +131,7 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
 
 
 def streamed_rows(W: Tensor) -> int:
-    """Return how many rows of a tensor are read at a time where it is streamed: as few blocks as hold it, of one size."""
+    """Return how many rows of a streamed tensor are read at a time: as few blocks as hold it, of one size."""
     most = max(1, STREAMED // max(1, W[:1].numel()))
     return -(-len(W) // max(1, -(-len(W) // most)))
 

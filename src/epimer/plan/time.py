@@ -46,7 +46,7 @@ def work_of(method: Method, load: Workload) -> Work:
     tensor = load.itemsize * load.entries
     passes = load.tasks + 2 if method.separable else 2 * load.tasks + 4  # in parts, which stay in the cache, or whole
     if method.merge is average:  # as the models are read
-        passes = 2
+        passes = (load.tasks + 2) // 2
     counts = Work(bytes=tensor * passes + CHECKS * load.curvature)
     if method.prepare is not None:
         counts += Work(bytes=SORTING * method.passes * load.tasks * tensor)
@@ -55,6 +55,8 @@ def work_of(method: Method, load: Workload) -> Work:
         return counts + WORK[method.workspace](load)
     if method.merge is average:
         return counts
+    if method.separable:  # half of it stays in the cache
+        return counts + Work(bytes=workspace_bytes(method, load) // 2)
     return counts + Work(bytes=load.tasks * tensor + workspace_bytes(method, load))
 
 
