@@ -103,7 +103,7 @@ def place_for_files() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def serve(reader_name: str, seed: int, first: int, last: int, seconds: float, pipe: Any) -> None:
+def serve(reader_name: str, seed: int, first: int, last: int, seconds: float, root: Path, pipe: Any) -> None:
     """Run cases in this process, which has its limits set for that; tell each one's start and end."""
     import torch
 
@@ -118,22 +118,21 @@ def serve(reader_name: str, seed: int, first: int, last: int, seconds: float, pi
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     reader = (READERS | {FAULTY.name: FAULTY})[reader_name]
-    with tempfile.TemporaryDirectory(prefix="epimer-fuzz-", dir=place_for_files()) as root:
-        template = Path(root) / "template"
-        template.mkdir()
-        reader.build(template)
-        for case in range(first, last):
-            pipe.send(("begin", case, ""))
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            try:
-                refused = run_case(reader, seed, case, template)
-                answer = ("accepted" if refused is None else "refused", case, "")
-            except BaseException as error:  # a case may raise anything
-                signal.setitimer(signal.ITIMER_PROF, 0)
-                answer = ("escaped", case, _brief(error))
-            finally:
-                signal.setitimer(signal.ITIMER_PROF, 0)
-            pipe.send(answer)
+    template = root / "template"
+    template.mkdir()
+    reader.build(template)
+    for case in range(first, last):
+        pipe.send(("begin", case, ""))
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            refused = run_case(reader, seed, case, template)
+            answer = ("accepted" if refused is None else "refused", case, "")
+        except BaseException as error:  # a case may raise anything
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            answer = ("escaped", case, _brief(error))
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        pipe.send(answer)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -184,7 +183,8 @@ def _answers(reader: str, seed: int, first: int, last: int, seconds: float) -> I
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fuzz.readers"])
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(reader, seed, first, last, seconds, theirs), daemon=True)
+    root = Path(tempfile.mkdtemp(prefix="epimer-fuzz-", dir=place_for_files()))
+    process = context.Process(target=serve, args=(reader, seed, first, last, seconds, root, theirs), daemon=True)
     process.start()
     theirs.close()
     current = first
@@ -208,6 +208,7 @@ def _answers(reader: str, seed: int, first: int, last: int, seconds: float) -> I
     finally:
         process.kill()
         process.join()
+        shutil.rmtree(root, ignore_errors=True)  # here, as a process that dies leaves its files
 
 
 def shares(readers: dict[str, Reader], cases: int) -> dict[str, int]:
