@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def main() -> None:
         rows.append(row)
         print(row, flush=True)
     if given.json:
-        given.json.write_text(json.dumps(rows, indent=1))
+        given.json.write_text(json.dumps({"date": date.today().isoformat(), "rows": rows}, indent=1) + "\n")
 
 
 @contextmanager

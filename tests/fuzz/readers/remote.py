@@ -113,24 +113,24 @@ _SERVERS: list[ThreadingHTTPServer] = []
 
 
 def _serve(folder: Path) -> None:
-    """Answer from a folder; the first call starts the server, before huggingface_hub reads its address."""
+    """Answer from a folder, and have huggingface_hub ask there; the first call starts the server."""
     Answer.folder = folder
     if not _SERVERS:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         _SERVERS.append(server)
-        address = f"http://127.0.0.1:{server.server_port}"
-        os.environ.update(
-            HF_ENDPOINT=address,
-            HF_HUB_OFFLINE="0",
-            HF_HUB_DISABLE_XET="1",
-            HF_HUB_DOWNLOAD_TIMEOUT="2",
-            HF_HUB_ETAG_TIMEOUT="2",
-        )
-        from huggingface_hub import constants
+    address = f"http://127.0.0.1:{_SERVERS[0].server_port}"
+    os.environ.update(
+        HF_ENDPOINT=address,
+        HF_HUB_OFFLINE="0",
+        HF_HUB_DISABLE_XET="1",
+        HF_HUB_DOWNLOAD_TIMEOUT="2",
+        HF_HUB_ETAG_TIMEOUT="2",
+    )
+    from huggingface_hub import constants
 
-        constants.ENDPOINT, constants.HF_HUB_OFFLINE = address, False
-        constants.HUGGINGFACE_CO_URL_TEMPLATE = address + "/{repo_id}/resolve/{revision}/{filename}"
+    constants.ENDPOINT, constants.HF_HUB_OFFLINE = address, False
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = address + "/{repo_id}/resolve/{revision}/{filename}"
 
 
 def _build_hub(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Factors in the folders of kronfluence and bergson: the same as measured here, and what is refused.
 
-The folders are written here as these libraries write them; `tests/conformance/test_imported_factors.py` has them write
-their own.
+The folders are written here as these libraries write them; in `tests/conformance/test_kronfluence_and_bergson.py` they
+write their own.
 """
 
 from __future__ import annotations
