@@ -39,10 +39,13 @@ def main() -> int:
         ends = [*range(options.first, options.first + count, PIECE), options.first + count]
         pieces += [(name, options.seed, first, last) for first, last in pairwise(ends)]
     with ThreadPoolExecutor(options.jobs) as pool:
-        outcomes = list(pool.map(lambda piece: run_cases(*piece), pieces))
-    for outcome in outcomes:
-        for escape in outcome.escapes:
-            print(f"{outcome.reader}: {escape}")
+        outcomes = []
+        for outcome in pool.map(lambda piece: run_cases(*piece), pieces):
+            outcomes.append(outcome)
+            print(f"\r{len(outcomes)} of {len(pieces)} pieces", end="", file=sys.stderr, flush=True)
+            for escape in outcome.escapes:
+                print(f"{outcome.reader}: {escape}", flush=True)
+    print(file=sys.stderr)
     print(table(outcomes))
     return 1 if any(outcome.escapes for outcome in outcomes) else 0
 

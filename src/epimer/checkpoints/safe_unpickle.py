@@ -178,6 +178,8 @@ def _read_old(path: Path) -> tuple[Any, Fetch]:
         magic, _, system, content, keys = (SafeUnpickler(file).load() for _ in range(5))
         if magic != MAGIC or system.get("little_endian") != (sys.byteorder == "little"):
             raise ValueError("not a torch file of this machine's byte order")
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            raise ValueError("its list of storages is damaged")
         start = file.tell()
     sizes = {storage.key: DTYPES[storage.kind].itemsize for storage in _storages(content)}
 
