@@ -158,12 +158,17 @@ def _finish(out: Path, old: Path, gone: Path) -> None:
 
 def empty_folder(folder: Path) -> None:
     """Remove what is in a folder, and not the folder, which may be held."""
-    for path in folder.iterdir():  # one file handle at a time, as there may be few
-        if path.is_dir() and not path.is_symlink():
-            empty_folder(path)
-            path.rmdir()
-        else:
-            path.unlink()
+    for path in folder.iterdir():
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with what is in it: with one file handle at a time, as there may be few."""
+    if path.is_dir() and not path.is_symlink():
+        empty_folder(path)
+        path.rmdir()
+    else:
+        path.unlink()
 
 
 def remove_folder(folder: Path) -> None:

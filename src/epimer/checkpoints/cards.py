@@ -6,33 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from epimer.checkpoints.sidecar_files import read_sidecar
+from epimer.yaml_values import yaml_value
 
 CARD = "README.md"
 KEYS = ("license", "license_name", "license_link", "pipeline_tag", "library_name")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LINK = re.compile(r"https://[A-Za-z0-9._~:/?#@!$&*+,;=%-]{1,200}")
 LONGEST = 1 << 16  # bytes of a head that is read
-DEEPEST = 20  # levels of lists and mappings
-
-
-class PlainLoader(yaml.SafeLoader):
-    """Plain data in time proportional to its text: no merge keys, which multiply, and no deep nesting."""
-
-    depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise yaml.YAMLError("nested too deeply")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Leave merge keys as they are: no constructor knows them, so the head is not used."""
 
 
 def card_head(folder: Path) -> dict[str, str]:
@@ -42,8 +23,8 @@ def card_head(folder: Path) -> dict[str, str]:
     if not lines or lines[0].rstrip() != "---" or "---" not in (rest := [line.rstrip() for line in lines[1:]]):
         return {}
     try:
-        head: Any = yaml.load("\n".join(rest[: rest.index("---")]), PlainLoader)
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # PyYAML's own of odd tags
+        head: Any = yaml_value("\n".join(rest[: rest.index("---")]))
+    except ValueError:
         return {}
     found: dict[str, str] = {}
     for key in KEYS if isinstance(head, dict) else ():

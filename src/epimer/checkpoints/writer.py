@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from epimer.atomic_files import atomic_file, draft_path, explain_os_errors, held, remove_folder, sync
+from epimer.atomic_files import atomic_file, draft_path, explain_os_errors, held, remove, remove_folder, sync
 from epimer.checkpoints.checkpoint import nbytes
 from epimer.checkpoints.file_checksums import join_crc, spelled_crc, weights_checksum
 from epimer.checkpoints.journal import Journal
@@ -162,7 +162,7 @@ class Draft:
         files = {shard.file for shard in self.shards}
         for path in self.folder.iterdir():  # what comes next to the weights is written anew
             if path.name not in files:
-                _remove(path)
+                remove(path)
         for entry in entries:
             if "note" in entry:
                 self.notes[str(entry["note"])] = entry.get("value")
@@ -336,11 +336,3 @@ def _write_synced(path: Path, chunks: Iterable[Any]) -> None:
         file.writelines(chunks)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _remove(path: Path) -> None:
-    """Remove a file, a link or a folder."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from epimer.checkpoints.folder import inside, read_json
@@ -21,6 +20,7 @@ from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.checkpoints.torchfile import load
 from epimer.errors import CheckpointError, CurvatureError, listed, short
 from epimer.geometry.metric import Kronecker
+from epimer.yaml_values import yaml_value
 
 SIDES = ("activation", "gradient")
 SHARD = re.compile(r"shard_(\d+)\.safetensors")
@@ -162,8 +162,8 @@ def _methods(config: Path, where: str) -> list[str]:
             yield from walk(item)
 
     try:
-        return list(walk(yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None))
-    except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        return list(walk(yaml_value(config.read_text(encoding="utf-8")) if config.is_file() else None))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}/config.yaml cannot be read: {short(str(error))}; give a whole run.") from error
 
 

@@ -129,12 +129,23 @@ class MergeWalk:
             else:
                 if tensors.streamed:
                     tensors = read_tensors(self.plan.participants, job, job.rows)
-                start, deltas = self._task_vectors(job, tensors, device)
-                curvature = tensors.curvature.converted(deltas[0])
-                result = torch.empty(job.template.shape, dtype=job.template.dtype, device=device)
-                solution = self._merge_deltas(job, start, deltas, result, curvature)
-                unchanged = equals_base(result, start)
+                return self._merge_task_vectors(job, tensors, *self._task_vectors(job, tensors, device), started)
         return result.to(job.device), _record(job, solution, unchanged, started)
+
+    def _merge_task_vectors(
+        self,
+        job: Job,
+        tensors: Tensors,
+        start: Tensor | None,
+        deltas: list[Any],
+        started: float,
+        atoms: Tagged | None = None,
+    ) -> tuple[Tensor, TensorRecord]:
+        """Merge task vectors where they are; what was read alongside has their curvature."""
+        curvature = tensors.curvature.converted(deltas[0])
+        result = torch.empty(job.template.shape, dtype=job.template.dtype, device=deltas[0].device)
+        solution = self._merge_deltas(job, start, deltas, result, curvature, atoms)
+        return result.to(job.device), _record(job, solution, equals_base(result, start), started)
 
     def _task_vectors(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor | None, list[Any]]:
         """Return the base's tensor and the task vectors, on the device and in working precision."""
@@ -159,12 +170,7 @@ class MergeWalk:
         began = time.perf_counter()
         share = (began - started) / len(jobs)
         for job, tensors, atoms in zip(jobs, loaded, found, strict=True):
-            start, deltas = read.pop(0)
-            curvature = tensors.curvature.converted(deltas[0])
-            result = torch.empty(job.template.shape, dtype=job.template.dtype, device=device)
-            solution = self._merge_deltas(job, start, deltas, result, curvature, atoms)
-            record = _record(job, solution, equals_base(result, start), began - share)
-            merged.append((job, result.to(job.device), record))
+            merged.append((job, *self._merge_task_vectors(job, tensors, *read.pop(0), began - share, atoms)))
             began = time.perf_counter()
         return merged
 

@@ -113,7 +113,8 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
     rank = clamp_rank(shape, tasks, options.rank) if len(shape) == 2 else 0
     atoms = None if layer.basis is None else atoms_of(layer.basis)
     given = "tagged" if isinstance(layer.basis, Tagged) else "tensor"
-    anchor = options.anchored_at(options.basis if isinstance(options.basis, str) else given)
+    basis = options.basis if isinstance(options.basis, str) else given
+    anchor = options.anchored_at(basis)
     if atoms is None and (options.basis != "full" or anchor == "tsv"):  # both are made of singular vectors
         if rank == 0:
             return clamped(layer)
@@ -132,7 +133,7 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
     aggregator = _aggregator(layer, options, anchor, problem.subspace, atoms)
     if options.calibrate is None or len(shape) != 2:
         solution = aggregator.aggregate(problem)
-    elif isinstance(problem.subspace, TensorProduct) and anchor in (None, "tsv"):
+    elif isinstance(problem.subspace, TensorProduct) and options.stays_in_subspace(basis):
         solution = aggregator.solve(problem)
         value = _calibrated_coordinates(solution.value, problem.subspace, problem.points, layer, options.calibrate)
         solution = replace(solution, value=problem.subspace.lift(value))

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from epimer.errors import DataError, short
 from epimer.json_values import json_value
 from epimer.tasks.tables import Table
 from epimer.tasks.task import IMAGES, LABELS
+from epimer.yaml_values import yaml_value
 
 VALIDATION = 500  # samples of the training split that are set aside, at most a tenth of it
 CACHE_BYTES = 1 << 27  # of pixels up to which a split is kept in memory once decoded
@@ -117,11 +117,11 @@ def label_names(table: Table) -> list[str] | None:
 def card_names(readme: Path) -> list[str] | None:
     """Return the label names in the header of a dataset card: dataset_info.features[label].dtype.class_label.names."""
     try:
-        info = yaml.safe_load(readme.read_text(encoding="utf-8").split("---\n")[1])["dataset_info"]
+        info = yaml_value(readme.read_text(encoding="utf-8").split("---\n")[1])["dataset_info"]
         features = (info[0] if isinstance(info, list) else info)["features"]
         names = next(f["dtype"]["class_label"]["names"] for f in features if f["name"] in LABELS)
         return _texts([names[key] for key in sorted(names, key=int)] if isinstance(names, dict) else names)
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, StopIteration, yaml.YAMLError):
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, StopIteration):
         return None
 
 
