@@ -123,14 +123,14 @@ def read_checksum(open_file: Callable[[], BinaryIO], size: int, kind: str, where
         entries = {}
     tensors: dict[str, str] = {}
     with open_file() as file:
-        parts = [_read_crc(file, min((entry.start for entry in entries.values()), default=size))]
+        parts = [read_crc(file, min((entry.start for entry in entries.values()), default=size))]
         for name, entry in entries.items():  # in the order of their data, without gaps
-            parts.append(_read_crc(file, entry.stop - entry.start))
+            parts.append(read_crc(file, entry.stop - entry.start))
             tensors[name] = spelled_crc(parts[-1][1])
     return f"crc32:{spelled_crc(join_crc(parts)[1])}", tensors
 
 
-def _read_crc(file: BinaryIO, size: int) -> Part:
+def read_crc(file: BinaryIO, size: int) -> Part:
     """Return the CRC-32 of the next bytes of a file, and how many there were."""
     crc, left = 0, size
     while left and (block := file.read(min(left, BLOCK))):

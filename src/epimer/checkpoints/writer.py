@@ -23,7 +23,7 @@ from torch import Tensor
 
 from epimer.atomic_files import atomic_file, draft_path, explain_os_errors, held, remove, remove_folder, sync
 from epimer.checkpoints.checkpoint import nbytes
-from epimer.checkpoints.file_checksums import join_crc, spelled_crc, weights_checksum
+from epimer.checkpoints.file_checksums import join_crc, read_crc, spelled_crc, weights_checksum
 from epimer.checkpoints.journal import Journal
 from epimer.checkpoints.safetensors import as_bytes, encode_header, tensor_checksum
 from epimer.errors import DataError, OutputError
@@ -179,16 +179,13 @@ class Draft:
         shard, start = self.place.get(part.name, (None, 0))
         if shard is None or not 0 <= part.skip <= part.skip + part.bytes <= shard.size - start:
             return None
-        crc, size = 0, part.bytes
         try:
             with (self.folder / shard.file).open("rb") as file:
                 file.seek(start + part.skip)
-                while size and (data := file.read(min(size, 1 << 24))):
-                    crc = zlib.crc32(data, crc)
-                    size -= len(data)
+                size, crc = read_crc(file, part.bytes)
         except OSError:
             return None
-        return None if size else crc
+        return crc if size == part.bytes else None
 
     def note(self, key: str, value: Any) -> None:
         """Keep a plain value for the next run."""
