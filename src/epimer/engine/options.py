@@ -79,7 +79,7 @@ class RunOptions:
 def in_memory(device: torch.device, jobs: int) -> RunOptions:
     """Return options that take as many threads as torch has, spread over jobs as far as there are some."""
     if device.type != "cpu":
-        return RunOptions(device)
+        return RunOptions(device, workers=3)  # Python starts kernels: more workers would wait for each other
     total = torch.get_num_threads()
     workers = max(1, min(total, jobs))
     return RunOptions(device, workers, max(1, total // workers))
