@@ -13,7 +13,7 @@ from typing import Any
 
 from epimer.checkpoints import open_checkpoint
 from fuzz.harness import Reader
-from fuzz.mutations import as_text, mutated, mutated_bytes
+from fuzz.mutations import as_text, damage_content, mutated
 from fuzz.readers.checkpoints import _build_index, _damage_index, _damage_safetensors
 from fuzz.readers.models import merge_and_compare, write_models
 
@@ -166,8 +166,7 @@ def _damage_hub(rng: Random, folder: Path) -> None:
         path = folder / rng.choice(("about.json", "about.json", "tree.json"))
         path.write_text(as_text(mutated(rng, json.loads(path.read_text()))))
     else:
-        path = rng.choice(sorted((folder / "model").iterdir()))
-        path.write_bytes(mutated_bytes(rng, path.read_bytes()))
+        damage_content(rng, rng.choice(sorted((folder / "model").iterdir())))
     (folder / "answers.json").write_text(json.dumps(odd))
 
 
