@@ -12,18 +12,18 @@ from torch import nn
 
 import epimer
 from epimer.checkpoints.writer import Draft
-from epimer.checksums import HASH, sealed
+from epimer.checksums import HASH
 from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kept_inputs import KeptInputs
 from epimer.curvature.optimizer_state import moments
 from epimer.errors import EpimerError
-from epimer.json_values import json_value
 from fuzz.harness import Reader
 from fuzz.mutations import as_python, damage_content, damage_files, mutated, mutated_journal
 from fuzz.readers.checkpoints import damaged_torch_file
 from fuzz.readers.models import (
     SHAPES,
     damage_numbers,
+    damage_record,
     merge_and_compare,
     recipe,
     same_files,
@@ -191,16 +191,8 @@ def _read_journal(folder: Path) -> None:
 
 
 def _damage_finished(rng: Random, folder: Path) -> None:
-    path = folder / "whole" / "epimer.json"
-    (damage_files if rng.random() < 0.1 else damage_content)(rng, path)
-    if rng.random() < 0.3 and path.is_file():  # with a checksum that fits, where it is still a record
-        try:
-            record = json_value(path.read_bytes())
-        except ValueError:
-            return
-        if isinstance(record, dict):
-            path.write_text(json.dumps(sealed(record)))
-            (folder / "sealed").touch()
+    if damage_record(rng, folder / "whole" / "epimer.json"):
+        (folder / "sealed").touch()
 
 
 def _read_finished(folder: Path) -> None:

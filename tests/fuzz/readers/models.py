@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import epimer
+from epimer.checksums import sealed
+from epimer.json_values import json_value
 from epimer.records import MergeRecord
+from fuzz.mutations import damage_content, damage_files
 
 SHAPES = {
     "model.embed_tokens.weight": (6, 4),
@@ -76,6 +79,20 @@ def merge_and_compare(recipe: dict[str, Any], out: Path, **options: Any) -> None
     found = merge(recipe, out, **options)
     shapes = {name: tuple(W.shape) for name, W in found.items()}
     assert shapes == SHAPES, f"the merge holds {shapes}"
+
+
+def damage_record(rng: Random, path: Path) -> bool:
+    """Damage an epimer.json; whether it has a checksum that fits, which some get that are still records."""
+    (damage_files if rng.random() < 0.1 else damage_content)(rng, path)
+    if rng.random() < 0.3 and path.is_file():
+        try:
+            record = json_value(path.read_bytes())
+        except ValueError:
+            return False
+        if isinstance(record, dict):
+            path.write_text(json.dumps(sealed(record)))
+            return True
+    return False
 
 
 def damage_numbers(rng: Random, path: Path) -> None:

@@ -9,7 +9,7 @@ from random import Random
 import torch
 from safetensors.torch import save_file
 
-from epimer.checkpoints.sidecar_files import vocabulary
+from epimer.checkpoints.sidecar_files import MOST_TOKENS, vocabulary
 from fuzz.harness import Reader
 from fuzz.mutations import NAMES, YAML_LITERALS, damage_content, damage_files, mutated_bytes, mutated_json
 from fuzz.readers.models import CONFIG, merge, merge_and_compare, recipe, write_models
@@ -88,12 +88,21 @@ def _build_tokenizer(folder: Path) -> None:
         (folder / f"unigram-{name}").mkdir()
         unigram = {**tokenizer([], []), "model": {"type": "Unigram", "unk_id": 0, "vocab": scores}}
         (folder / f"unigram-{name}" / "tokenizer.json").write_text(json.dumps(unigram))
+    (folder / "slow").mkdir()
+    (folder / "slow" / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(WORDS)}))
+    (folder / "slow" / "added_tokens.json").write_text(json.dumps({"<x>": 5}))
+    (folder / "older").mkdir()
+    (folder / "older" / "vocab.txt").write_text("\n".join(WORDS))
 
 
 def _damage_tokenizer(rng: Random, folder: Path) -> None:
-    place = folder / rng.choice(("base", "one", "two", "unigram-base", "unigram-two"))
+    place = folder / rng.choice(
+        ("base", "one", "two", "base", "one", "two", "unigram-base", "unigram-two", "slow", "older")
+    )
     kind = rng.random()
-    if kind < 0.5:
+    if place.name in ("slow", "older"):
+        damage_content(rng, rng.choice(sorted(place.iterdir())))
+    elif kind < 0.5:
         damage_content(rng, place / "tokenizer.json")
     elif kind < 0.9:
         damage_content(rng, rng.choice(_json_files(place)))
@@ -102,6 +111,10 @@ def _damage_tokenizer(rng: Random, folder: Path) -> None:
 
 
 def _read_tokenizer(folder: Path) -> None:
+    for name in ("slow", "older"):
+        for i, token in vocabulary(folder / name).items():
+            assert 0 <= i < MOST_TOKENS
+            assert isinstance(token, str)
     alike = recipe(folder)
     merge_and_compare({**alike, "models": alike["models"][:1]}, folder / "plain")
     tokens = {"<y>": {"source": str(folder / "two")}, "a": {"source": {"kind": "zero"}}}
