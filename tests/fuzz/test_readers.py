@@ -31,6 +31,12 @@ def test_damaged_input_is_refused_in_one_line_or_read_well(name, first, last):
     assert not outcome.escapes, "\n".join([f"{len(outcome.escapes)} of {outcome.cases} escaped:", *outcome.escapes])
 
 
+def test_two_thousand_cases_are_tried_and_none_twice():
+    tried = [(name, case) for name, first, last in (piece.values for piece in PIECES) for case in range(first, last)]
+    assert len(set(tried)) == len(tried) == 2_000
+    assert {name for name, _ in tried} == READERS.keys()
+
+
 @pytest.mark.parametrize("name", [name for name in READERS if name != "refused-formats"])
 def test_every_reader_reads_what_is_not_damaged(name):
     with tempfile.TemporaryDirectory(dir=place_for_files()) as folder, warnings.catch_warnings():
