@@ -27,6 +27,7 @@ from typing import Any
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link")
+REMOVALS = ("os.remove", "os.rmdir")
 UNANNOUNCED = ("pwrite", "fsync", "fdatasync")
 IMPORTED = (
     "epimer.cli", "epimer.api", "epimer.curvature.measure", "epimer.diagnosis.sweep", "epimer.engine.curvature_shards",
@@ -76,7 +77,9 @@ class Moments:
             os.write(self.log, f"{what} {path}\n".encode())
         if now != self.at or self.fault is None:
             return
-        if self.fault.startswith("SIG"):
+        if what in REMOVALS and hasattr(errno, self.fault):
+            self.at = now + 1  # what cannot be removed is left, whoever tries
+        elif self.fault.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, self.fault))
         elif " " in self.fault:
             change_file(*self.fault.split(" "))
