@@ -22,8 +22,7 @@ pytest.importorskip("transformers")
 
 from faults import COMMANDS, Commands, Trial, contents, furnish, make_workshop, write_yaml
 
-SLOW = ("demo",)  # tried by `make soak`
-NAMES = [name for name in COMMANDS if name not in SLOW]
+NAMES = list(COMMANDS)
 SIGNALS = ("SIGKILL", "SIGINT", "SIGTERM")
 ERRORS = {"ENOSPC": "the disk is full", "EDQUOT": "quota", "EROFS": "Read-only", "EMFILE": "ulimit -n", "EIO": "disk"}
 INPUTS = {
@@ -89,6 +88,16 @@ def test_the_message_says_what_the_system_refused(trials, error):
     assert ran.code == 2
     assert ERRORS[error] in ran.err
     assert "out.safetensors cannot be written" in ran.err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_disk_fails_in_reading(trials, name):
+    trial, generator = trials(name), random.Random(name)
+    trial.start()
+    moments = trial.run(reads=True).moments
+    opened = [i for i, moment in enumerate(moments, 1) if moment.startswith("open to read")]
+    for moment in generator.sample(opened, 2):
+        assert trial.meet("EIO", at=moment, reads=True) == [], moments[moment - 1]
 
 
 @pytest.mark.parametrize("how", ["cut", "rewrite", "replace", "remove"])
@@ -160,6 +169,18 @@ def test_a_disk_that_is_full(workshop, commands, mounted, name, left):
     whole = {*command.makes, "figures"} if ran.code == 0 else {"page.html", "figures", "sweep.json"}  # which come first
     assert {name.split("/")[0] for name in there} <= whole
     assert not [name for name in there if "/." in name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_disk_that_is_read_only(workshop, commands, mounted, name):
+    folder = furnish(workshop, mounted / "here")
+    subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
+    command = COMMANDS[name]
+    ran = commands.run(folder, *command.arguments, environment=command.environment)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
+    assert "may not be" in ran.err
+    assert "choose another place" in ran.err
+    assert contents(folder) == {}
 
 
 def test_a_clock_that_jumps_and_files_from_the_future(trials):
