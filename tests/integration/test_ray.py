@@ -275,28 +275,49 @@ def workers(cluster):
     return busy
 
 
-def test_workers_that_are_killed_leave_nothing(cluster, here, tmp_path):
-    """A job whose worker dies, as one does that the system has no memory for, is run again by another."""
+@contextlib.contextmanager
+def killing(cluster, most):
+    """Kill processes at work on a job, as a system without memory does, while the block runs; yield who was killed."""
     killed, over = [], threading.Event()
 
     def kill():
-        while len(killed) < 3 and not over.is_set():
-            for worker in workers(cluster)[:1]:
+        while len(killed) < most and not over.wait(0.1):
+            for worker in workers(cluster)[:most]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGKILL)
                     killed.append(worker)
-            time.sleep(0.2)
 
     killer = threading.Thread(target=kill)
     killer.start()
-    ran = run(*SWEEP, "--engine", "ray", "--address", cluster.address, "--out", tmp_path / "ray.json")
-    over.set()
-    killer.join()
+    try:
+        yield killed
+    finally:
+        over.set()
+        killer.join()
+
+
+def test_jobs_of_killed_workers_are_run_again_and_nothing_is_left(cluster, here, tmp_path):
+    with killing(cluster, 2) as killed:
+        ran = run(*SWEEP, "--engine", "ray", "--address", cluster.address, "--out", tmp_path / "ray.json")
     assert ran.code == 0, ran.err
     assert killed
     assert not scratch_folders(here)
     assert run(*SWEEP, "--out", tmp_path / "local.json").code == 0
     assert (tmp_path / "ray.json").read_bytes() == (tmp_path / "local.json").read_bytes()
+
+
+def test_a_job_whose_every_worker_is_killed_is_named_with_what_to_do(cluster, here, tmp_path, monkeypatch):
+    """The job is a decomposition that takes seconds, so that it is found at work."""
+    monkeypatch.setattr("epimer.engine.ray.RETRIES", 1)
+    for name in ("base", "m0", "m1"):
+        save_file({"wide": torch.randn(2048, 2048)}, tmp_path / f"{name}.safetensors")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"merge_method": "iso_c", **MODELS}))
+    before = sorted(tmp_path.iterdir())
+    with killing(cluster, 1000):
+        ran = run("merge", "recipe.yaml", "out", "--engine", "ray", "--address", cluster.address, "-q")
+    assert_refused(ran, "'wide' was not computed in 2 attempts", "where memory ran out, set --max-memory lower")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_parts_of_another_measurement_go_when_the_output_is_there(cluster, here, classifier, tmp_path, monkeypatch):

@@ -145,7 +145,8 @@ class _Flight:
             return ParameterError("the machines of the cluster have no epimer; install the same version on each.")
         name, reason = getattr(self.jobs[number], "name", f"job {number}"), (text.strip().splitlines() or [""])[0]
         kind = type(error).__name__
-        return OutputError(f"{name!r} was not computed in {RETRIES + 1} attempts ({kind}: {reason}); see Ray's logs.")
+        remedy = "see Ray's logs; where memory ran out, set --max-memory lower or take larger machines"
+        return OutputError(f"{name!r} was not computed in {RETRIES + 1} attempts ({kind}: {reason}); {remedy}.")
 
     def cancel(self) -> None:
         """Give up what is in flight."""

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.memory import Cached
+from epimer.engine import ray as ray_engine
 from epimer.engine.parcels import LARGE, Scratch, map_tensor, pack, pack_walk, read_tensor, unpack
-from epimer.engine.ray import PROCESS, check_address, run_job, task_memory
+from epimer.engine.ray import PROCESS, check_address, run_job, task_memory, versions
 from epimer.methods.registry import describe_method
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
@@ -62,6 +63,23 @@ def test_a_walk_with_tensors_in_memory_makes_the_folder_that_they_go_by(tmp_path
 def test_a_worker_with_other_versions_is_refused(tmp_path):
     sent = run_job(0, [], "walk", tmp_path, "cpu", 1, ("0.0.1", "1.0.0"))
     with pytest.raises(epimer.ParameterError, match=r"has epimer .*, the driver epimer 0.0.1 and torch 1.0.0; install"):
+        raise unpack(sent)
+
+
+def test_a_worker_with_too_little_memory_says_so_with_what_to_do(tmp_path, monkeypatch):
+    class Greedy:
+        jobs = (SimpleNamespace(name="layers.0.weight"),)
+
+        def read(self, job):
+            return None
+
+        def work(self, job, loaded, device):
+            return torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(ray_engine, "_walk", ("walk", Greedy()))
+    sent = run_job(0, [], "walk", tmp_path, "cpu", 1, versions())
+    expected = rf"{os.uname().nodename} has too little memory for 'layers.0.weight'; set --max-memory lower, or take"
+    with pytest.raises(epimer.OutputError, match=expected):
         raise unpack(sent)
 
 
