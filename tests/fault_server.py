@@ -152,7 +152,7 @@ def leave(run: Any, case: dict[str, Any]) -> None:
 
 
 def small_suites() -> None:
-    """Let the suite that is trained here be a small one and compare few methods, which takes seconds and not minutes."""
+    """Let the suite that is trained here be small and few methods be compared, which takes seconds and not minutes."""
     from epimer.experiments import bench
     from epimer.experiments.glyphs8 import build
     from epimer.experiments.glyphs8.train import TINY

@@ -205,7 +205,7 @@ def held(
 
 
 def remove_abandoned(folders: Iterable[Path]) -> None:
-    """Remove folders that no living process holds; none where the file system has no locks, as nobody can know there."""
+    """Remove folders that no living process holds; none where the file system has no locks to tell it by."""
     for folder in folders:
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

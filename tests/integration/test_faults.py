@@ -18,7 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 import tiny
 from faults import COMMANDS, Commands, Trial, contents, furnish, make_workshop, write_yaml

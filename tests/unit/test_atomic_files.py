@@ -8,7 +8,15 @@ import sys
 
 import pytest
 
-from epimer.atomic_files import atomic_file, atomic_folder, check_file, check_new, explain_os_errors, held, remove_abandoned
+from epimer.atomic_files import (
+    atomic_file,
+    atomic_folder,
+    check_file,
+    check_new,
+    explain_os_errors,
+    held,
+    remove_abandoned,
+)
 from epimer.errors import OutputError
 
 HOLDER = """
