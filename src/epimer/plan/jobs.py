@@ -32,6 +32,7 @@ from epimer.plan.memory import (
     TensorInputs,
     bytes_to_read,
     curvature_size,
+    memory_in_float64,
     memory_of,
     smaller_merges,
     workload,
@@ -72,6 +73,8 @@ class Job:
     """the dimension of the stored tensor that the layer's inputs belong to"""
     smaller: Callable[[], Iterable[Smaller]] = tuple
     """returns the settings under which it takes less memory"""
+    memory_in_float64: Callable[[], int] = int
+    """returns the bytes in use at once where it is merged once more in float64"""
     work: Work = field(default_factory=Work)
     """what is to be computed, in units of kernels"""
     stacked: bool = False
@@ -356,9 +359,15 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float, inputs:
     sizes = TensorInputs(len(job.models), dtype, to_read, basis, curvature, left_out, streams)
     load = method, rule, one, sizes, options
     work = times(parts, work_of(*workload(method, rule, one, sizes, options))) + Work(bytes=2 * reads)
-    smaller = partial(smaller_merges, *load)
     return replace(
-        job, reads=reads, memory=memory_of(*load), smaller=smaller, work=work, stacked=stacked, streams=streams
+        job,
+        reads=reads,
+        memory=memory_of(*load),
+        smaller=partial(smaller_merges, *load),
+        memory_in_float64=partial(memory_in_float64, *load),
+        work=work,
+        stacked=stacked,
+        streams=streams,
     )
 
 
