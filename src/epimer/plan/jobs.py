@@ -27,6 +27,7 @@ from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.layer_curvature import Curvatures
 from epimer.plan.memory import (
+    MARGIN,
     CurvatureSize,
     Smaller,
     TensorInputs,
@@ -134,6 +135,12 @@ class Job:
         if self.method is None or self.rule != "matrix" or not self.method.factored:
             return False
         return not (isinstance(self.options, FrechetOptions) and self.options.basis == "full")
+
+    def on(self, device: torch.device) -> Job:
+        """Return the job with the memory that it takes where `device` merges it: a GPU has its tensors read whole."""
+        if device.type == "cpu" or not self.streams:
+            return self
+        return replace(self, memory=max(self.memory, int(MARGIN * (self.reads + self.writes))))
 
     def parts(self) -> list[Job]:
         """Divide a stack into its matrices, and a wide tensor whose entries do not depend on each other into blocks."""
