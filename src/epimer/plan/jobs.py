@@ -15,6 +15,7 @@ from torch import Tensor
 import epimer
 from epimer.checkpoints.adapter_files import LoraModule
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes
+from epimer.checkpoints.expert_factors import ExpertPart
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, TensorError
@@ -84,6 +85,8 @@ class Job:
     """whether its tensors can be read and merged some rows at a time, by a CPU; its memory is that of such rows"""
     lora: LoraModule | None = None
     """the layer of an adapter that it is written to, as factors; None where the tensor itself is written"""
+    experts: tuple[tuple[Job, ExpertPart], ...] = ()
+    """the jobs of all experts where that layer is a parameter that holds them, and where in it their matrices lie"""
 
     @property
     def key(self) -> str:
@@ -100,6 +103,11 @@ class Job:
         """The shape in which it is merged: its matrix's, a stack's member's, or the tensor's."""
         W = self.template[0] if self.stacked else self.template
         return matrix_shape(W) if self.rule == "matrix" else tuple(W.shape)
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that it merges: one, or all that hold a layer's experts."""
+        return list(dict.fromkeys(job.name for job, _ in self.experts)) or [self.name]
 
     @property
     def models(self) -> list[int]:
