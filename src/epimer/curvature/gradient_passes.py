@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -55,7 +54,7 @@ class Measurement:
         if unknown := list(dict.fromkeys(unknown)):
             remedy = "give '*.experts.*' the rule 'average', or take a method that needs no curvature"
             problem = f"the curvature of {listed(unknown)} is left out: experts of a kind that is not known"
-            warnings.warn(f"{problem}. Methods that need it refuse them; {remedy}.", EpimerWarning, stacklevel=3)
+            warn(EpimerWarning(f"{problem}. Methods that need it refuse them; {remedy}."))
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -99,10 +98,10 @@ class Measurement:
         unreached = [name for name in names if name not in self.reached]
         if unrouted := [name for name in unreached if stored_name(name) != name]:
             reason = "no token was routed to them, so their curvature is 0; measure on more samples"
-            warnings.warn(f"{len(unrouted)} matrices of experts, {listed(unrouted)}: {reason}.", EpimerWarning, 3)
+            warn(EpimerWarning(f"{len(unrouted)} matrices of experts, {listed(unrouted)}: {reason}."))
         if unreached := [name for name in unreached if stored_name(name) == name]:
             reason = "the loss does not depend on them, so their curvature is 0"
-            warnings.warn(f"no gradient reached {listed(unreached)}: {reason}.", EpimerWarning, stacklevel=3)
+            warn(EpimerWarning(f"no gradient reached {listed(unreached)}: {reason}."))
 
     def warn_of_left_out(self) -> None:
         """Name the parameters of layers that could not be measured; other bare parameters than matrices are not."""
