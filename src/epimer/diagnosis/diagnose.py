@@ -159,8 +159,8 @@ def diagnose_models(
         for job, result in engine.map(DiagnosisWalk(participants, jobs, curvatures, bases, question)):
             findings[job.matrix] = result
             stage.advance(job.reads, job.matrix)
-    found = assemble(findings, jobs[0].weights, [names[t] for t in models], kind, question, scales or {})
-    return advise(replace(found, base=base, recipe=recipe))
+    diagnosis = assemble(findings, jobs[0].weights, [names[t] for t in models], kind, question, scales or {})
+    return advise(replace(diagnosis, base=base, recipe=recipe))
 
 
 def _kind(curvatures: Curvatures | None, jobs: Sequence[Job]) -> str:

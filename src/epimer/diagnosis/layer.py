@@ -62,14 +62,14 @@ class Sums:
 
     def __add__(self, other: Sums) -> Sums:
         always = ("inner", "agree", "both", "left", "right", "weight", "base")
-        found: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in always}
+        total: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in always}
         for name in ("interference", "own"):
             one, two = getattr(self, name), getattr(other, name)
-            found[name] = None if one is None or two is None else one + two
+            total[name] = None if one is None or two is None else one + two
         for name in ("steps", "rescaled", "merges", "kept", "eta"):
             one, two = getattr(self, name), getattr(other, name)
-            found[name] = {k: value + two[k] for k, value in one.items() if k in two}
-        return Sums(**found)
+            total[name] = {k: value + two[k] for k, value in one.items() if k in two}
+        return Sums(**total)
 
     def lost(self, method: str, scale: float = 1.0) -> Tensor:
         """Return the share of each task's gain that a merge is forecast to lose, at a multiple of its scale.
@@ -141,17 +141,17 @@ def _eta_by_rank(
     layer: Layer, theory: LayerDiagnosis, triples: Sequence[Svd] | None, rank: int, question: Question
 ) -> dict[int, Tensor]:
     """Return `Sums.eta`; `theory` is that at `rank`."""
-    found: dict[int, Tensor] = {}
+    eta_by_rank: dict[int, Tensor] = {}
     for k in question.ranks:
         least = min(k, rank)  # a narrow layer has no more directions to give
         if least == rank or triples is None:
-            found[k] = _vector([theory.eta, theory.eta_unit_trace, theory.flat_objective])
+            eta_by_rank[k] = _vector([theory.eta, theory.eta_unit_trace, theory.flat_objective])
         elif not _without_data(layer.metrics):
             subspace = whiten(triples, least)[0]
             problem = build_problem(subspace, layer.metrics, layer.deltas, layer.weights).damped(question.damping)
             eta, flat = problem.mean().eta or 0.0, problem.flat_mean()
-            found[k] = _vector([eta, eta / max(1, flat.numel()), problem.objective(flat)])
-    return found
+            eta_by_rank[k] = _vector([eta, eta / max(1, flat.numel()), problem.objective(flat)])
+    return eta_by_rank
 
 
 def _add_forecasts(
@@ -230,13 +230,13 @@ def _kept(
     order = torch.cat([torch.arange(len(triple.sigma)) for triple in triples])
     cores = [(U.T @ D @ V).double().cpu() for D in deltas]
     grams = [(X.T @ X).double().cpu() for X in (U, V)]
-    found: dict[int, Tensor] = {}
+    kept_by_rank: dict[int, Tensor] = {}
     for k, least in ranks:
         some = (order < least).nonzero().flatten()
         left, right = (pinv(gram[some][:, some], 1e-6) for gram in grams)
         parts = [core[some][:, some] for core in cores]
-        found[k] = _vector([float(((left @ part @ right) * part).sum()) for part in parts])
-    return found
+        kept_by_rank[k] = _vector([float(((left @ part @ right) * part).sum()) for part in parts])
+    return kept_by_rank
 
 
 def _compared(base: Tensor, deltas: Sequence[Tensor], triples: Sequence[Svd] | None) -> Sums:
