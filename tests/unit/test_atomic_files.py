@@ -184,3 +184,23 @@ def test_a_device_is_never_replaced_by_a_file(tmp_path):
         with pytest.raises(OutputError, match="pipe cannot be written: it is not a regular file; name another"):
             write_it()
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_link_where_the_replaced_folder_is_removed_is_not_followed(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis").write_text("mine")
+    (tmp_path / ".out.epimer-gone").symlink_to(tmp_path / "theirs")
+    write("folder", tmp_path / "out")
+    assert (tmp_path / "theirs" / "thesis").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "theirs"}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("file", ".out.epimer"), ("folder", ".out.epimer-draft")])
+@pytest.mark.parametrize("target", ["theirs", "missing"])
+def test_a_link_in_the_place_of_a_draft_is_refused(tmp_path, kind, name, target):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / name).symlink_to(tmp_path / target)
+    with pytest.raises(OutputError, match=r"\.out\.epimer.* is a link, which epimer did not put there; remove it"):
+        write(kind, tmp_path / "out")
+    assert (tmp_path / name).is_symlink()
+    assert list((tmp_path / "theirs").iterdir()) == []

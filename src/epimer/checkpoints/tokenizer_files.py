@@ -78,8 +78,8 @@ def with_chat_template(folder: Path | None, files: Mapping[str, bytes], template
 
 def _config(folder: Path | None) -> dict[str, Any]:
     data = read_sidecar(folder, CONFIG)
-    found = {} if data is None or folder is None else parse_json(data, folder / CONFIG)
-    return {key: value for key, value in found.items() if key not in PATHS}
+    config = {} if data is None or folder is None else parse_json(data, folder / CONFIG)
+    return {key: value for key, value in config.items() if key not in PATHS}
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
@@ -89,10 +89,10 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
             f"{folder} has no tokenizer.json, and only such tokenizers are joined; save it with transformers "
             "(AutoTokenizer.from_pretrained(…).save_pretrained(…)), or name one as tokenizer_source."
         )
-    found = parse_json(data, folder / "tokenizer.json")
-    tokens_of(found, folder / "tokenizer.json")
-    model = found.get("model")
+    tokenizer = parse_json(data, folder / "tokenizer.json")
+    tokens_of(tokenizer, folder / "tokenizer.json")
+    model = tokenizer.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise CheckpointError(f"{folder}/tokenizer.json has no vocabulary; save the tokenizer again.")
-    found["added_tokens"] = found.get("added_tokens") or []
-    return found
+    tokenizer["added_tokens"] = tokenizer.get("added_tokens") or []
+    return tokenizer

@@ -42,10 +42,10 @@ def write_adapter(
 def _headers(plan: Plan) -> dict[str, Tensor]:
     """Return the tensors of the adapter's file, without data."""
     keys = whole_tensors(plan).keys
-    found: dict[str, Tensor] = {}
+    headers: dict[str, Tensor] = {}
     for job in plan.jobs:
-        found |= {keys[job.name]: job.template} if job.lora is None else job.lora.headers
-    return found
+        headers |= {keys[job.name]: job.template} if job.lora is None else job.lora.headers
+    return headers
 
 
 def _sidecars(plan: Plan) -> dict[str, bytes]:

@@ -21,7 +21,7 @@ from epimer.curvature.kinds import KINDS
 from epimer.curvature.measure import Request, check_request, measure_shard
 from epimer.engine.options import RunOptions
 from epimer.engine.ray import Ray, one_per_machine, versions
-from epimer.errors import EpimerError, EpimerWarning, ParameterError
+from epimer.errors import EpimerError, EpimerWarning, ParameterError, warn
 from epimer.progress import Progress
 
 COPIES = 4  # of the model that a measurement holds: parameters, gradients, and about two of Kronecker factors
@@ -127,7 +127,7 @@ def _measure(
             for shard, cautions in engine.map(walk):
                 stage.advance(1, shard.name)
                 for text in cautions:
-                    warnings.warn(text, EpimerWarning, stacklevel=2)
+                    warn(EpimerWarning(text))
         parts |= {n: Curvature.load(part_folder(folder, n)) for n in left}
         total = sum_of([parts[n] for n in range(count)]) if count > 1 else parts[0]
         result = Curvature(dict(total.metrics), total.provenance, inputs=parts[0].inputs)

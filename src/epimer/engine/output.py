@@ -276,7 +276,7 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
     if not out.is_dir():
         raise OutputError(f"{out} is a file; the output is a folder: choose another name.")
     with explain_os_errors(out, "read"):
-        content = {path.relative_to(out).as_posix() for path in out.rglob("*") if _holds_nothing_else(path)}
+        content = {path.relative_to(out).as_posix() for path in out.rglob("*") if _is_leaf(path)}
     if not content:
         return
     if not overwrite:
@@ -296,7 +296,7 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         )
 
 
-def _holds_nothing_else(path: Path) -> bool:
+def _is_leaf(path: Path) -> bool:
     """Whether a path is a file, a link or an empty folder."""
     return path.is_symlink() or not path.is_dir() or not any(path.iterdir())
 

@@ -320,10 +320,10 @@ def worker_devices(device: str | torch.device, workers: int | None, threads: int
     names: list[str | torch.device] = [device]
     if device == "auto" or (device == "cuda" and gpus > 1):
         names = [f"cuda:{i}" for i in range(gpus)] or ["cpu"]
-    found = [check_device(name) for name in names]
+    devices = [check_device(name) for name in names]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    each = max(1, cores // threads) if found[0].type == "cpu" else 2
-    return [found[i % len(found)] for i in range(workers or each * len(found))]
+    each = max(1, cores // threads) if devices[0].type == "cpu" else 2
+    return [devices[i % len(devices)] for i in range(workers or each * len(devices))]
 
 
 def check_device(device: str | torch.device) -> torch.device:

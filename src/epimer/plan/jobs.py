@@ -318,16 +318,11 @@ def plan_jobs(
     problems: Sequence[EpimerError] = (),
     notes: Sequence[str] = (),
     recipe: Recipe | None = None,
-    tokenizer: Path | None = None,
-    generation: Path | None = None,
-    tokenizer_files: Mapping[str, bytes] | None = None,
-    basis: StoredBasis | None = None,
 ) -> Plan:
     """Plan a job for every tensor that is written; `problems` and `notes` are those known so far."""
     assigned = assign_rules(participants, patterns, elementwise=method.elementwise)
     known = [*problems, *assigned.problems]
-    folders = tokenizer, generation, tokenizer_files or {}
-    plan = Plan(participants, method, curvatures, [], assigned, known, list(notes), recipe, *folders, basis)
+    plan = Plan(participants, method, curvatures, [], assigned, known, list(notes), recipe)
     used = method.needs_curvature or "fisher" in assigned.rules.values() or (recipe is not None and recipe.refine)
     if curvatures is not None and not used:
         source = "was given" if recipe is None else "the recipe gives"
