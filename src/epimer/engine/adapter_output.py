@@ -74,7 +74,7 @@ def _merge_all(
             draft.put(key, W, record)
             done[key] = record
         stage.advance(job.reads, job.name)
-    whole = MergeWalk(plan, [job for job in left if job.lora is None], prepared, engine.devices[0])
+    whole = MergeWalk(plan, [job.on(engine.devices[0]) for job in left if job.lora is None], prepared)
     for _, merged in engine.map(WritingWalk(whole, draft, sync=False, names=keys)):
         for part, written, record in merged:
             draft.wrote(part.key, keys[part.name], part.skip, *written, record)

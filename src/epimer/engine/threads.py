@@ -117,6 +117,7 @@ class Turns:
                 yield
         finally:
             with self._changed:
+                self._changed.wait_for(lambda: not self.taken)
                 self.working += 1
 
     @contextmanager

@@ -60,7 +60,7 @@ def sce(layer: Layer, options: SceOptions) -> Solution:
     mask = _most_varied(layer.deltas, options.select_topk, unit) if options.select_topk < 1 else 1
     deltas = [D * mask for D in layer.deltas]
     energies = [float((unit * D).square_().mean(dtype=torch.float64)) for D in deltas]
-    if sum(energies) <= options.least_energy * unit**2:
+    if sum(energies) <= options.least_energy * unit * unit:
         energies = [1.0] * len(deltas)
     shares = [weight * energy for weight, energy in zip(layer.weights, energies, strict=True)]
     total = sum(shares)

@@ -188,9 +188,7 @@ def _directions_mean(products: Tensor, norms: Tensor, weights: Tensor, options: 
     for _ in range(options.max_iter):
         dots = (cosines @ x).clamp(-1, 1)
         theta = torch.acos(dots)
-        none = (theta <= options.tol) | (
-            theta >= torch.pi - options.tol
-        )  # the way to an opposite point has no direction
+        none = (theta <= options.tol) | (theta >= torch.pi - options.tol)  # no one way leads to an opposite point
         stretch = shares * torch.where(none, 0, theta / torch.where(none, 1, torch.sin(theta)))
         step = stretch - (stretch @ dots) * x
         size = length(step)

@@ -133,7 +133,7 @@ def test_a_gpu_is_planned_with_the_whole_of_what_is_read_for_it(tmp_path, monkey
         return tensors
 
     monkeypatch.setattr(merge, "read_tensors", counted)
-    gpu = MergeWalk(plan, plan.parts, device=torch.device("cuda"))
+    gpu = MergeWalk(plan, [job.on(torch.device("cuda")) for job in plan.parts])
     monkeypatch.setattr(gpu, "_in_chunks", lambda job, device: False)  # as on a GPU
     for batch in gpu.jobs:
         results = [W for _, W, _ in gpu.work(batch, gpu.read(batch), torch.device("cpu"))]

@@ -93,13 +93,15 @@ def test_every_departure_from_mergekit_is_one(name):
     assert row.mergekit.summary.startswith(f"{name} as mergekit 0.1.5 has it: ")
 
 
-@pytest.mark.parametrize("power", [-60, -100, 60, 100])
+@pytest.mark.parametrize(
+    ("dtype", "power"), [(torch.float32, power) for power in (-60, -100, 60, 100)] + [(torch.float64, -660)]
+)
 @pytest.mark.parametrize("share", [1.0, 0.3])
-def test_the_unit_of_the_weights_does_not_matter_to_sce(power, share):
+def test_the_unit_of_the_weights_does_not_matter_to_sce(dtype, power, share):
     """A power of two changes no digit: squares of entries neither vanish nor overflow."""
-    models = [{"w": D.float()} for D in TAU]
+    models = [{"w": D.to(dtype)} for D in TAU]
     moved = [{"w": torch.ldexp(model["w"], torch.tensor(power))} for model in models]
-    zero = {"w": torch.zeros(SHAPE)}
+    zero = {"w": torch.zeros(SHAPE, dtype=dtype)}
     expected, merged = (epimer.merge_state_dicts(zero, ms, "sce", select_topk=share)["w"] for ms in (models, moved))
     assert torch.equal(merged, torch.ldexp(expected, torch.tensor(power)))
 
