@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -201,6 +201,18 @@ def held(
                 return
         finally:
             os.close(handle)
+
+
+def remove_abandoned(folders: Iterable[Path]) -> None:
+    """Remove folders that no living process holds; none where the file system has no locks to tell it by."""
+    for folder in folders:
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_folder(folder)
+            finally:
+                os.close(handle)
 
 
 @contextmanager

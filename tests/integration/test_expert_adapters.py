@@ -92,8 +92,8 @@ def test_base_and_adapter_are_what_peft_merges(build, config, changed, tmp_path)
     assert compared(save(tmp_path, build, **config)) == changed
 
 
-def test_they_merge_into_a_model_and_not_into_an_adapter(tmp_path):
-    """Half of the difference of one adapter, with the experts stored as they were; as an adapter it is refused."""
+def test_they_merge_into_a_model(tmp_path):
+    """Half of the difference of one adapter, with the experts stored as they were."""
     save(tmp_path, mixtral)
     base = {"merge_method": "task_arithmetic", "base_model": str(tmp_path / "base")}
     model = {"model": f"{tmp_path / 'base'}+{tmp_path / 'adapter'}", "parameters": {"weight": 0.5}}
@@ -101,20 +101,131 @@ def test_they_merge_into_a_model_and_not_into_an_adapter(tmp_path):
     before, after, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged", "out"))
     for name, W in merged.items():
         assert torch.allclose(W, (before[name] + after[name]) / 2, rtol=1e-5, atol=1e-6), name
-    with pytest.raises(epimer.EpimerError, match=r"change stacked experts \(.*w1.weight.*remove 'output'"):
-        epimer.merge({**base, "models": [model], "output": "lora"}, tmp_path / "lora", progress=False)
 
 
-def test_an_extracted_adapter_of_a_mixture_is_read_back(tmp_path):
-    """What an adapter of it can hold (attention, router) is the tuned model's; experts are named as left out."""
-    save(tmp_path, mixtral)
-    with pytest.warns(epimer.EpimerWarning, match="not in the adapter: .*experts"):
-        epimer.extract_lora(str(tmp_path / "merged"), str(tmp_path / "base"), tmp_path / "out", 16, progress=False)
-    tuned, base = (open_checkpoint(str(tmp_path / name)) for name in ("merged", "base"))
+def load(folder: Path | str) -> torch.nn.Module:
+    how = {"dtype": torch.float64, "experts_implementation": "eager"}  # the only one in float64
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **how)
+
+
+def recipe_of(tmp_path: Path, build, method: str, configs: list[dict], **more) -> dict:
+    """Save one adapter per config, in float64, and return the recipe that merges them."""
+    models = []
+    for seed, config in enumerate(configs):
+        folder = save(tmp_path / str(seed), build, seed, **config)
+        for path in (folder / "base", folder / "adapter"):
+            file = next(path.glob("*.safetensors"))
+            save_file({name: W.double() for name, W in load_file(file).items()}, file, {"format": "pt"})
+        models.append({"model": f"{tmp_path / '0' / 'base'}+{folder / 'adapter'}", "parameters": {"weight": 0.7}})
+    return {"merge_method": method, "base_model": str(tmp_path / "0" / "base"), "models": models, **more}
+
+
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(24).view(2, 12) % 15).logits
+
+
+def same_as_the_model(recipe: dict, tmp_path: Path) -> dict[str, epimer.TensorRecord]:
+    """Merge into a model and into an adapter; compare tensors, and what PEFT and transformers compute of them."""
+    epimer.merge(recipe, tmp_path / "whole", progress=False)
+    record = epimer.merge({**recipe, "output": "lora"}, tmp_path / "lora", progress=False)
+    base = recipe["base_model"]
+    whole, read = open_checkpoint(str(tmp_path / "whole")), open_checkpoint(f"{base}+{tmp_path / 'lora'}")
+    for name in whole.headers:
+        assert torch.allclose(read.read(name), whole.read(name), rtol=1e-9, atol=1e-9), name
+    network = load(base)
+    before = logits_of(network)
+    adapted = peft.PeftModel.from_pretrained(network, tmp_path / "lora")
+    expected = logits_of(load(tmp_path / "whole"))
+    assert torch.allclose(logits_of(adapted), expected, rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(before, expected, atol=1e-3)
+    return record.tensors
+
+
+DOWN, UP = ["mlp.experts.down_proj"], ["mlp.experts.gate_up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("build", "method"),
+    [(mixtral, "task_arithmetic"), (mixtral, "tsv"), (mixtral, "epimer_free"), (qwen, "iso_c"), (gpt_oss, "tsv")],
+)
+def test_an_adapter_of_several_is_their_merge(build, method, tmp_path):
+    """Of other ranks and scalings, in float64: the merge of the same recipe into a model, and PEFT's forward pass."""
+    configs = [{}, {"r": 3, "use_rslora": True}, {"rank_pattern": {"down_proj": 1}, "alpha_pattern": {"down_proj": 5}}]
+    recipe = recipe_of(tmp_path, build, method, configs)
+    records = same_as_the_model(recipe, tmp_path)
+    again = epimer.verify(tmp_path / "lora", recipe={**recipe, "output": "lora"}, sample=None, progress=False)
+    assert again.verified, again
+    assert sum("experts" in name for name in records) == (4 if build is gpt_oss else 2 * 9)
+    assert max(record.error or 0 for record in records.values()) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("build", "targets"), [(mixtral, (DOWN, BOTH)), (mixtral, (UP, DOWN)), (gpt_oss, (UP, DOWN)), (gpt_oss, (UP, UP))]
+)
+def test_adapters_of_different_stacks(build, targets, tmp_path):
+    """PEFT calls the factors of a stack otherwise when the module's other stack has some too."""
+    configs = [{"target_parameters": list(one)} for one in targets]
+    same_as_the_model(recipe_of(tmp_path, build, "tsv", configs), tmp_path)
+
+
+def test_square_experts(tmp_path, monkeypatch):
+    """gpt-oss has such; the sides of its other stack tell those of this one."""
+    monkeypatch.setitem(SIZES, "intermediate_size", 16)  # down_proj is 16 x 16
+    same_as_the_model(recipe_of(tmp_path, gpt_oss, "tsv", [{}, {}]), tmp_path)
+    save(tmp_path / "one", gpt_oss, target_parameters=DOWN)
+    with pytest.raises(epimer.CheckpointError, match="fit none of the base's tensors"):
+        open_checkpoint(f"{tmp_path / 'one' / 'base'}+{tmp_path / 'one' / 'adapter'}")
+
+
+@pytest.mark.parametrize("build", [mixtral, gpt_oss])
+@pytest.mark.parametrize("method", ["tsv", "ties"])
+def test_at_a_rank_it_is_the_nearest_to_the_merge(build, method, tmp_path):
+    """Of every expert's matrix in the network, with what the file stores apart joined, by its singular values."""
+    recipe = recipe_of(tmp_path, build, method, [{}, {}])
+    epimer.merge(recipe, tmp_path / "whole", progress=False)
+    record = epimer.merge({**recipe, "output": "lora", "lora_rank": 2}, tmp_path / "lora", progress=False)
+    base = load(recipe["base_model"])
+    whole = load(tmp_path / "whole")
+    before = {name: W.detach().clone() for name, W in base.named_parameters()}
+    adapted = dict(peft.PeftModel.from_pretrained(base, tmp_path / "lora").merge_and_unload().named_parameters())
+    worst = 0.0
+    for name, W in whole.named_parameters():
+        if ".experts." in name and W.dim() == 3:
+            for D, found in zip(W.detach() - before[name], adapted[name].detach() - before[name], strict=True):
+                U, sigma, V = torch.linalg.svd(D)
+                nearest = (U[:, :2] * sigma[:2]) @ V[:2]
+                assert (found - nearest).norm() < 1e-5 * D.norm(), name
+                worst = max(worst, float(sigma[2:].norm() / sigma.norm()))
+    errors = [one.error for name, one in record.tensors.items() if ".experts." in name]
+    assert max(errors) == pytest.approx(worst, rel=1e-3)
+    assert worst > 0.1
+
+
+def test_methods_without_bounded_rank_are_refused_without_a_rank(tmp_path):
+    recipe = recipe_of(tmp_path, gpt_oss, "ties", [{}, {}], output="lora")
+    with pytest.raises(epimer.EpimerError, match=r"ties does not keep the rank of adapters.*give lora_rank"):
+        epimer.merge(recipe, tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize("build", [mixtral, qwen, gpt_oss])
+def test_an_extracted_adapter_of_a_mixture_is_the_tuned_model(build, tmp_path):
+    """At full rank all of it: attention, experts and the router; PEFT's forward pass is the tuned model's."""
+    save(tmp_path, build)
+    tuned = load(tmp_path / "merged")
+    with torch.no_grad():
+        for name, W in tuned.named_parameters():
+            if name.endswith(("gate.weight", "router.weight")):
+                W += 0.1
+    tuned.float().save_pretrained(tmp_path / "merged")
+    epimer.extract_lora(str(tmp_path / "merged"), str(tmp_path / "base"), tmp_path / "out", 16, progress=False)
+    whole = open_checkpoint(str(tmp_path / "merged"))
     read = open_checkpoint(f"{tmp_path / 'base'}+{tmp_path / 'out'}")
-    for name in tuned.headers:
-        expected = base.read(name) if ".experts." in name else tuned.read(name)
-        assert torch.allclose(read.read(name), expected, rtol=1e-4, atol=1e-5), name
+    for name in whole.headers:
+        assert torch.allclose(read.read(name), whole.read(name), rtol=1e-4, atol=1e-5), name
+    network = load(tmp_path / "base")
+    adapted = peft.PeftModel.from_pretrained(network, tmp_path / "out")
+    assert torch.allclose(logits_of(adapted), logits_of(tuned.double()), rtol=1e-3, atol=1e-4)
 
 
 def test_what_cannot_be_told_is_refused(tmp_path):
@@ -138,10 +249,3 @@ def test_what_cannot_be_told_is_refused(tmp_path):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"target_parameters": None}))
     with pytest.raises(epimer.CheckpointError, match="belongs to no tensor"):
         open_checkpoint(where)
-
-
-def test_square_experts_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(SIZES, "intermediate_size", 16)  # down_proj is 16 x 16
-    save(tmp_path, gpt_oss)
-    with pytest.raises(epimer.CheckpointError, match="fit none of the base's tensors"):
-        open_checkpoint(f"{tmp_path / 'base'}+{tmp_path / 'adapter'}")

@@ -11,6 +11,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -63,6 +64,10 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.repos, self.asked = repos, list[tuple[str, str]]()
         self.parts, self.address = list[tuple[str, int, int]](), f"http://127.0.0.1:{self.server_port}"
+        self.large: int | None = None  # bytes from which a file is stored by LFS
+        self.chunk: int | None = None  # bytes of a part of it, where it is sent in parts
+        self.stored: dict[str, bytes] = {}  # files that LFS stores, and parts of them, by SHA-256
+        self.full = False  # whether that store takes no more
         self.thread = threading.Thread(target=self.serve_forever)
         self.thread.start()
 
@@ -124,8 +129,14 @@ class Answer(BaseHTTPRequestHandler):
         """Answer as the hub does to who makes a repository and commits to it."""
         path, body = urlsplit(self.path).path, self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.asked.append((self.command, path))
+        if path.startswith("/complete/"):  # whose address only the batch tells
+            oid, count = path.split("/")[2], len(json.loads(body)["parts"])
+            self.server.stored[oid] = b"".join(self.server.stored.pop(f"{oid}/{i}") for i in range(1, count + 1))
+            return self.reply(200, b"{}")
         if self.headers.get("Authorization") != "Bearer good":
             return self.reply(401)
+        if path.endswith("/info/lfs/objects/batch"):
+            return self.reply(200, json.dumps(self.batch(json.loads(body))).encode())
         if path == "/api/validate-yaml":
             return self.reply(200, b'{"errors": [], "warnings": []}')
         if path == "/api/repos/create":
@@ -140,14 +151,46 @@ class Answer(BaseHTTPRequestHandler):
         asked = re.fullmatch(r"/api/models/(?P<repo>.+?)/(?P<what>preupload|commit)/main", path)
         assert asked, path
         if asked["what"] == "preupload":
-            files = [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            least = self.server.large
+            files = [
+                {**file, "uploadMode": "regular" if least is None or file["size"] < least else "lfs"}
+                for file in json.loads(body)["files"]
+            ]
+            files = [{**file, "shouldIgnore": False} for file in files]
             return self.reply(200, json.dumps({"files": files}).encode())
-        added = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
+        lines = [(line["key"], line["value"]) for line in map(json.loads, body.splitlines())]
+        added = {one["path"]: base64.b64decode(one["content"]) for key, one in lines if key == "file"}
+        added |= {one["path"]: self.server.stored[one["oid"]] for key, one in lines if key == "lfsFile"}
         commits = self.server.repos[asked["repo"]].commits
-        commits.append(commits[-1] | {one["path"]: base64.b64decode(one["content"]) for one in added})
+        commits.append(commits[-1] | added)
         sha = self.server.repos[asked["repo"]].shas[-1]
         url = f"{self.server.address}/{asked['repo']}/commit/{sha}"
         return self.reply(200, json.dumps({"success": True, "commitOid": sha, "commitUrl": url}).encode())
+
+    def batch(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Return where to put the objects of an LFS batch that are not stored yet, in parts where they are to be."""
+        objects, chunk = [], self.server.chunk
+        for one in wanted["objects"]:
+            oid, size = one["oid"], one["size"]
+            upload: dict[str, Any] = {"href": f"{self.server.address}/store/{oid}"}
+            if chunk is not None:
+                places = {f"{i:05d}": f"{self.server.address}/store/{oid}/{i}" for i in range(1, -(-size // chunk) + 1)}
+                upload = {
+                    "href": f"{self.server.address}/complete/{oid}",
+                    "header": {"chunk_size": str(chunk), **places},
+                }
+            objects.append({**one, **({} if oid in self.server.stored else {"actions": {"upload": upload}})})
+        return {"transfer": "basic" if chunk is None else "multipart", "objects": objects}
+
+    def do_PUT(self) -> None:
+        """Store a file of LFS, or a part of one."""
+        body, key = self.rfile.read(int(self.headers["Content-Length"])), self.path.removeprefix("/store/")
+        self.server.asked.append((self.command, self.path))
+        if self.server.full:
+            return self.reply(403)
+        assert "/" in key or hashlib.sha256(body).hexdigest() == key
+        self.server.stored[key] = body
+        return self.reply(200, headers={"ETag": hashlib.sha256(body).hexdigest()})
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -456,6 +499,35 @@ def test_a_finished_merge_is_pushed_file_by_file(hub, epimer, tmp_path):
     ((code, out, err),) = epimer(inspect("org/merged"))
     assert code == 0, err
     assert {row["name"]: tuple(row["shape"]) for row in json.loads(out)["tensors"]} == SHAPES
+
+
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_large_files_are_pushed_to_the_store_for_large_files(hub, epimer, tmp_path, chunk):
+    """By LFS, whole or in parts; a second push of the same sends none of them again."""
+    hub.large, hub.chunk = 200, chunk
+    write_recipe(tmp_path, "org/model")
+    command = ["merge", "recipe.yaml", "out", "--push-to-hub", "org/merged"]
+    first, second = epimer(command, command, HF_TOKEN="good", HF_HUB_DISABLE_XET="1")
+    assert first[0] == second[0] == 0, (first, second)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert hub.repos["org/merged"].commits[1] == files
+    large = {hashlib.sha256(data).hexdigest(): data for data in files.values() if len(data) >= hub.large}
+    assert files["model.safetensors"] in large.values()
+    assert hub.stored == large
+    parts = sum(1 if chunk is None else -(-len(data) // chunk) for data in large.values())
+    assert sum(verb == "PUT" for verb, _ in hub.asked) == parts > len(large) - (chunk is None)
+
+
+def test_an_upload_of_large_files_that_fails_is_told_in_one_line(hub, epimer, tmp_path):
+    hub.large, hub.full = 200, True
+    write_recipe(tmp_path, "org/model")
+    command = ["merge", "recipe.yaml", "out", "--push-to-hub", "org/merged", "--quiet"]
+    ((code, _, err),) = epimer(command, HF_TOKEN="good", HF_HUB_DISABLE_XET="1")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert err.startswith(f"error: you may not write to {hub.address}/org/merged (403); log in")
+    assert err.endswith("; out is complete: hf upload org/merged out\n")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == SHAPES.keys()
+    assert len(hub.repos["org/merged"].commits) == 1
 
 
 def test_who_may_not_push_is_told_to_log_in(hub, epimer, tmp_path):

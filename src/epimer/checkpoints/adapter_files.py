@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, header
+from epimer.checkpoints.expert_factors import ExpertPart
 from epimer.checkpoints.lora import PARTS, PREFIX, Adapted
 from epimer.checkpoints.memory import Cached
 from epimer.geometry.linalg import LowRank
@@ -36,6 +37,10 @@ class LoraModule:
     """an embedding, whose factors have names of their own"""
     thin: bool = False
     """merged in the space that the adapters' factors span, without a dense matrix"""
+    parameter: str = ""
+    """the network's parameter that holds all experts, PEFT's target_parameters; `shape` is then of one"""
+    experts: int = 0
+    """how many it holds"""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -48,7 +53,11 @@ class LoraModule:
         """A and B without data: r x in and out x r; of a convolution r x in x kernel and out x r x 1 x …."""
         sides, kernel = self.shape[:2], self.shape[2:]
         outputs, inputs = reversed(sides) if self.transposed else sides
-        shapes = (self.rank, inputs, *kernel), (outputs, self.rank, *(1 for _ in kernel))
+        if self.parameter:
+            joined = self.experts * self.rank
+            shapes: tuple[tuple[int, ...], ...] = (joined, inputs), (outputs, joined)
+        else:
+            shapes = (self.rank, inputs, *kernel), (outputs, self.rank, *(1 for _ in kernel))
         return {name: header(shape, self.dtype) for name, shape in zip(self.names, shapes, strict=True)}
 
     def tensors(self, delta: LowRank) -> dict[str, Tensor]:
@@ -56,6 +65,10 @@ class LoraModule:
         delta = delta.T if self.transposed else delta
         factors = zip(self.headers.items(), (delta.A, delta.B), strict=True)
         return {name: W.reshape(template.shape).to(self.dtype).contiguous() for (name, template), W in factors}
+
+    def product(self, A: Tensor, B: Tensor) -> Tensor:
+        """Return what factors add, out x in; of a parameter that holds all experts, E x out x in."""
+        return ExpertPart(self.experts).stack(A, B, None) if self.experts else B.flatten(1) @ A.flatten(1)
 
 
 def adapters_of(checkpoint: Checkpoint) -> list[Adapted]:
@@ -86,8 +99,9 @@ def adapter_config(
     """
     ranks = Counter(one.rank for one in modules)
     rank = ranks.most_common(1)[0][0] if ranks else 1
-    others = {one.module: one.rank for one in modules if one.rank != rank}
-    names = [one.module for one in modules]
+    others = {one.parameter or one.module: one.rank for one in modules if one.rank != rank}
+    names = [one.module for one in modules if not one.parameter]
+    parameters = [one.parameter for one in modules if one.parameter]
     everywhere = _last_words(names, weights)
     own, biased = list(whole), list(biases)
     return {
@@ -98,6 +112,7 @@ def adapter_config(
         "rank_pattern": others,
         "alpha_pattern": others,
         "target_modules": sorted({_last(name) if _last(name) in everywhere else name for name in names}),
+        **({"target_parameters": parameters} if parameters else {}),
         "modules_to_save": own or None,
         "bias": "none" if not biased else "lora_only" if {*biased} <= {*names} else "all",
         "fan_in_fan_out": any(one.transposed and not one.table for one in modules),

@@ -40,6 +40,11 @@ class ExpertPart(NamedTuple):
             self._by_expert(B)[start:stop, :, self.number], A.view(self.experts, -1, A.shape[1])[self.number]
         )
 
+    def member(self, number: int, A: Tensor, B: Tensor) -> LowRank:
+        """Return the factors of one expert of a stack."""
+        factors = self._replace(number=number, outputs=(0, len(B))).factors(A, B)
+        return factors.T if self.inputs_first else factors
+
     def stack(self, A: Tensor, B: Tensor, rows: tuple[int, int] | None) -> Tensor:
         """Return what factors add to a stack, or to the experts `rows` of it."""
         chosen = slice(None) if rows is None else slice(*rows)
@@ -53,17 +58,25 @@ class ExpertPart(NamedTuple):
 
 
 def stored_parts(
-    module: str, parameter: str, inputs: int, outputs: int, headers: Mapping[str, Tensor]
+    module: str,
+    parameter: str,
+    inputs: int,
+    outputs: int,
+    headers: Mapping[str, Tensor],
+    inputs_first: bool | None = None,
 ) -> dict[str, ExpertPart]:
     """Return tensor -> its part of the factors of a parameter, whose A has `inputs` columns and B `outputs` rows.
 
-    Empty where no tensors of these names and shapes are there, or where their shape leaves open which side is which.
+    Empty where no tensors of these names and shapes are there, or where their shape leaves open which side is which and
+    `inputs_first` does not tell it.
     """
     if (stack := _only(name for name in headers if _same(name, f"{module}.{parameter}"))) is not None:
         shape = tuple(headers[stack].shape)
-        if len(shape) != 3 or shape[0] < 2 or inputs == outputs or {*shape[1:]} != {inputs, outputs}:
+        if len(shape) != 3 or shape[0] < 2 or {*shape[1:]} != {inputs, outputs}:
             return {}
-        return {stack: ExpertPart(shape[0], inputs_first=shape[1] == inputs)}
+        if inputs != outputs:
+            inputs_first = shape[1] == inputs
+        return {} if inputs_first is None else {stack: ExpertPart(shape[0], inputs_first=inputs_first)}
     apart = _apart(module, headers)
     for names in APART.get(parameter, ()):
         experts = [{word: apart.get((e, word)) for word in names} for e in range(len({e for e, _ in apart}))]

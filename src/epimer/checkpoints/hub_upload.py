@@ -36,10 +36,12 @@ def explain_upload_errors(repo: str, state: str) -> Iterator[None]:
     """Turn what goes wrong in an upload into one line, which ends with the `state` things are left in."""
     from huggingface_hub import errors
 
-    failures: tuple[type[BaseException], ...] = (*http_failures(), ValueError)
+    failures: tuple[type[BaseException], ...] = (*http_failures(), ValueError, RuntimeError)
     try:
         yield
     except failures as error:
+        if isinstance(error, RuntimeError) and isinstance(error.__cause__, failures):  # of one large file of several
+            error = error.__cause__
         status = getattr(getattr(error, "response", None), "status_code", None)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         if status in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError):

@@ -28,6 +28,7 @@ CONV1D = ("gpt2", "imagegpt", "openai-gpt", "decision_transformer")  # models wh
 
 REPEATED_GROUP, MOST_REPEATS = re.compile(r"\)[*+{]"), 3
 """what makes a pattern take exponential time, and how many repeats are few enough to take little"""
+RENAMED = {"block_sparse_moe": "mlp"}  # words of a file -> what transformers calls them in a network (Mixtral)
 MOVED = ("model", "language_model", "text_model")  # words of names that a network and its file have in different places
 
 
@@ -42,6 +43,8 @@ class Update(NamedTuple):
     """the name of DoRA's lengths of the outputs"""
     expert: ExpertPart | None = None
     """which part of A and B, where those are of stacked experts"""
+    parameter: str = ""
+    """the network's name of the stack, then"""
 
     @property
     def module(self) -> str:
@@ -93,7 +96,7 @@ class Adapted(Checkpoint):
         return [*self.base.state, *self.adapter.state]
 
     def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
-        if name in self.replaced or not self.has_factors(name):
+        if name in self.replaced or not self.has_factors(name, rows):
             return None
         update = self._factors(name, rows)
         if base.fingerprint != self.base.fingerprint:  # an adapter on an adapter, or on another model
@@ -106,7 +109,8 @@ class Adapted(Checkpoint):
         return LowRank(torch.zeros(size, 0), torch.zeros(0, W.numel() // size if size else 0))
 
     def delta_rank(self, name: str, base: Checkpoint) -> int | None:
-        if name in self.replaced or not self.has_factors(name):
+        """Return the rank of what the adapter adds to a tensor, of a stack to every expert."""
+        if name in self.replaced or self.has_magnitude(name):
             return None
         update = self.updates.get(self.ties.get(name, name))
         own = 0 if update is None else self.adapter.headers[update.A].shape[0]
@@ -120,6 +124,9 @@ class Adapted(Checkpoint):
         if update is None:
             return None
         A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
+        if update.expert is not None and update.expert.number is None:
+            assert rows is not None
+            return update.expert.member(rows[0], A, update.scaling * B)
         if update.expert is None:
             factors = LowRank(update.scaling * B.flatten(1), A.flatten(1))
         else:
@@ -127,11 +134,12 @@ class Adapted(Checkpoint):
         factors = factors.T if update.transposed else factors
         return factors if rows is None else LowRank(factors.B[slice(*rows)], factors.A)
 
-    def has_factors(self, name: str) -> bool:
-        """Whether what the adapter adds to a tensor is one matrix of low rank, or nothing."""
+    def has_factors(self, name: str, rows: Rows) -> bool:
+        """Whether what the adapter adds to a tensor or its rows is one matrix of low rank, or nothing."""
         update = self.updates.get(self.ties.get(name, name))
         stack = update is not None and update.expert is not None and update.expert.number is None
-        return not stack and not self.has_magnitude(name)
+        several = stack and (rows is None or rows[1] - rows[0] != 1)
+        return not several and not self.has_magnitude(name)
 
     def has_magnitude(self, name: str) -> bool:
         """Whether a tensor is DoRA's, so that its difference from the base has no factors."""
@@ -194,7 +202,7 @@ class Adapted(Checkpoint):
                 for inner in (".modules_to_save.default.", ".modules_to_save.", ".base_layer."):
                     module = module.replace(inner, ".")
                 self._replace(self._resolve(module, key), key)
-        for module, parts in factors.items():
+        for module, parts in sorted(factors.items(), key=lambda item: -item[0].count(".base_layer")):
             embedding = ".lora_embedding_A" in parts
             A, B = (".lora_embedding_A", ".lora_embedding_B") if embedding else PARTS[:2]
             if A not in parts or B not in parts:
@@ -225,10 +233,12 @@ class Adapted(Checkpoint):
         if not named or (named == ["weight"] and not depth):
             return False
         first, second = self.adapter.headers[A], self.adapter.headers[B]
+        others = [u.expert for u in self.updates.values() if u.expert and u.parameter.startswith(f"{outer}.")]
+        inputs_first = others[0].inputs_first if others else None  # one answer for all stacks of a module
         flat = first.dim() == second.dim() == 2
         fitting: list[tuple[str, dict[str, ExpertPart]]] = []
         for word in named if flat else ():
-            parts = stored_parts(outer, word, first.shape[-1], second.shape[0], self.base.headers)
+            parts = stored_parts(outer, word, first.shape[-1], second.shape[0], self.base.headers, inputs_first)
             if parts and not self.updates.keys() & parts.keys():
                 fitting.append((word, parts))
         count = next(iter(fitting[0][1].values())).experts if fitting else 1
@@ -239,7 +249,8 @@ class Adapted(Checkpoint):
             raise self._refuse(f"{problem}, which fit {several} of the base's tensors")
         word, parts = fitting[0]
         scaling = self._scaling(f"{outer}.{word}", first.shape[0] // count)
-        self.updates |= {name: Update(A, B, scaling, False, expert=part) for name, part in parts.items()}
+        whole = f"{outer}.{word}"
+        self.updates |= {name: Update(A, B, scaling, False, None, part, whole) for name, part in parts.items()}
         return True
 
     def _replace(self, name: str, key: str) -> None:
@@ -362,7 +373,7 @@ def _sum(first: LowRank, second: LowRank) -> LowRank:
 
 def _layer_name(name: str) -> str:
     """Return a tensor's name without the words that transformers puts elsewhere when it saves a network."""
-    return ".".join(part for part in name.split(".") if part not in MOVED)
+    return ".".join(RENAMED.get(part, part) for part in name.split(".") if part not in MOVED)
 
 
 def model_config(checkpoint: Checkpoint) -> dict[str, object]:

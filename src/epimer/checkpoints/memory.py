@@ -123,6 +123,8 @@ class Cached(Checkpoint):
         if name not in self._deltas:
             self._deltas[name] = self.source.delta(name, base)
         D = self._deltas[name]
+        if D is None and rows is not None:  # a stack of experts, each of which may have factors
+            return self.source.delta(name, base, rows)
         return D if D is None or rows is None else LowRank(D.B[slice(*rows)], D.A)
 
     def delta_rank(self, name: str, base: Checkpoint) -> int | None:

@@ -26,10 +26,12 @@ def with_tokens(folder: Path, tokens: Mapping[int, str], owners: Mapping[str, Pa
     listed = {entry["content"] for entry in tokenizer["added_tokens"]}
     new = {i: token for i, token in tokens.items() if token in owners}
     donors = {path: _tokenizer(path) for path in set(owners.values())}
-    added = []
-    for i, token in sorted(new.items()):
-        entries = [one for one in donors[owners[token]]["added_tokens"] if one["content"] == token]
-        added += [{**one, "id": i} for one in entries if token not in listed]
+    entries = {path: {one["content"]: one for one in donor["added_tokens"]} for path, donor in donors.items()}
+    added = [
+        {**entries[owners[token]][token], "id": i}
+        for i, token in sorted(new.items())
+        if token in entries[owners[token]] and token not in listed
+    ]
     tokenizer["added_tokens"] = sorted([*tokenizer["added_tokens"], *added], key=lambda one: one["id"])
     if isinstance(model["vocab"], dict):
         model["vocab"] |= {token: i for i, token in sorted(tokens.items()) if token not in model["vocab"]}
@@ -54,10 +56,9 @@ def _append(
     donors: Mapping[Path, Mapping[str, Any]],
 ) -> None:
     """Append tokens to a list of [token, score], whose places are the ids."""
-    scores: dict[str, float] = {}
-    for token, path in owners.items():
-        vocab = donors[path]["model"]["vocab"]
-        scores |= {piece: score for piece, score in vocab if piece == token} if isinstance(vocab, list) else {}
+    vocabularies = {path: donor["model"]["vocab"] for path, donor in donors.items()}
+    tables = {path: dict(vocab) if isinstance(vocab, list) else {} for path, vocab in vocabularies.items()}
+    scores = {token: tables[path].get(token, 0.0) for token, path in owners.items()}
     for i in range(len(pieces), max(tokens) + 1):
         if i not in tokens:
             raise CheckpointError(f"{folder}/tokenizer.json has no token with the id {i}; save the tokenizer again.")

@@ -30,7 +30,7 @@ from epimer.methods.rules import stored_name
 from epimer.progress import Progress
 from epimer.tasks.batches import IGNORED, Batch, read_batches
 from epimer.tasks.labels import POLICIES, Labels, Loss, ignoring
-from epimer.tasks.model_loss import own_loss, with_decoder_inputs
+from epimer.tasks.model_loss import own_loss, prepared
 
 
 def estimate_curvature(
@@ -60,7 +60,7 @@ def estimate_curvature(
             Or dicts and BatchEncodings, whose `labels` are the targets and the rest the inputs. Targets may be None
             where labels are the model's own. All are kept for kind "ekfac" and for several passes.
         loss_fn: takes (outputs, targets) and returns a loss per sample, or their sum. None takes the loss that a
-            Hugging Face model computes of its labels, where that is a cross-entropy; a sample's tokens are summed.
+            Hugging Face model computes of its labels, where that is a cross-entropy, its tokens summed, or CTC.
         kind: diagonal, kronecker, ekfac, samples; or hessian, ggn, which need a basis.
         labels: model, sampled from the model's own prediction; true, the targets; expected, every class, weighted by
             the model's probability.
@@ -97,7 +97,7 @@ def estimate_curvature(
     chosen = _chosen(parameters, layers, basis)
     _check_basis(basis, kind, parameters)
     first = next(iter(chosen.values()))
-    given = (with_decoder_inputs(model, batch) for batch in read_batches(batches, samples, first.device, ignore_index))
+    given = prepared(model, read_batches(batches, samples, first.device, ignore_index), own=loss_fn is None)
     loss_fn, read = _loss_and_batches(model, given, loss_fn, ignore_index)
     policy = Labels(labels, loss_fn, seed)
     with Progress(progress, unit="samples") as bar:

@@ -74,7 +74,7 @@ def _merge_all(
             draft.put(key, W, record)
             done[key] = record
         stage.advance(job.reads, job.name)
-    whole = MergeWalk(plan, [job for job in left if job.lora is None], prepared)
+    whole = MergeWalk(plan, [job for job in left if job.lora is None], prepared, engine.devices[0])
     for _, merged in engine.map(WritingWalk(whole, draft, sync=False, names=keys)):
         for part, written, record in merged:
             draft.wrote(part.key, keys[part.name], part.skip, *written, record)
@@ -82,8 +82,12 @@ def _merge_all(
             stage.advance(part.reads, part.key)
     draft.flush()
     records: dict[str, TensorRecord] = {}
+    shapes = {name: tuple(W.shape) for name, W in plan.participants.template.headers.items()}
     for job in plan.parts:
-        records[job.name] = joined(records.get(job.name), done[_keys(job)[0]])
+        record = done[_keys(job)[0]]
+        for name in job.names:
+            own = replace(record, shape=shapes[name]) if job.experts else record
+            records[name] = joined(records.get(name), own)
     return with_kept(plan, records)
 
 

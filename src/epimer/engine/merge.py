@@ -32,6 +32,7 @@ from epimer.plan.participants import SAMPLED, sample_rows
 from epimer.progress import Stage
 from epimer.records import MergeRecord, Status, TensorRecord
 
+CPU = torch.device("cpu")
 PROBE = 1 << 10  # entries that are compared with the base's before the others
 
 Merged = tuple[Job, Tensor, TensorRecord]
@@ -43,10 +44,17 @@ class MergeWalk:
     """Merges the tensors of a plan."""
 
     def __init__(
-        self, plan: Plan, jobs: Sequence[Job], prepared: Prepared | None = None, *, stacked: bool = False
+        self,
+        plan: Plan,
+        jobs: Sequence[Job],
+        prepared: Prepared | None = None,
+        device: torch.device = CPU,
+        *,
+        stacked: bool = False,
     ) -> None:
-        """Merge these parts of a plan; where they are `stacked`, as a GPU likes it, matrices of one shape together."""
+        """Merge these parts of a plan on a device; where they are `stacked`, matrices of one shape together."""
         self.plan, self.prepared = plan, prepared
+        jobs = [job.on(device) for job in jobs]
         self.jobs = list(stacks(jobs) if stacked else batches(jobs))
 
     def read(self, batch: Batch) -> list[Tensors]:
@@ -392,7 +400,8 @@ def merge_in_memory(
     prepared = prepare(plan, engine, stage or Stage(None, None))
     pieces: dict[str, list[Tensor]] = {}
     records: dict[str, TensorRecord] = {}
-    walk = MergeWalk(plan, plan.parts, prepared, stacked=engine.devices[0].type == "cuda")
+    device = engine.devices[0]
+    walk = MergeWalk(plan, plan.parts, prepared, device, stacked=device.type == "cuda")  # as a GPU likes it
     for batch, merged in engine.map(walk):
         for job, result, record in merged:
             pieces.setdefault(job.name, []).append(result)

@@ -329,8 +329,8 @@ def _merge_all(
     stage = progress.begin("merging", plan.reads)
     stage.advance(sum(job.reads for job in plan.parts if job.key in done), "")
     left = [job for job in plan.parts if job.key not in done]
-    # Another machine's writes are not synced by this one.
-    walk = WritingWalk(MergeWalk(plan, left, prepared), draft, sync=getattr(engine, "remote", False))
+    merging = MergeWalk(plan, left, prepared, engine.devices[0])
+    walk = WritingWalk(merging, draft, sync=getattr(engine, "remote", False))  # others' writes are not synced here
     for _, merged in engine.map(walk):
         for job, written, record in merged:
             draft.wrote(job.key, job.name, job.skip, *written, record)

@@ -34,7 +34,7 @@ def recompute(
     for job, (tensors, _) in engine.map(FactorWalk(plan, [job for job in parts if job.lora is not None], prepared)):
         yield job, tensors
         stage.advance(job.reads, job.name)
-    walk = MergeWalk(plan, [job for job in plan.parts if job.lora is None], prepared)
+    walk = MergeWalk(plan, [job for job in plan.parts if job.lora is None], prepared, engine.devices[0])
     # Small tensors are merged together: here in the same company again, so that no rounding differs.
     walk.jobs = [batch for batch in walk.jobs if any(job.name in names for job in batch.jobs)]
     whole = {job.name: job for job in plan.jobs}
@@ -63,8 +63,9 @@ def difference(plan: Plan, job: Job, stored: Mapping[str, Tensor], computed: Map
         return float("inf")
     eps, base = torch.finfo(pairs[0][1].dtype).eps, plan.participants.base
     if job.lora is not None:  # factors of one product may have other signs, or another order
-        (A, B), (A0, B0) = ([of[name].double().flatten(1) for name in job.lora.names] for of in (stored, computed))
-        V, W, rounding = B @ A, B0 @ A0, 2 * eps * (B0.abs() @ A0.abs())
+        (A, B), (A0, B0) = ([of[name].double() for name in job.lora.names] for of in (stored, computed))
+        product = job.lora.product
+        V, W, rounding = product(A, B), product(A0, B0), 2 * eps * product(A0.abs(), B0.abs())
         changed = W
     else:
         V, W = (one.double() for one in pairs[0])

@@ -23,6 +23,7 @@ from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES
 from epimer.evaluation.suite import State, Suite, SuiteTask, classification_loss
 from epimer.evaluation.suite_file import SuiteFile, TaskEntry, errors_at, read_suite_file
 from epimer.plan.participants import Participant, align
+from epimer.tasks.ctc import find_ctc_loss
 from epimer.tasks.loading import CLASSIFIERS, Output, WithHead
 from epimer.tasks.tables import Table
 from epimer.tasks.task import load_task, sample_losses
@@ -173,6 +174,9 @@ class Networks:
         task = load_task(
             entry.model, entry.kind, head=entry.head, pooling=entry.pooling, dtype=self.file.dtype, device=self.device
         )
+        if find_ctc_loss(task.model) is not None:
+            problem = f"{entry.model} is trained by CTC, whose transcripts suites do not score"
+            raise CheckpointError(f"{problem}; evaluate it by a function of your own (--eval module:function).")
         task.require_labels = self.labels
         if isinstance(task.model, WithHead):
             errors = partial(errors_at, self.file.source, (*entry.location, "head"))

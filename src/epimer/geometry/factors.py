@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.decompositions import qr
-from epimer.geometry.linalg import LowRank
+from epimer.geometry.linalg import LowRank, dense
 from epimer.geometry.svd import top_svd
 
 
@@ -51,6 +51,31 @@ def in_columns(D_mn: Tensor, B_mr: Tensor) -> tuple[LowRank, float]:
     P = qr(B_mr.double())[0].to(D_mn.dtype)
     factors = LowRank(P, P.T @ D_mn)
     return factors, _missing(D_mn, factors)
+
+
+def below_each_other(pieces: Sequence[tuple[int, Tensor | LowRank]], m: int, rank: int) -> tuple[LowRank, float]:
+    """Return matrices below each other as factors of a rank at most, and the share that they leave out.
+
+    Each comes with its first of m rows; other rows are 0. Pieces with one A in common keep it, bit by bit.
+    """
+    first = pieces[0][1]
+    factored = [(start, D) for start, D in pieces if isinstance(D, LowRank)]
+    if len(factored) < len(pieces):
+        D_mn = torch.zeros(m, first.shape[1], dtype=first.dtype, device=first.device)
+        for start, D in pieces:
+            D_mn[start : start + D.shape[0]] = dense(D)
+        return of_rank(D_mn, rank)
+    shared = all(torch.equal(D.A, factored[0][1].A) for _, D in factored)
+    A = factored[0][1].A if shared else torch.cat([D.A for _, D in factored])
+    B, column = torch.zeros(m, len(A), dtype=A.dtype, device=A.device), 0
+    for start, D in factored:
+        B[start : start + D.shape[0], column : column + len(D.A)] = D.B
+        column += 0 if shared else len(D.A)
+    if len(A) <= rank:
+        return LowRank(B, A), 0.0
+    space = cores_of([LowRank(B, A)])
+    factors, error = of_rank(space.cores[0], rank)
+    return space.lift(factors), error
 
 
 def _missing(C_mn: Tensor, factors: LowRank) -> float:

@@ -8,19 +8,26 @@ from dataclasses import dataclass, replace
 import torch
 
 from epimer.checkpoints.adapter_files import LoraModule, adapters_of
-from epimer.checkpoints.checkpoint import is_embedding
+from epimer.checkpoints.checkpoint import is_embedding, nbytes
+from epimer.checkpoints.expert_factors import ExpertPart
 from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config
 from epimer.checkpoints.vocabulary import Aligned
 from epimer.errors import EpimerError, RecipeError, TensorError, listed
 from epimer.methods.frechet import FrechetOptions
-from epimer.methods.rules import is_matrix
+from epimer.methods.rules import is_matrix, matrix_shape
+from epimer.plan.adapter_experts import ExpertStack, expert_stacks
 from epimer.plan.jobs import Job, Plan
-from epimer.tasks.module_names import find_network
+from epimer.plan.time import Work
+from epimer.tasks.module_names import Network, find_network
 
 INNER = (".modules_to_save.default.", ".modules_to_save.", ".base_layer.", ".original_module.")
 OTHER_TOKENS = (
     "output: lora: an adapter has the base's tokens, and the merge has others; write tokenizer_source: base, or remove "
     "'output'."
+)
+OTHER_STACKS = (
+    "output: lora: adapters change different stacks of one layer's experts, and transformers could not tell in which "
+    "order PEFT has them; install it, or remove 'output'."
 )
 FACTORS = 8  # float64 copies of all factors that a merge of them holds at once
 CORES = 24  # the same of a core
@@ -57,24 +64,30 @@ def plan_adapter(plan: Plan) -> Plan:
         return replace(plan, jobs=[], problems=[RecipeError(OTHER_TOKENS)])
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
-    if stacked := [job.name for job in changed if (update := _update(plan, job)[0]) is not None and update.expert]:
-        problem = f"output: lora: adapters change stacked experts ({listed(stacked)}), which are not written as factors"
-        return replace(plan, jobs=[], problems=[RecipeError(f"{problem}; remove 'output', for a whole model.")])
-    plan, absent, other = _with_network_names(plan, changed)
-    present = [job for job in changed if job.name not in absent]
+    plan, absent, other, network = _with_network_names(plan, changed)
+    stacks = expert_stacks(plan, [job.name for job in changed], network)
+    if stacks is None:
+        return replace(plan, jobs=[], problems=[RecipeError(OTHER_STACKS)])
+    experts = {(job := _expert_job(plan, stack, rank)).name: job for stack in stacks}
+    held = {name for job in experts.values() for name in job.names}
+    present = [job for job in changed if job.name not in absent and job.name not in held]
     layers = [job for job in present if job.name not in other]
     factors = {job.name: module for job in layers if (module := _module(plan, job, rank)) is not None}
-    unbounded = [job for job in changed if job.name in factors and rank is None and not _bounded(plan, job)]
+    layers = [job for job in changed if job.name in factors or job.name in held]
+    unbounded = [job for job in layers if rank is None and not _bounded(plan, job)]
     if unbounded:
         return replace(plan, jobs=[], problems=[_unbounded(plan, unbounded)])
     whole = {job.name for job in present if job.name not in factors and _is_parameter(job)}
     tied = _tied(plan)
-    lost = [job.name for job in changed if job.name not in factors and (job.name not in whole or job.name in tied)]
+    unheld = [job.name for job in changed if job.name not in factors and job.name not in held]
+    lost = [name for name in unheld if name not in whole or name in tied]
     whole |= {name for name in _siblings(plan, whole - {*lost}) if name not in factors}
     jobs = []
     for job in plan.jobs:
         if job.name in factors:
             jobs.append(_factor_job(plan, job, factors[job.name]))
+        elif job.name in experts:
+            jobs.append(experts[job.name])
         elif job.name in whole and job.name not in lost:
             jobs.append(job)
     notes = [*plan.notes]
@@ -83,7 +96,7 @@ def plan_adapter(plan: Plan) -> Plan:
         size = sum(job.writes for job in own) / 1e6
         notes.append(f"written whole, not as factors: {listed(job.name for job in own)} ({size:.1f} MB).")
     if lost:
-        why = "only modules are written, without stacked experts and tied tables"
+        why = "only modules and the matrices of experts are written, without tied tables"
         notes.append(f"not in the adapter: {listed(lost)}, which models changed; {why}.")
     empty: list[EpimerError] = [TensorError("the adapter would be empty: no model changes a layer of the base.")]
     return replace(plan, jobs=jobs, notes=notes, problems=[] if jobs else empty, whole_model=plan.jobs)
@@ -104,8 +117,10 @@ def whole_tensors(plan: Plan) -> WholeTensors:
     return WholeTensors(keys, list(dict.fromkeys(modules)), biases)
 
 
-def _with_network_names(plan: Plan, changed: list[Job]) -> tuple[Plan, set[str], set[str]]:
+def _with_network_names(plan: Plan, changed: list[Job]) -> tuple[Plan, set[str], set[str], Network | None]:
     """Return the plan with the network's names of tensors, the changed ones that it lacks, those of no linear layer.
+
+    Also the network, where it was asked.
 
     Adapters tell the names of what they change or bring. Where whole models change more, transformers tells all.
     """
@@ -113,13 +128,14 @@ def _with_network_names(plan: Plan, changed: list[Job]) -> tuple[Plan, set[str],
     others = [job.name for job in changed if _update(plan, job)[0] is None and job.name not in brought]
     network = find_network(donor) if others else None
     if network is not None:
-        absent = {name for name in others if name not in network.names}
-        return replace(plan, network_names=network.names | brought), absent, {*others} - network.linear - absent
+        absent = {name for name in others if name not in network.names and name not in network.experts}
+        unlike = {*others} - network.linear - absent
+        return replace(plan, network_names=network.names | brought), absent, unlike, network
     plan = replace(plan, network_names=brought)
     if others and model_config(donor):
         note = "modules have the file's names, which the network's may differ from: transformers could not tell those."
         plan = replace(plan, notes=[*plan.notes, note])
-    return plan, set(), set()
+    return plan, set(), set(), None
 
 
 def _brought_names(plan: Plan) -> dict[str, str]:
@@ -172,17 +188,72 @@ def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
     if dense and (_brought(plan, job) or not linear):
         return None
     m, n = len(W), W.numel() // len(W)
-    most = sum(one or 0 for one in ranks) if _bounded(plan, job) else min(m, n)
+    most = _most(plan, job, m, n)
     transposed = update.transposed if update is not None else job.inputs == 0
     return LoraModule(
         module=plan.network_names.get(job.name, job.name).removesuffix(".weight") if update is None else update.module,
         shape=tuple(W.shape),
-        rank=min(most if rank is None else rank, most, min(m, n)),
+        rank=min(most if rank is None else rank, most),
         dtype=_dtype(plan) or (_widest(dtypes) if dtypes and not dense else job.precision),
         transposed=transposed,
         table=update is not None and update.A.endswith(".lora_embedding_A"),
         thin=not dense and _thin(job),
     )
+
+
+def _expert_job(plan: Plan, stack: ExpertStack, rank: int | None) -> Job:
+    """Return the job of a parameter that holds all experts of a layer, with one for the matrix of each.
+
+    PEFT's factors have one rank for all experts. Tensors that are rows of one expert (gate and up) have it together:
+    adapters change them by one A, in whose space the merge stays where it is made in the space of the factors.
+    """
+    changed = [job for job in plan.jobs if job.name in stack.parts and job.method is not None]
+    members = [member for job in changed for member in _members(job, stack.parts[job.name])]
+    members.sort(key=lambda member: (member[1].number, member[1].outputs))
+    first, part = members[0]
+    outputs, inputs = max(part.outputs[1] for _, part in members), first.shape[1 - part.inputs_first]
+    dense = any(None in _ranks(plan, job) for job in changed)
+    thin = not dense and all(map(_thin, changed))
+    if thin:
+        each = [dict(zip(job.models, _ranks(plan, job), strict=True)) for job in changed]
+        most = sum(max(known.get(t) or 0 for known in each) for t in {t for known in each for t in known})
+    else:
+        apart = len({part.outputs for _, part in members})
+        most = apart * max(_most(plan, job, *job.shape[-2:]) for job in changed)
+    dtypes = [dtype for job in changed for dtype in _update(plan, job)[1]]
+    lora = LoraModule(
+        module=stack.module,
+        shape=(outputs, inputs),
+        rank=min(most if rank is None else rank, most, outputs, inputs),
+        dtype=_dtype(plan) or (_widest(dtypes) if dtypes and not dense else first.precision),
+        thin=thin,
+        parameter=stack.parameter,
+        experts=part.experts,
+    )
+    jobs = [_factor_job(plan, job, replace(lora, rank=_most(plan, job, *job.shape[-2:]))) for job, _ in members]
+    whole = 0 if thin else 2 * outputs * inputs * first.precision.itemsize
+    return replace(
+        changed[0],
+        lora=lora,
+        experts=tuple((job, part) for job, (_, part) in zip(jobs, members, strict=True)),
+        reads=sum(job.reads for job in jobs),
+        memory=max(job.memory for job in jobs) + 2 * sum(map(nbytes, lora.headers.values())) + whole,
+        work=sum((job.work for job in jobs), Work()),
+    )
+
+
+def _members(job: Job, part: ExpertPart) -> list[tuple[Job, ExpertPart]]:
+    """Return the job of one expert's matrix, or those of all matrices of a stack."""
+    if part.number is not None:
+        return [(job, part)]
+    outputs = job.template.shape[2 if part.inputs_first else 1]
+    each = replace(job, stacked=True).members()
+    return [(one, part._replace(number=e, outputs=(0, outputs))) for e, one in enumerate(each)]
+
+
+def _most(plan: Plan, job: Job, m: int, n: int) -> int:
+    """Return the most rank that the merge of an m x n matrix can have."""
+    return min(sum(one or 0 for one in _ranks(plan, job)) if _bounded(plan, job) else m, m, n)
 
 
 def _update(plan: Plan, job: Job) -> tuple[Update | None, list[torch.dtype]]:
@@ -273,7 +344,8 @@ def _factor_job(plan: Plan, job: Job, module: LoraModule) -> Job:
     if not module.thin:
         return job
     total = sum(one or 0 for one in _ranks(plan, job))
-    entries = total * (len(job.template) + job.template.numel() // len(job.template))
+    m, n = matrix_shape(job.template[0] if job.stacked else job.template)
+    entries = total * (m + n)
     reads = entries * module.dtype.itemsize
     memory = 2 * reads if job.is_weighted_sum and module.rank == total else 8 * (FACTORS * entries + CORES * total**2)
     return replace(job, reads=reads, memory=memory)

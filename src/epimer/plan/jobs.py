@@ -15,6 +15,7 @@ from torch import Tensor
 import epimer
 from epimer.checkpoints.adapter_files import LoraModule
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, header, nbytes
+from epimer.checkpoints.expert_factors import ExpertPart
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, TensorError
@@ -27,11 +28,13 @@ from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.layer_curvature import Curvatures
 from epimer.plan.memory import (
+    MARGIN,
     CurvatureSize,
     Smaller,
     TensorInputs,
     bytes_to_read,
     curvature_size,
+    memory_in_float64,
     memory_of,
     smaller_merges,
     workload,
@@ -72,6 +75,8 @@ class Job:
     """the dimension of the stored tensor that the layer's inputs belong to"""
     smaller: Callable[[], Iterable[Smaller]] = tuple
     """returns the settings under which it takes less memory"""
+    memory_in_float64: Callable[[], int] = int
+    """returns the bytes in use at once where it is merged once more in float64"""
     work: Work = field(default_factory=Work)
     """what is to be computed, in units of kernels"""
     stacked: bool = False
@@ -80,6 +85,8 @@ class Job:
     """whether its tensors can be read and merged some rows at a time, by a CPU; its memory is that of such rows"""
     lora: LoraModule | None = None
     """the layer of an adapter that it is written to, as factors; None where the tensor itself is written"""
+    experts: tuple[tuple[Job, ExpertPart], ...] = ()
+    """the jobs of all experts where that layer is a parameter that holds them, and where in it their matrices lie"""
 
     @property
     def key(self) -> str:
@@ -96,6 +103,11 @@ class Job:
         """The shape in which it is merged: its matrix's, a stack's member's, or the tensor's."""
         W = self.template[0] if self.stacked else self.template
         return matrix_shape(W) if self.rule == "matrix" else tuple(W.shape)
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that it merges: one, or all that hold a layer's experts."""
+        return list(dict.fromkeys(job.name for job, _ in self.experts)) or [self.name]
 
     @property
     def models(self) -> list[int]:
@@ -131,6 +143,12 @@ class Job:
         if self.method is None or self.rule != "matrix" or not self.method.factored:
             return False
         return not (isinstance(self.options, FrechetOptions) and self.options.basis == "full")
+
+    def on(self, device: torch.device) -> Job:
+        """Return the job with the memory that it takes where `device` merges it: a GPU has its tensors read whole."""
+        if device.type == "cpu" or not self.streams:
+            return self
+        return replace(self, memory=max(self.memory, int(MARGIN * (self.reads + self.writes))))
 
     def parts(self) -> list[Job]:
         """Divide a stack into its matrices, and a wide tensor whose entries do not depend on each other into blocks."""
@@ -351,9 +369,15 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float, inputs:
     sizes = TensorInputs(len(job.models), dtype, to_read, basis, curvature, left_out, streams)
     load = method, rule, one, sizes, options
     work = times(parts, work_of(*workload(method, rule, one, sizes, options))) + Work(bytes=2 * reads)
-    smaller = partial(smaller_merges, *load)
     return replace(
-        job, reads=reads, memory=memory_of(*load), smaller=smaller, work=work, stacked=stacked, streams=streams
+        job,
+        reads=reads,
+        memory=memory_of(*load),
+        smaller=partial(smaller_merges, *load),
+        memory_in_float64=partial(memory_in_float64, *load),
+        work=work,
+        stacked=stacked,
+        streams=streams,
     )
 
 

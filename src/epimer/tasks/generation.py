@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from epimer.errors import CheckpointError, DataError, EpimerWarning, listed, short, warn
 from epimer.tasks.audio import read_recording
 from epimer.tasks.batches import IGNORED
+from epimer.tasks.ctc import find_ctc_loss
 from epimer.tasks.tables import Table
 
 if TYPE_CHECKING:
@@ -186,4 +187,6 @@ class Speech:
         self.task.check_tokens(self.table, i, ids)
         dtype = next(self.task.model.parameters()).dtype
         inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
+        if find_ctc_loss(self.task.model) is not None:
+            return Sample(inputs, torch.tensor([ids]))
         return decoded(self.task, inputs, ids)

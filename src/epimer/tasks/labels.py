@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from epimer.errors import CurvatureError
 from epimer.tasks.batches import IGNORED as IGNORED
 from epimer.tasks.batches import Batch
+from epimer.tasks.ctc import CtcLoss
 
 POLICIES = ("true", "model", "expected")
 CHUNK = 1 << 24  # probabilities formed at a time
@@ -131,6 +132,10 @@ class Labels:
         """Yield the losses of one backward pass after the other; the second moments of their gradients are summed."""
         if self.policy == "true":
             yield self._losses(outputs, self.sample(outputs, targets, mask, N), N)
+        elif isinstance(self.loss_fn, CtcLoss):
+            if self.policy == "expected":
+                raise CurvatureError("labels='expected' has no end of transcripts for a CTC loss; use labels='model'.")
+            yield self._losses(outputs, self.sample(outputs, targets, mask, N), N)
         elif isinstance(targets, Tensor) and targets.is_floating_point():
             yield from self._gaussian(outputs, logits_of(outputs).detach(), targets, N)
         else:
@@ -145,6 +150,8 @@ class Labels:
             if targets is None:
                 raise CurvatureError("labels='true' needs targets, but a batch has none; use labels='model'.")
             return targets
+        if isinstance(self.loss_fn, CtcLoss):
+            return self.loss_fn.sample(logits_of(outputs).detach(), self.generator)
         if isinstance(targets, Tensor) and targets.is_floating_point():
             return self._around(outputs, logits_of(outputs).detach(), targets)[0]
         aligned, targets, live = self._positions(outputs, targets, mask, N)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside, open_file, read_json
-from epimer.checkpoints.lora import Adapted
+from epimer.checkpoints.lora import Adapted, model_config
 from epimer.checkpoints.memory import StateDict
 from epimer.errors import CheckpointError, CurvatureError, ParameterError, listed
 from epimer.tasks.tables import import_extra
@@ -30,6 +30,7 @@ AUTO = {
     IMAGE_TEXT: "AutoModelForImageTextToText",
     SPEECH: "AutoModelForSpeechSeq2Seq",
 }
+CTC = "AutoModelForCTC"  # instead, where the config's architecture says so
 CLASSIFIERS = (TEXT, IMAGE)
 POOLINGS = ("auto", "pooler", "cls", "mean")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -94,7 +95,8 @@ def load_model(
     folder = check_folder(checkpoint)
     with quiet_transformers(shown=progress):
         if head is None:
-            model, missing = _from_pretrained(AUTO[task], folder, checkpoint.where, dtype)
+            auto = CTC if task == SPEECH and _is_ctc(checkpoint) else AUTO[task]
+            model, missing = _from_pretrained(auto, folder, checkpoint.where, dtype)
             if missing:
                 _refuse_fresh(checkpoint.where, missing, task)
             _check_objective(model.config, checkpoint.where, task)
@@ -108,6 +110,12 @@ def load_model(
         pooling = "cls" if task == IMAGE else "mean"
     model = WithHead(backbone, read_head(head, dtype), pooling)
     return model, {f"backbone.{n}": disk for n, disk in names.items()}, [f"backbone.{name}" for name in unmatched]
+
+
+def _is_ctc(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint's config says that it is a model of speech with a CTC head."""
+    architectures = model_config(checkpoint).get("architectures")
+    return isinstance(architectures, list) and any(str(name).endswith("ForCTC") for name in architectures)
 
 
 def read_head(head: Head, dtype: torch.dtype) -> nn.Linear:

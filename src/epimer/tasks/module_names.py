@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from epimer.checkpoints.checkpoint import Checkpoint
+from epimer.checkpoints.expert_factors import ExpertPart, stored_parts
 from epimer.checkpoints.lora import model_config
 from epimer.errors import CheckpointError
+from epimer.methods.rules import is_stack
 from epimer.tasks.loading import check_folder, ends_with, quiet_transformers, renamed_by_transformers
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -26,6 +28,8 @@ class Network:
     """tensor on disk -> its name in the network"""
     linear: frozenset[str]
     """tensors on disk that are weights of linear layers or convolutions"""
+    experts: dict[str, tuple[str, ExpertPart]]
+    """tensors on disk -> the network's parameter that holds all experts of a layer, in its order, and its part of it"""
 
 
 def find_network(checkpoint: Checkpoint) -> Network | None:
@@ -52,7 +56,21 @@ def find_network(checkpoint: Checkpoint) -> Network | None:
             found[disk] = disk if disk in ends else ends[0]
     kinds = (*LINEAR, import_module("transformers.pytorch_utils").Conv1D)
     modules = {f"{name}.weight" for name, module in network.named_modules() if isinstance(module, kinds)}
-    return Network(found, frozenset(disk for disk, name in found.items() if name in modules))
+    linear = frozenset(disk for disk, name in found.items() if name in modules)
+    return Network(found, linear, _experts(network, checkpoint))
+
+
+def _experts(network: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, ExpertPart]]:
+    """Return tensor on disk -> the stack of experts that it is, or is part of, in a network."""
+    found: dict[str, tuple[str, ExpertPart]] = {}
+    for name, W in network.named_parameters():
+        if is_stack(name, W.shape):
+            module, _, parameter = name.rpartition(".")
+            inputs_first = bool(getattr(network.get_submodule(module), "is_transposed", False))  # as PEFT asks it
+            inputs, outputs = W.shape[1:] if inputs_first else reversed(W.shape[1:])
+            parts = stored_parts(module, parameter, inputs, outputs, checkpoint.headers, inputs_first)
+            found |= {disk: (name, part) for disk, part in parts.items()}
+    return found
 
 
 def _fits(parameter: Tensor | None, W: Tensor) -> bool:

@@ -16,9 +16,10 @@ from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.errors import CurvatureError, DataError, EpimerWarning, ParameterError, listed, nearest, short, warn
 from epimer.tasks.conversations import TEXTS, Layout, answer_tokens, find_layout, has_template
+from epimer.tasks.ctc import find_ctc_loss
 from epimer.tasks.generation import Reader, SourcesAndTargets, Speech, joined
 from epimer.tasks.image_text import ImagesAndTexts
-from epimer.tasks.labels import IGNORED, logits_of
+from epimer.tasks.labels import IGNORED, Loss, logits_of
 from epimer.tasks.loading import (
     AUTO,
     CAUSAL_LM,
@@ -72,7 +73,10 @@ class Task:
     label2id: dict[str, int] = field(default_factory=dict)
     require_labels: bool = False  # whether data without labels is an error
 
-    loss = staticmethod(sample_losses)
+    @property
+    def loss(self) -> Loss | None:
+        """The loss per sample; None for that of a model trained by CTC, which is its own."""
+        return sample_losses if find_ctc_loss(self.model) is None else None
 
     def batches(
         self,
@@ -202,6 +206,8 @@ class Task:
     @property
     def vocabulary(self) -> int:
         """How many tokens the model knows."""
+        if find_ctc_loss(self.model) is not None:  # it reads sound
+            return int(self._config.vocab_size)
         return int(self._backbone.get_input_embeddings().num_embeddings)
 
     @property

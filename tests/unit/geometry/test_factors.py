@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epimer.geometry.factors import cores_of, in_columns, of_rank, padded
+from epimer.geometry.factors import below_each_other, cores_of, in_columns, of_rank, padded
 from epimer.geometry.linalg import LowRank
 from epimer.methods.registry import Layer, describe_method, list_methods
 
@@ -103,3 +103,23 @@ def test_columns_are_kept_and_what_lies_outside_is_told():
     P = torch.linalg.svd(B, full_matrices=False).U
     left = torch.linalg.vector_norm(outside - P @ (P.T @ outside)) / torch.linalg.vector_norm(outside)
     assert abs(error - float(left)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["one A", "one row space", "apart", "matrices"])
+def test_matrices_below_each_other(kind):
+    """Exact where the rank holds them, the nearest of the rank where not; rows without a piece are 0."""
+    A = random(5, N, seed=1)
+    mixed = random(5, 5, seed=2) @ A if kind == "one row space" else random(5, N, seed=3) if kind == "apart" else A
+    upper, lower = LowRank(random(10, 5, seed=4), A), LowRank(random(18, 5, seed=5), mixed)
+    D = torch.cat([upper.dense(), torch.zeros(12, N).double(), lower.dense()])
+    pieces = [(0, upper), (22, lower.dense() if kind == "matrices" else lower)]
+    held = 10 if kind == "apart" else 5
+    factors, error = below_each_other(pieces, M, held)
+    assert (factors.dense() - D).norm() < 1e-12 * D.norm()
+    assert error < 1e-12
+    assert kind != "one A" or torch.equal(factors.A, A)
+    factors, error = below_each_other(pieces, M, 3)
+    sigma = torch.linalg.svdvals(D)
+    assert len(factors.A) == 3
+    assert abs(float((factors.dense() - D).norm()) - float(sigma[3:].norm())) < 1e-10
+    assert abs(error - float(sigma[3:].norm() / sigma.norm())) < 1e-12
