@@ -283,6 +283,11 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         raise OutputError(
             f"{out} exists and holds something else, or another version's; choose another name, or pass --overwrite."
         )
+    _check_is_ours(out, content)
+
+
+def _check_is_ours(out: Path, content: set[str]) -> None:
+    """Refuse to replace a folder with this content unless epimer made all of it, as its record says."""
     try:
         record = _recorded(out)
     except EpimerError as error:
