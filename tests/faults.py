@@ -23,8 +23,8 @@ ENVIRONMENT = {
     **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(SERVER.parent), os.environ.get("PYTHONPATH")])),
 }  # fmt: skip
-MEASURED = re.compile(rb'"(?:(?:peak_memory|seconds)": (?:[\d.]+|null)|timings": \{[^}]*\})')
-"""what a record tells of a run, not of its result"""
+MEASURED = re.compile(rb'"(?:(?:peak_memory|seconds)": (?:[\d.]+|null)|timings": \{[^}]*\})|\b\d{4}-\d\d-\d\d\b')
+"""what a record tells of a run, not of its result: how long it took, and its date"""
 EMPTY = "an empty folder"
 RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
 SUITE = """

@@ -57,6 +57,15 @@ def commands(tmp_path_factory) -> Iterator[Commands]:
 
 
 @pytest.fixture(scope="module")
+def three_at_once(commands, tmp_path_factory) -> Iterator[list[Commands]]:
+    """Commands that can run beside each other."""
+    others = [Commands(tmp_path_factory.mktemp("other")) for _ in range(2)]
+    yield [commands, *others]
+    for other in others:
+        other.close()
+
+
+@pytest.fixture(scope="module")
 def trials(workshop, commands, tmp_path_factory):
     """Trials by the names of their commands; each is made once."""
     made: dict[str, Trial] = {}
@@ -215,17 +224,11 @@ def test_files_from_the_future_and_from_long_ago(trials):
     "name",
     ["merge", "merge, a LoRA", "extract-lora", "curvature, replacing", "basis", "convert", "sweep", "report", "bench"],
 )
-def test_runs_into_one_output_at_once(trials, commands, tmp_path_factory, name):
+def test_runs_into_one_output_at_once(trials, three_at_once, name):
     trial = trials(name)
     trial.start()
-    others = [Commands(tmp_path_factory.mktemp("other")) for _ in range(2)]
-    command = trial.command
-    try:
-        with ThreadPoolExecutor(3) as pool:
-            ran = list(pool.map(lambda one: one.run(trial.folder, *command.arguments), [commands, *others]))
-    finally:
-        for other in others:
-            other.close()
+    with ThreadPoolExecutor(3) as pool:
+        ran = list(pool.map(lambda one: one.run(trial.folder, *trial.command.arguments), three_at_once))
     assert trial.contents() == trial.expected
     assert 0 in [one.code for one in ran]
     for one in ran:

@@ -316,6 +316,7 @@ def test_a_job_whose_every_worker_is_killed_is_named_with_what_to_do(cluster, he
     before = sorted(tmp_path.iterdir())
     with killing(cluster, 1000):
         ran = run("merge", "recipe.yaml", "out", "--engine", "ray", "--address", cluster.address, "-q")
+    ran = ran._replace(out="")  # Ray itself prints that workers died
     assert_refused(ran, "'wide' was not computed in 2 attempts", "where memory ran out, set --max-memory lower")
     assert sorted(tmp_path.iterdir()) == before
 
