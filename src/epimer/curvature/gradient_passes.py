@@ -17,7 +17,7 @@ from epimer.curvature.collectors import NOT_TWO_SIDED, Collector
 from epimer.curvature.kinds import tensors_of
 from epimer.curvature.model_calls import attempt
 from epimer.curvature.per_sample_gradients import SampleGradients, agree
-from epimer.curvature.recorder import UNKNOWN, Recorder
+from epimer.curvature.recorder import PARAMETRISED, UNKNOWN, Recorder
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, LeftOutWarning, listed, warn
 from epimer.geometry.metric import Metric
 from epimer.machine import out_of_memory
@@ -113,7 +113,8 @@ class Measurement:
             if name in self.refused or stored_name(name) != name:  # these are warned of before measuring
                 continue
             shape = self.recorder.parameters[name].shape
-            if is_matrix(name, shape) if why == UNKNOWN else name not in self.not_matrices:
+            of_matrix = is_matrix(name, shape) if why == UNKNOWN else why == PARAMETRISED and len(shape) > 1
+            if of_matrix or (why != UNKNOWN and name not in self.not_matrices):
                 reasons.setdefault(why, []).append(name)
         if reasons:
             parts = "; ".join(f"{listed(names)} ({why})" for why, names in reasons.items())
