@@ -187,8 +187,9 @@ def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
     linear = update is not None or (is_matrix(job.name, W.shape) and job.name.endswith(".weight"))
     if dense and (_brought(plan, job) or not linear):
         return None
-    m, n = len(W), W.numel() // len(W)
-    most = _most(plan, job, m, n)
+    most = _most(plan, job, len(W), W.numel() // len(W))
+    if not most:  # an adapter brings it as the base has it
+        return None
     transposed = update.transposed if update is not None else job.inputs == 0
     return LoraModule(
         module=plan.network_names.get(job.name, job.name).removesuffix(".weight") if update is None else update.module,
