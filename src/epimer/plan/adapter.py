@@ -313,8 +313,9 @@ def _unbounded(plan: Plan, jobs: list[Job]) -> RecipeError:
         why = f"{plan.method.name} in the full space does not keep the rank of adapters"
     else:
         why = f"{plan.method.name} does not keep the rank of adapters"
-    remedy = "give lora_rank, which keeps so many leading directions and tells the error, or take task_arithmetic, tsv "
-    return RecipeError(f"output: lora: {why}, so {job.name!r} has no exact one; {remedy}or epimer_free.")
+    other = "remove 'output', for a whole model" if dense else "take task_arithmetic, tsv or epimer_free"
+    remedy = f"give lora_rank, which keeps so many leading directions and tells the error, or {other}"
+    return RecipeError(f"output: lora: {why}, so {job.name!r} has no exact one; {remedy}.")
 
 
 def _tied(plan: Plan) -> set[str]:
