@@ -18,7 +18,7 @@ from epimer.experiments.results import number, share, tabulate, text, write
 from epimer.records import Experiment
 
 METHODS = ("epimer_kron", "epimer_free")
-ANCHORS = ("tsv", "iso_c", "sum", "average")
+ANCHORS = ("stretched", "tsv", "iso_c", "sum", "average")
 DAMPINGS = (0.1, 0.3, 1.0, 3.0)
 SCALES = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)  # of anchor average, which makes it a damped mean, T times as far as well
 

@@ -38,18 +38,24 @@ def run(*arguments: object) -> Ran:
     return Ran(left.value.code or 0, out.getvalue(), err.getvalue())
 
 
-def start(*arguments: object, cwd: Path) -> Ran:
+def start(*arguments: object, cwd: Path | None = None, **environment: str) -> Ran:
     """Run a command as a user does."""
     done = subprocess.run(
         [EPIMER, *map(str, arguments)],
         cwd=cwd,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def assert_done(ran: Ran) -> str:
+    """Exit code 0 and nothing on stderr; return what was printed."""
+    assert (ran.code, ran.err) == (0, ""), ran
+    return ran.out
 
 
 def assert_refused(ran: Ran, *words: str) -> None:

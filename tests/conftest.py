@@ -17,11 +17,20 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module")
-def quiet_transformers():
-    """No progress bars and no warnings of transformers while a module's tests run."""
+def no_progress_bars():
+    """No progress bars of transformers while a module's tests run."""
     import transformers
 
     transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
     yield
     transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def quiet_transformers(no_progress_bars):
+    """No progress bars and no warnings of transformers while a module's tests run."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity_warning()

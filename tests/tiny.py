@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -20,12 +22,13 @@ IDS = {word: i for i, word in enumerate(WORDS)}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 TEXT = {"vocab_size": len(WORDS), "max_position_embeddings": 16, "pad_token_id": 0, "initializer_range": 0.3}
 CALM = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]  # of the heads, which are each task's own
 COUNTS = {"train": 64, "val": 24, "test": 40}
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Save a tokenizer that looks words up in the list."""
-    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
+def save_tokenizer(folder: Path, ids: dict[str, int] = IDS) -> None:
+    """Save a tokenizer that looks words up."""
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
@@ -102,6 +105,22 @@ def make_classifiers(folder: Path) -> None:
         save_tokenizer(folder / task)
 
 
+def make_llamas(folder: Path, names: Sequence[str], noise: float) -> None:
+    """Save a small Llama under the first of the names, and others at random steps from it under the rest."""
+    tokens = {"bos_token_id": None, "eos_token_id": 2, "tie_word_embeddings": True}
+    for seed, name in enumerate(names):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**SIZES, **TEXT, **tokens, num_key_value_heads=1)
+        )
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for W in model.parameters():
+                W += (noise if seed else 0.0) * torch.randn(W.shape)
+        model.save_pretrained(folder / name)
+        save_tokenizer(folder / name)
+
+
 def loaded(folder: Path, task: str, merged: Path) -> nn.Module:
     """Return a task's model with another model's tensors in it, where it has them, and its own classifier."""
     model = transformers.BertForSequenceClassification.from_pretrained(folder / task)
@@ -110,6 +129,12 @@ def loaded(folder: Path, task: str, merged: Path) -> nn.Module:
     assert all(name.startswith("classifier.") for name in left.missing_keys)
     assert not left.unexpected_keys
     return model.eval()
+
+
+def write_suite(path: Path, suite: dict | None = None) -> Path:
+    """Write a suite's YAML file, that of the classifiers by default; return its path."""
+    path.write_text(yaml.safe_dump(suite_of() if suite is None else suite, sort_keys=False))
+    return path
 
 
 def suite_of(**changes) -> dict:

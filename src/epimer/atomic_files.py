@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -115,7 +115,7 @@ def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterato
         out.parent.mkdir(parents=True, exist_ok=True)
         with held(draft, out, folder=True):
             try:
-                _finish(out, old, gone)
+                keep_old_or_new(out, old, gone)
                 empty_folder(draft)  # of what a killed run left
                 yield draft
                 for path in (*draft.iterdir(), draft):
@@ -129,7 +129,7 @@ def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterato
                 remove_folder(draft)
                 raise
             finally:
-                _finish(out, old, gone)
+                keep_old_or_new(out, old, gone)
 
 
 def recover_folder(out: Path) -> None:
@@ -137,7 +137,7 @@ def recover_folder(out: Path) -> None:
     draft, old, gone = _beside(Path(os.path.abspath(out)))
     if old.exists() or gone.exists():
         with suppress(OSError, OutputError), held(draft, out, folder=True):
-            _finish(out, old, gone)
+            keep_old_or_new(out, old, gone)
             remove_folder(draft)
 
 
@@ -146,8 +146,8 @@ def _beside(out: Path) -> tuple[Path, Path, Path]:
     return tuple(out.parent / f".{out.name}.epimer-{name}" for name in ("draft", "old", "gone"))  # type: ignore[return-value]
 
 
-def _finish(out: Path, old: Path, gone: Path) -> None:
-    """Restore the old folder if the new one did not appear; otherwise remove it."""
+def keep_old_or_new(out: Path, old: Path, gone: Path) -> None:
+    """Move the old folder back if the new one did not appear; otherwise remove it, at `gone`."""
     remove_folder(gone)
     if old.exists() and not os.path.lexists(out):
         old.rename(out)
@@ -172,10 +172,9 @@ def remove(path: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with what is in it, as far as the system permits."""
+    """Remove a folder with what is in it, or a link in its place, as far as the system permits."""
     with suppress(OSError):
-        empty_folder(folder)
-        folder.rmdir()
+        remove(folder)
 
 
 @contextmanager
@@ -204,6 +203,18 @@ def held(
             os.close(handle)
 
 
+def remove_abandoned(folders: Iterable[Path]) -> None:
+    """Remove folders that no living process holds; none where the file system has no locks to tell it by."""
+    for folder in folders:
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_folder(folder)
+            finally:
+                os.close(handle)
+
+
 @contextmanager
 def _without_empty(draft: Path) -> Iterator[None]:
     """Remove a folder that is empty where the block fails."""
@@ -216,12 +227,14 @@ def _without_empty(draft: Path) -> Iterator[None]:
 
 
 def _open(draft: Path, *, folder: bool, make: bool) -> int:
+    if draft.is_symlink():
+        raise OutputError(f"{draft} is a link, which epimer did not put there; remove it.")
     if not folder:
-        return os.open(draft, os.O_RDWR | (os.O_CREAT if make else 0), 0o666)
+        return os.open(draft, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if make else 0), 0o666)
     while True:
         made = make and _make(draft)
         try:
-            return os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
+            return os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
             if not make or not draft.parent.is_dir():
                 raise

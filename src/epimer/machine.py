@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "ALLOC_FAILED", "bad_alloc", "can't start new thread")
+NO_MEMORY = re.compile(
+    "DefaultCPUAllocator|CUDA error: out of memory|ALLOC_FAILED|bad_alloc|can't start new thread"
+    "|could not create a primitive(?! descriptor)"  # oneDNN's, where a descriptor is what it does not know
+)
 """words of the RuntimeErrors by which torch and Python say that memory could not be had: there is no class for it"""
 ROOT = Path("/")
 
@@ -45,4 +49,4 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     known = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)  # torch's, which is not imported
-    return known or (isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY))
+    return known or (isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None)

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 SECONDS = 10.0  # of processor time that a case may take, however busy the machine is
-PATIENCE = 100.0  # seconds until a process that does not answer is taken for hung
+PATIENCE = 100.0  # seconds between looks at a process that does not answer: does it still work?
 MEMORY = 400 << 20  # bytes it may use at most
 ROOM = 2 << 30  # bytes of address space it may take; more is refused by the system
 COMMAND = "PYTHONPATH=src:tests python -m fuzz {reader} --seed {seed} --case {case}"
@@ -150,6 +150,15 @@ def _peak_memory(*, reset: bool = False) -> int:
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
+def _processor_time(pid: int | None) -> float:
+    """Return the seconds of processor time that a process has used; 0 where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _address_space() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -165,11 +174,13 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}{place}: {text[0][:300] if text else ''}"
 
 
-def run_cases(reader: str, seed: int, first: int, last: int, seconds: float = SECONDS) -> Outcome:
+def run_cases(
+    reader: str, seed: int, first: int, last: int, seconds: float = SECONDS, patience: float = PATIENCE
+) -> Outcome:
     """Run the cases from `first` to before `last` of a reader; a process that dies or hangs is replaced."""
     outcome = Outcome(reader)
     while first < last:
-        for kind, case, text in _answers(reader, seed, first, last, seconds):
+        for kind, case, text in _answers(reader, seed, first, last, seconds, patience):
             first = case + 1
             outcome.cases += 1
             outcome.accepted += kind == "accepted"
@@ -178,8 +189,14 @@ def run_cases(reader: str, seed: int, first: int, last: int, seconds: float = SE
     return outcome
 
 
-def _answers(reader: str, seed: int, first: int, last: int, seconds: float) -> Iterator[tuple[str, int, str]]:
-    """Yield (kind, case, text) of every case until all are done, or until one ended its process."""
+def _answers(
+    reader: str, seed: int, first: int, last: int, seconds: float, patience: float
+) -> Iterator[tuple[str, int, str]]:
+    """Yield (kind, case, text) of every case until all are done, or until one ended its process.
+
+    A process that is silent hangs if it uses no processor time, or much more than a case may, out of reach of signals.
+    One that others keep from its processor does neither.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fuzz.readers"])
     ours, theirs = context.Pipe(duplex=False)
@@ -187,12 +204,16 @@ def _answers(reader: str, seed: int, first: int, last: int, seconds: float) -> I
     process = context.Process(target=serve, args=(reader, seed, first, last, seconds, root, theirs), daemon=True)
     process.start()
     theirs.close()
-    current = first
+    current, began, used = first, 0.0, 0.0
     try:
         while True:
-            if not ours.poll(PATIENCE):
-                yield "escaped", current, f"it hung: no answer in {PATIENCE:.0f} seconds"
+            if not ours.poll(patience):
+                before, used = used, _processor_time(process.pid)
+                if used > before and used - began < 10 * seconds:
+                    continue
+                yield "escaped", current, f"it hung: no answer after {used - began:.1f} seconds of processor time"
                 return
+            began = used = _processor_time(process.pid)
             try:
                 kind, case, text = ours.recv()
             except EOFError:

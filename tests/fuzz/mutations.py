@@ -1,12 +1,14 @@
-"""Seeded damage: to bytes, to trees of JSON or YAML values, and to the opcodes of a pickle."""
+"""Seeded damage: to files, bytes, trees of JSON or YAML values, headers, journals, and the opcodes of a pickle."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import pickletools
 import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -164,6 +166,75 @@ def mutated_json(rng: Random, data: bytes) -> bytes:
     return mutated_bytes(rng, text) if rng.random() < 0.05 else text
 
 
+def mutated_lines(rng: Random, data: bytes) -> bytes:
+    """Return the bytes of a file with JSON in each line, with one line damaged."""
+    lines = data.splitlines()
+    i = rng.randrange(len(lines))
+    lines[i] = mutated_json(rng, lines[i])
+    return b"\n".join(lines)
+
+
+def mutated_safetensors(rng: Random, data: bytes) -> bytes:
+    """Return a safetensors file damaged: its header's values, its tensors' bytes, its length, or any of its bytes."""
+    size, kind = int.from_bytes(data[:8], "little"), rng.randrange(5)
+    if kind == 0:
+        return mutated_bytes(rng, data)
+    header, rest = json.loads(data[8 : 8 + size]), data[8 + size :]
+    if kind == 1:
+        rest = mutated_bytes(rng, rest)
+    if kind == 2:
+        header = _of_other_tensors(rng, header)
+    elif kind > 2 or rng.random() < 0.5:
+        header = mutated(rng, header)
+    text = as_text(header).encode()
+    length = rng.choice((0, 8, len(text) - 1, len(text) + 1, 2**63, 100_000_000)) if rng.random() < 0.05 else len(text)
+    return length.to_bytes(8, "little") + text + rest
+
+
+SAME_WIDTH = {
+    "F32": ("I32", "U32"), "I32": ("F32", "U32"), "F64": ("I64", "U64", "C64"), "I64": ("F64", "U64", "C64"),
+    "F16": ("BF16", "I16", "U16"), "BOOL": ("U8", "I8", "F8_E4M3"),
+}  # fmt: skip
+
+
+def _of_other_tensors(rng: Random, header: dict[str, Any]) -> dict[str, Any]:
+    """Return a safetensors header that fits the file: a tensor has another name, shape, dtype, or another's bytes."""
+    names = [name for name in header if name != "__metadata__"]
+    one, other, kind = rng.choice(names), rng.choice(names), rng.randrange(4)
+    if kind == 0:
+        header[one], header[other] = header[other], header[one]
+    elif kind == 1:
+        header[one]["shape"] = rng.choice((header[one]["shape"][::-1], [*header[one]["shape"], 1]))
+    elif kind == 2:
+        header[one]["dtype"] = rng.choice(SAME_WIDTH.get(header[one]["dtype"], ("F32",)))
+    else:
+        header[f"{one[:-1]}{rng.choice('UVxFAG')}"] = header.pop(one)
+    return header
+
+
+def mutated_journal(rng: Random, data: bytes, *, forged: bool) -> bytes:
+    """Return a journal with a line damaged, doubled, moved or gone; with hashes that fit where it is `forged`.
+
+    A forged one has its notes as they were: what a method's pre-pass found is of any type, and only its hash tells.
+    """
+    if not forged and rng.random() < 0.3:
+        return mutated_bytes(rng, data)
+    lines = data.splitlines()
+    i = rng.choice([i for i, line in enumerate(lines) if not forged or b'"note"' not in line])
+    if rng.random() < 0.2:
+        lines[i : i + 1] = rng.choice(([], [lines[i]] * 2, [rng.choice(lines), lines[i]]))
+    else:
+        found, _, text = lines[i].partition(b" ")
+        lines[i] = found + b" " + as_text(mutated(rng, json.loads(text))).encode()
+    if forged:
+        before = b""
+        for i, line in enumerate(lines):
+            text = line.partition(b" ")[2]
+            before = hashlib.blake2b(before + text, digest_size=8).hexdigest().encode()
+            lines[i] = before + b" " + text
+    return b"\n".join(lines) + b"\n"
+
+
 def mutated_bytes(rng: Random, data: bytes) -> bytes:
     """Return bytes of which some are changed, gone, doubled or new."""
     for _ in range(rng.choice((1, 1, 2, 4))):
@@ -269,3 +340,26 @@ def mutated_pickle(rng: Random, data: bytes) -> bytes:
                 text = rng.choice(NAMES).encode("utf-8", "surrogatepass")
                 parts[rng.choice(texts)] = b"X" + struct.pack("<I", len(text)) + text
     return b"".join(parts)
+
+
+def damage_content(rng: Random, path: Path) -> None:
+    """Damage what is in a file: JSON and safetensors mostly in their values, all else in its bytes."""
+    formats = {".json": mutated_json, ".jsonl": mutated_lines, ".safetensors": mutated_safetensors}
+    path.write_bytes(formats.get(path.suffix, mutated_bytes)(rng, path.read_bytes()))
+
+
+def damage_files(rng: Random, path: Path) -> None:
+    """Damage what a path is: gone, empty, a folder, a link that leads out, in a circle or nowhere."""
+    data = path.read_bytes()
+    kind = rng.randrange(6)
+    path.unlink()
+    if kind == 1:
+        path.write_bytes(b"")
+    elif kind == 2:
+        path.mkdir()
+    elif kind == 3:
+        path.symlink_to(rng.choice(("/etc/passwd", "/dev/zero", "/dev/null", path.name, "../../missing", "..")))
+    elif kind == 4:
+        path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n")
+    elif kind == 5:
+        path.with_name(path.name + ".old").write_bytes(data)

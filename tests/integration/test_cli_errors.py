@@ -7,10 +7,8 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import safetensors.torch
@@ -18,21 +16,13 @@ import torch
 import yaml
 from torch import Tensor
 
+import commands
 import epimer
-from epimer import cli
+from commands import EPIMER, Ran, start
 from models import MATRICES, make_base, make_models
 
-EPIMER = Path(sys.executable).with_name("epimer")
 LONGEST = 20  # seconds; a command that hangs is a failure, not the end of the tests
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-class Ran(NamedTuple):
-    """What a command did."""
-
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture
@@ -47,18 +37,14 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys) -> Iterator[Callable[..., Ran]]:
-    """Run a command in this process, which spares the seconds that torch takes to import."""
+def run() -> Iterator[Callable[..., Ran]]:
+    """Run a command in this process; it must end soon."""
 
     def command(*arguments: object) -> Ran:
-        monkeypatch.setattr("sys.argv", ["epimer", *map(str, arguments)])
-        capsys.readouterr()
         signal.alarm(LONGEST)
-        with pytest.raises(SystemExit) as left:
-            cli.main()
+        ran = commands.run(*arguments)
         signal.alarm(0)
-        captured = capsys.readouterr()
-        return Ran(left.value.code or 0, captured.out, captured.err)
+        return ran
 
     def too_long(*_: object) -> None:
         raise TimeoutError(f"the command did not end within {LONGEST} s")
@@ -67,19 +53,6 @@ def run(monkeypatch, capsys) -> Iterator[Callable[..., Ran]]:
     yield command
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-
-
-def start(*arguments: object, **environment: str) -> Ran:
-    """Run a command as a user does."""
-    ran = subprocess.run(
-        [EPIMER, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        timeout=LONGEST,
-        check=False,
-    )
-    return Ran(ran.returncode, ran.stdout, ran.stderr)
 
 
 def save(folder: Path, state: dict[str, Tensor]) -> None:
@@ -107,13 +80,7 @@ def write_header(path: Path, table: object, data: bytes = b"", *, length: int | 
 
 def assert_refused(ran: Ran, *words: str, out: Path = Path("out"), there: bool = False) -> str:
     """One line on stderr that holds these words, exit code 2, nothing printed, no draft left; return the line."""
-    assert ran.err.startswith("error: "), ran.err
-    assert ran.err.count("\n") == 1, ran.err
-    assert "Traceback" not in ran.err
-    for word in words:
-        assert word in ran.err
-    assert ran.code == 2
-    assert ran.out == ""
+    commands.assert_refused(ran, *words)
     assert out.exists() is there
     assert not os.path.lexists(out.parent / f".{out.name}.epimer")
     return ran.err
@@ -564,7 +531,7 @@ def test_a_real_process_executes_no_pickle(here):
 
 def test_a_real_process_knows_no_hub_id_offline(here):
     write_recipe(models=[{"model": "one"}, {"model": "nobody/nothing"}])
-    ran = start("merge", "recipe.yaml", "out", HF_HUB_OFFLINE="1", HF_HOME=str(here / "hub"))
+    ran = start("merge", "recipe.yaml", "out", HF_HOME=str(here / "hub"))
     assert_refused(
         ran, "models[1]: nobody/nothing is neither a path here nor in the hub's cache", "hf download nobody/nothing"
     )

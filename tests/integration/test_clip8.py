@@ -1,7 +1,6 @@
 """clip8 by the command line, in processes of their own: a hub on this machine, its cache, and no hub at all."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,11 +12,10 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
-from test_data_hub import DatasetAnswer
-from test_hub import COMMANDS, Hub, Repo
 
 from epimer.experiments.clip8.published import FUSION_BENCH, PAPER, PUBLISHED
 from epimer.experiments.clip8.tasks import TASKS, VARIANTS
+from stand_in_hub import COMMANDS, DatasetAnswer, Hub, Repo, environment
 from tiny_clip import ImageEncoder, card, data_files, repositories
 
 LIMIT = 4
@@ -81,13 +79,9 @@ def epimer(hub, place):
     """Return a function that runs a command with a cache of this module's own: the code, stdout and stderr."""
 
     def run(*command: str, script: str | None = None, **settings: str) -> tuple[int, str, str]:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        own = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(place / "home")}
-        own |= {"NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
+        variables = environment(hub, place / "home", **{"COLUMNS": "400", **settings})
         start = [sys.executable, *(("-m", "epimer") if script is None else ("-c", script))]
-        made = subprocess.run(
-            [*start, *map(str, command)], env=kept | own | settings, cwd=place, capture_output=True, text=True
-        )
+        made = subprocess.run([*start, *map(str, command)], env=variables, cwd=place, capture_output=True, text=True)
         return made.returncode, made.stdout, made.stderr
 
     return run

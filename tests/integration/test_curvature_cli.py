@@ -36,29 +36,15 @@ peft = pytest.importorskip("peft")
 Image = pytest.importorskip("PIL.Image")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
-from commands import EPIMER, Ran, run  # noqa: E402
+import commands  # noqa: E402
+from commands import EPIMER, Ran, assert_done, run  # noqa: E402
+from tiny import save_tokenizer, write_jsonl  # noqa: E402
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LONGEST = 90  # seconds; a command that hangs is a failure, not the end of the tests
-WORDS = [
-    "<pad>",
-    "<unk>",
-    "<eos>",
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "bird",
-    "sat",
-    "ran",
-    "flew",
-    "over",
-    "sea",
-    "slow",
-    "fast",
-]
+PLAIN = ["the", "a", "cat", "dog", "bird", "sat", "ran", "flew", "over", "sea", "slow", "fast"]
+WORDS = ["<pad>", "<unk>", "<eos>", *PLAIN]
 IDS = {word: i for i, word in enumerate(WORDS)}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 TEXT = {"vocab_size": len(WORDS), "max_position_embeddings": 16, "pad_token_id": 0}
@@ -121,21 +107,17 @@ def save(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.fl
     if family in ("vit", "clip"):
         (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
         return
-    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
-    ).save_pretrained(folder)
+    save_tokenizer(folder, IDS)
 
 
 def write_data(folder: Path) -> None:
     """Write the same number of texts with labels, of texts, and of images in class folders."""
     generator = random.Random(0)
     rows = [
-        {"text": " ".join(generator.choices(WORDS[3:], k=generator.randint(3, 9))), "label": generator.randrange(3)}
+        {"text": " ".join(generator.choices(PLAIN, k=generator.randint(3, 9))), "label": generator.randrange(3)}
         for _ in range(ROWS)
     ]
-    (folder / "reviews.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "reviews.jsonl", rows)
     (folder / "lines.txt").write_text("".join(row["text"] + "\n" for row in rows))
     noise = np.random.default_rng(0)
     for i in range(ROWS):
@@ -146,11 +128,7 @@ def write_data(folder: Path) -> None:
     save_file({"weight": torch.randn(3, 16), "bias": torch.randn(3)}, folder / "head.safetensors")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
+pytestmark = pytest.mark.usefixtures("no_progress_bars")
 
 
 @pytest.fixture(scope="module")
@@ -184,20 +162,12 @@ def start(*command: object, cwd: Path) -> Ran:
 
 def done(*arguments: object) -> str:
     """Run a command that must succeed; return what it printed."""
-    ran = run(*arguments)
-    assert ran.code == 0, ran.err
-    assert ran.err == ""
-    return ran.out
+    return assert_done(run(*arguments))
 
 
 def assert_refused(ran: Ran, *words: str, out: Path = Path("out")) -> None:
     """One line on stderr that holds these words, exit code 2, nothing printed, nothing left on disk."""
-    assert ran.err.startswith("error: "), ran
-    assert ran.err.count("\n") == 1, ran.err
-    for word in words:
-        assert word in ran.err
-    assert ran.code == 2
-    assert ran.out == ""
+    commands.assert_refused(ran, *words)
     assert not left_over(out)
 
 
@@ -206,15 +176,6 @@ def left_over(out: Path) -> list[str]:
     return [
         path.name for path in out.absolute().parent.iterdir() if path.name == out.name or out.name + ".e" in path.name
     ]
-
-
-@pytest.fixture
-def here(made, tmp_path, monkeypatch) -> Path:
-    """An empty folder where commands run, with links to the data and the models."""
-    for path in made.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def on(family: str, model: str = "one") -> list[str]:

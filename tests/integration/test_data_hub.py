@@ -2,13 +2,13 @@
 
 import io
 import json
-import os
 import re
 import subprocess
 import sys
 
 import pytest
-from test_hub import Answer, Hub, Repo
+
+from stand_in_hub import DatasetAnswer, Hub, Repo, environment
 
 pa = pytest.importorskip("pyarrow")
 
@@ -30,15 +30,6 @@ for text, options in json.loads(sys.argv[1]):
         done.append(str(error))
 json.dump(done, sys.stdout)
 """
-
-
-class DatasetAnswer(Answer):
-    """Answers about datasets as about models: the hub's addresses differ by a word."""
-
-    def do_GET(self) -> None:
-        self.path = re.sub("^/api/datasets/", "/api/models/", self.path)
-        self.path = re.sub("^/datasets/", "/", self.path)
-        super().do_GET()
 
 
 def shard(*texts: str) -> bytes:
@@ -83,11 +74,10 @@ def opened(hub, tmp_path):
     """Return a function that opens datasets with a cache of this test's own."""
 
     def run(*asked: tuple[str, dict], **settings: str) -> list:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        own = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
-        own |= {"NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "error", "-c", OPEN, json.dumps(asked)]
-        made = subprocess.run(command, env=kept | own | settings, cwd=tmp_path, capture_output=True, text=True)
+        made = subprocess.run(
+            command, env=environment(hub, tmp_path / "home", **settings), cwd=tmp_path, capture_output=True, text=True
+        )
         assert made.returncode == 0, made.stderr
         assert made.stderr == ""
         return json.loads(made.stdout)

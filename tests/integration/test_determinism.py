@@ -208,6 +208,25 @@ def test_other_names_of_the_folders_change_names_alone(root, tmp_path, method):
     assert data[0] == data[1]
 
 
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in DRAWN])
+def test_other_names_of_the_tensors_in_the_same_order_change_no_byte(root, method):
+    """Names decide rules and what is drawn at random, and nothing else."""
+    row = epimer.describe_method(method)
+    count = usual_count(row)
+    states = [load_file(root / name / "model.safetensors") for name in ("base", *MODELS[:count])]
+    found = []
+    for prefix in ("", "zeta.model."):
+        base, *models = ({prefix + name: state[name] for name in SHAPES} for state in states)
+        given = {}
+        if row.needs_curvature:
+            measured = [metrics(row.curvature, t) for t in range(1, count + 1)]
+            given["curvature"] = [{prefix + name: one for name, one in each.items()} for each in measured]
+        merged = epimer.merge_state_dicts(base if row.needs_base else None, models, method, **given)
+        found.append({name.removeprefix(prefix): W for name, W in merged.items()})
+    assert found[0].keys() == found[1].keys() == SHAPES.keys()
+    assert all(torch.equal(W, found[1][name]) for name, W in found[0].items())
+
+
 SCRIPT = """
 import json, sys, warnings
 warnings.simplefilter("ignore")

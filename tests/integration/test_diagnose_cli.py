@@ -25,9 +25,8 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 import tiny  # noqa: E402
-from commands import Ran, assert_refused, run, start  # noqa: E402
+from commands import assert_done, assert_refused, run, start  # noqa: E402
 
-RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
 JUDGE = """
 from safetensors.torch import load_file
 
@@ -48,11 +47,6 @@ def nothing(state):
 """
 
 
-def assert_done(ran: Ran) -> str:
-    assert (ran.code, ran.err) == (0, ""), ran
-    return ran.out
-
-
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
@@ -61,7 +55,7 @@ def made(tmp_path_factory) -> Path:
     """A folder with a base, two classifiers, their data, a suite, and curvature that `epimer curvature` measured."""
     root = tmp_path_factory.mktemp("made")
     tiny.make_classifiers(root)
-    (root / "suite.yaml").write_text(yaml.safe_dump(tiny.suite_of(), sort_keys=False))
+    tiny.write_suite(root / "suite.yaml")
     for task in tiny.TASKS:
         on = ["--task", "text-classification", "--data", root / f"{task}-train.jsonl", "--text", "sentence"]
         assert_done(run("curvature", root / task, *on, "--samples", "32", "-o", root / f"curvature-{task}", "-q"))
@@ -86,7 +80,7 @@ def here(made, tmp_path, monkeypatch) -> Path:
 def write(here: Path, name: str = "recipe.yaml", *, curved: bool = False, **changes: Any) -> Path:
     """Write a recipe beside the models, which it names by relative paths; return the way to it from here."""
     models = [{"model": task} | ({"curvature": f"curvature-{task}"} if curved else {}) for task in tiny.TASKS]
-    recipe = {"merge_method": "tsv", "base_model": "base", "models": models, "rules": RULES} | changes
+    recipe = {"merge_method": "tsv", "base_model": "base", "models": models, "rules": tiny.RULES} | changes
     (here.parent / "models" / name).write_text(yaml.safe_dump(recipe, sort_keys=False))
     return Path("..", "models", name)
 

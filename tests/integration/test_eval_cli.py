@@ -29,7 +29,7 @@ from commands import ENVIRONMENT, Ran, assert_refused, run, start  # noqa: E402
 from epimer.cli.bench import EXPERIMENTS as NAMED  # noqa: E402
 from epimer.experiments.paper import EXPERIMENTS  # noqa: E402
 
-RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
+LLAMAS = ("llama", "poet", "cook")
 
 
 def found(*arguments: object) -> dict:
@@ -49,24 +49,15 @@ def made(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("made")
     tiny.make_classifiers(root)
     models = [{"model": str(root / task)} for task in tiny.TASKS]
-    recipe = {"merge_method": "task_arithmetic", "base_model": str(root / "base"), "models": models, "rules": RULES}
+    recipe = {
+        "merge_method": "task_arithmetic",
+        "base_model": str(root / "base"),
+        "models": models,
+        "rules": tiny.RULES,
+    }
     epimer.merge(recipe | {"scale": 0.8}, root / "merged")
-    write(root / "suite.yaml", tiny.suite_of())
+    tiny.write_suite(root / "suite.yaml")
     return root
-
-
-def write(path: Path, suite: dict) -> Path:
-    path.write_text(yaml.safe_dump(suite, sort_keys=False))
-    return path
-
-
-@pytest.fixture
-def here(made, tmp_path, monkeypatch) -> Path:
-    """An empty folder where commands run, with links to all that was made."""
-    for path in made.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def rows_of(here: Path, task: str, split: str = "test") -> list[dict]:
@@ -108,7 +99,7 @@ def test_a_real_process_prints_every_score(here):
 
 
 def test_losses_are_shown_as_losses(here):
-    suite = write(here / "loss.yaml", tiny.suite_of(metric="loss", batch_size=7))
+    suite = tiny.write_suite(here / "loss.yaml", tiny.suite_of(metric="loss", batch_size=7))
     wrote = found("eval", suite, "--model", "merged", "--split", "val")
     for task in wrote["tasks"]:
         loss = tiny.judge(tiny.loaded(here, task["name"], here / "merged"), rows_of(here, task["name"], "val"))[1]
@@ -123,7 +114,7 @@ def test_losses_are_shown_as_losses(here):
 def test_tasks_of_different_metrics_have_no_average(here):
     described = tiny.suite_of()
     described["tasks"][0]["metric"] = "loss"
-    suite = write(here / "mixed.yaml", described)
+    suite = tiny.write_suite(here / "mixed.yaml", described)
     wrote = found("eval", suite, "--model", "merged", "--no-references")
     assert "average" not in wrote
     assert "base" not in wrote["tasks"][0]
@@ -141,7 +132,7 @@ def test_an_evaluation_can_be_put_on_a_page(here):
 
 
 def test_benches_of_losses_show_losses(here):
-    suite = write(here / "loss.yaml", tiny.suite_of(metric="loss"))
+    suite = tiny.write_suite(here / "loss.yaml", tiny.suite_of(metric="loss"))
     assert run("bench", suite, "--experiment", "performance", "-o", "out", "-q").code == 0
     page = (here / "out" / "performance.md").read_text()
     assert "words: loss of merged models" in page
@@ -162,7 +153,7 @@ def test_benches_of_losses_show_losses(here):
 
 
 def test_all_leaves_out_what_does_not_fit(here):
-    suite = write(here / "loss.yaml", tiny.suite_of(metric="loss"))
+    suite = tiny.write_suite(here / "loss.yaml", tiny.suite_of(metric="loss"))
     assert run("bench", suite, "--experiment", "all", "-o", "out", "-q").code == 0
     assert NAMED.split(", ") == list(EXPERIMENTS)
     written = {path.name for path in (here / "out").iterdir()}
@@ -178,7 +169,7 @@ def test_all_leaves_out_what_does_not_fit(here):
 
 def test_one_task_is_too_few_to_merge(here):
     described = tiny.suite_of()
-    suite = write(here / "one.yaml", described | {"tasks": described["tasks"][:1]})
+    suite = tiny.write_suite(here / "one.yaml", described | {"tasks": described["tasks"][:1]})
     for name in ("performance", "samples", "tasks", "all"):
         assert_refused(run("bench", suite, "--experiment", name, "-o", "out"), "needs 2 tasks at least", "there are 1")
     assert not (here / "out").exists()
@@ -214,7 +205,7 @@ def test_labels_by_name_and_other_columns(here):
             rows = [{"t": row["sentence"], "y": words[row["label"]]} for row in rows_of(here, entry["name"], split)]
             tiny.write_jsonl(here / f"named-{entry['name']}-{split}.jsonl", rows)
         entry["data"] = {"test": f"named-{entry['name']}-test.jsonl", "text": "t", "label": "y"}
-    suite = write(here / "named.yaml", described)
+    suite = tiny.write_suite(here / "named.yaml", described)
     assert found("eval", suite, "--model", "merged")["tasks"] == found("eval", "suite.yaml", "-m", "merged")["tasks"]
 
 
@@ -266,7 +257,7 @@ def test_bench_runs_on_it_as_on_any_suite(here):
 def test_experiments_that_choose_need_val(here):
     described = tiny.suite_of()
     del described["tasks"][1]["data"]["val"]
-    suite = write(here / "short.yaml", described)
+    suite = tiny.write_suite(here / "short.yaml", described)
     ran = run("bench", suite, "-o", "out", "-q")
     assert_refused(ran, "words", "'pace' has no val data", "'performance' chooses")
     assert not (here / "out").exists()
@@ -280,7 +271,7 @@ def test_experiments_that_choose_need_val(here):
 def changed(here: Path, change) -> Path:
     described = tiny.suite_of()
     change(described)
-    return write(here / "changed.yaml", described)
+    return tiny.write_suite(here / "changed.yaml", described)
 
 
 REFUSED = [
@@ -418,7 +409,7 @@ def test_heads_outside_the_models(here):
         entry = {"name": task, "model": f"bare-{task}", "head": f"{task}.safetensors", "classes": list(words)}
         tasks.append(entry | {"data": data})
     suite = {"base": "bare", "task": "text-classification", "metric": "loss", "tasks": tasks}
-    wrote = found("eval", write(here / "heads.yaml", suite), "--model", "bare-animal")
+    wrote = found("eval", tiny.write_suite(here / "heads.yaml", suite), "--model", "bare-animal")
     assert wrote["suite"] == "heads"
     for task in wrote["tasks"]:
         head = load_file(here / f"{task['name']}.safetensors")
@@ -436,29 +427,14 @@ def test_heads_outside_the_models(here):
     ):
         save_file(head, here / "pace.safetensors")
         suite["metric"] = "accuracy"
-        assert_refused(run("eval", write(here / "heads.yaml", suite), "-m", "bare"), *words)
+        assert_refused(run("eval", tiny.write_suite(here / "heads.yaml", suite), "-m", "bare"), *words)
     tasks[0]["classes"] = ["cat"]
-    assert_refused(run("eval", write(here / "heads.yaml", suite), "-m", "bare"), "the head has 3 classes", "names 1")
-
-
-def make_llamas(folder: Path) -> None:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **tiny.SIZES, **tiny.TEXT, num_key_value_heads=1, bos_token_id=None, eos_token_id=2, tie_word_embeddings=True
-    )
-    for name, noise in (("llama", 0.0), ("poet", 0.1), ("cook", 0.1)):
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config)
-        torch.manual_seed(len(name) + 10)
-        with torch.no_grad():
-            for W in model.parameters():
-                W += noise * torch.randn(W.shape)
-        model.save_pretrained(folder / name)
-        tiny.save_tokenizer(folder / name)
+    again = run("eval", tiny.write_suite(here / "heads.yaml", suite), "-m", "bare")
+    assert_refused(again, "the head has 3 classes", "names 1")
 
 
 def test_language_models_by_token_accuracy_and_perplexity(here):
-    make_llamas(here)
+    tiny.make_llamas(here, LLAMAS, 0.1)
     texts = [row["sentence"] for row in rows_of(here, "animal")]
     (here / "lines.txt").write_text("".join(text + "\n" for text in texts))
     tasks = [{"name": name, "model": name, "data": {"test": "lines.txt"}} for name in ("poet", "cook")]
@@ -473,7 +449,7 @@ def test_language_models_by_token_accuracy_and_perplexity(here):
         shares.append(float((out.logits[0, :-1].argmax(-1) == ids[0, 1:]).double().mean()))
     loss, share = sum(losses) / len(losses), sum(shares) / len(shares)
     for metric, expected in (("token-accuracy", share), ("loss", loss), ("perplexity", math.exp(loss))):
-        wrote = found("eval", write(here / "lm.yaml", suite | {"metric": metric}), "-m", "cook")
+        wrote = found("eval", tiny.write_suite(here / "lm.yaml", suite | {"metric": metric}), "-m", "cook")
         assert [task["metric"] for task in wrote["tasks"]] == [metric] * 2
         assert wrote["tasks"][0]["score"] == pytest.approx(expected, rel=1e-5)
         assert wrote["tasks"][1]["fine_tuned"] == wrote["tasks"][1]["score"]
@@ -606,7 +582,7 @@ TASK = {
 
 def test_lm_eval_scores_a_tiny_llama(here):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'epimer[lm-eval]'")
-    make_llamas(here)
+    tiny.make_llamas(here, LLAMAS, 0.1)
     rows = []
     for row in rows_of(here, "animal"):
         words = [word for word in row["sentence"].split() if word not in tiny.TASKS["animal"]]

@@ -39,14 +39,10 @@ def qwen():
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **sizes))
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*_pattern keys did not match:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet():
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*_pattern keys did not match:RuntimeWarning"),
+    pytest.mark.usefixtures("no_progress_bars"),
+]
 
 
 def save(folder: Path, build, seed: int = 1, **config) -> Path:

@@ -16,14 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 
+import transformers
+
+import tiny
 from faults import COMMANDS, Commands, Trial, contents, furnish, make_workshop, write_yaml
 
-SLOW = ("demo",)  # tried by `make soak`
-NAMES = [name for name in COMMANDS if name not in SLOW]
+NAMES = list(COMMANDS)
 SIGNALS = ("SIGKILL", "SIGINT", "SIGTERM")
 ERRORS = {"ENOSPC": "the disk is full", "EDQUOT": "quota", "EROFS": "Read-only", "EMFILE": "ulimit -n", "EIO": "disk"}
 INPUTS = {
@@ -32,6 +34,8 @@ INPUTS = {
     "merge, a LoRA": "base/model.safetensors",
     "basis": "pace/model.safetensors",
     "diagnose": "base/model.safetensors",
+    "sweep": "pace/model.safetensors",
+    "extract-lora": "tuned/model.safetensors",
     "convert": "base.bin",
     "curvature": "animal-train.jsonl",
 }
@@ -50,6 +54,15 @@ def commands(tmp_path_factory) -> Iterator[Commands]:
     made = Commands(tmp_path_factory.mktemp("server"))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def three_at_once(commands, tmp_path_factory) -> Iterator[list[Commands]]:
+    """Commands that can run beside each other."""
+    others = [Commands(tmp_path_factory.mktemp("other")) for _ in range(2)]
+    yield [commands, *others]
+    for other in others:
+        other.close()
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +102,16 @@ def test_the_message_says_what_the_system_refused(trials, error):
     assert ran.code == 2
     assert ERRORS[error] in ran.err
     assert "out.safetensors cannot be written" in ran.err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_disk_fails_in_reading(trials, name):
+    trial, generator = trials(name), random.Random(name)
+    trial.start()
+    moments = trial.run(reads=True).moments
+    opened = [i for i, moment in enumerate(moments, 1) if moment.startswith("open to read")]
+    for moment in generator.sample(opened, 2):
+        assert trial.meet("EIO", at=moment, reads=True) == [], moments[moment - 1]
 
 
 @pytest.mark.parametrize("how", ["cut", "rewrite", "replace", "remove"])
@@ -162,7 +185,28 @@ def test_a_disk_that_is_full(workshop, commands, mounted, name, left):
     assert not [name for name in there if "/." in name]
 
 
-def test_a_clock_that_jumps_and_files_from_the_future(trials):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_disk_that_is_read_only(workshop, commands, mounted, name):
+    folder = furnish(workshop, mounted / "here")
+    subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
+    command = COMMANDS[name]
+    ran = commands.run(folder, *command.arguments, environment=command.environment)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
+    assert "may not be" in ran.err
+    assert "choose another place" in ran.err
+    assert contents(folder) == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_clock_that_jumps(trials, name):
+    trial = trials(name)
+    trial.start()
+    ran = trial.run(clock=True)
+    assert (ran.code, ran.err) == (0, "")
+    assert trial.contents() == trial.expected
+
+
+def test_files_from_the_future_and_from_long_ago(trials):
     trial = trials("merge")
     for stamp in (4_000_000_000, 0, -1_000_000):
         trial.start()
@@ -177,19 +221,14 @@ def test_a_clock_that_jumps_and_files_from_the_future(trials):
 
 
 @pytest.mark.parametrize(
-    "name", ["merge", "merge, a LoRA", "curvature, replacing", "basis", "convert", "report", "bench"]
+    "name",
+    ["merge", "merge, a LoRA", "extract-lora", "curvature, replacing", "basis", "convert", "sweep", "report", "bench"],
 )
-def test_runs_into_one_output_at_once(trials, commands, tmp_path_factory, name):
+def test_runs_into_one_output_at_once(trials, three_at_once, name):
     trial = trials(name)
     trial.start()
-    others = [Commands(tmp_path_factory.mktemp("other")) for _ in range(2)]
-    command = trial.command
-    try:
-        with ThreadPoolExecutor(3) as pool:
-            ran = list(pool.map(lambda one: one.run(trial.folder, *command.arguments), [commands, *others]))
-    finally:
-        for other in others:
-            other.close()
+    with ThreadPoolExecutor(3) as pool:
+        ran = list(pool.map(lambda one: one.run(trial.folder, *trial.command.arguments), three_at_once))
     assert trial.contents() == trial.expected
     assert 0 in [one.code for one in ran]
     for one in ran:
@@ -220,3 +259,39 @@ def test_too_little_memory(wide, commands, tmp_path, extra):
     assert ran.err.count("\n") == 1
     assert "too little memory" in ran.err
     assert contents(folder) == {}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, commands) -> Path:
+    """A classifier with wide layers, rows for it, and its curvature."""
+    root = tmp_path_factory.mktemp("measured")
+    torch.manual_seed(0)
+    sizes = {**tiny.SIZES, "hidden_size": 64, "intermediate_size": 4096}
+    config = transformers.BertConfig(**sizes, **tiny.TEXT, **tiny.CALM, num_labels=3)
+    transformers.BertForSequenceClassification(config).save_pretrained(root / "bert")
+    tiny.save_tokenizer(root / "bert")
+    tiny.write_rows(root, "animal")
+    assert commands.run(root, *WIDE_CURVATURE, "whole").code == 0
+    return root
+
+
+WIDE_CURVATURE = (
+    "curvature", "bert", "--data", "animal-train.jsonl", "--task", "text-classification", "--text", "sentence",
+    "--samples", "256", "--batch-size", "256", "--kind", "diagonal", "--quiet", "-o",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", [80, 100, 125, 150])
+def test_too_little_memory_to_measure_curvature(measured, commands, tmp_path, extra):
+    """Smaller batches give the same numbers, or it is said that memory is too little; 200 MB are enough."""
+    folder = furnish(measured, tmp_path / "here")
+    ran = commands.run(folder, *WIDE_CURVATURE, "out", limits={"AS": extra << 20})
+    if ran.code:
+        assert (ran.code, ran.err.count("\n")) == (2, 1), ran
+        assert "too little memory" in ran.err
+        assert contents(folder) == {}
+    else:
+        found, whole = (load_file(path / "curvature.safetensors") for path in (folder / "out", measured / "whole"))
+        assert found.keys() == whole.keys()
+        for name, F in found.items():
+            torch.testing.assert_close(F, whole[name], rtol=1e-4, atol=1e-9)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,13 @@ Image = pytest.importorskip("PIL.Image")
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 
 from commands import assert_refused, run  # noqa: E402
+from tiny import write_jsonl  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:At least one mel filter:UserWarning", "ignore:.*the loss is that of:epimer.errors.EpimerWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:At least one mel filter:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*the loss is that of:epimer.errors.EpimerWarning"),
+    pytest.mark.usefixtures("no_progress_bars"),
+]
 
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>", "<image>", "USER:", "ASSISTANT:"]
 PLAIN = ["the", "cat", "dog", "sat", "ran", "on", "a", "mat", "fast", "see", "what", "?"]
@@ -129,23 +132,12 @@ def save(folder: Path, family: str, *, moved: bool = False) -> None:
         tokenizer(family).save_pretrained(folder)
 
 
-def write_lines(file: Path, rows: list[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def write_wave(file: Path, values: np.ndarray, rate: int = RATE, channels: int = 1) -> None:
     with wave.open(str(file), "wb") as out:
         out.setnchannels(channels)
         out.setsampwidth(values.dtype.itemsize)
         out.setframerate(rate)
         out.writeframes(values.tobytes())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")
@@ -167,16 +159,8 @@ def made(tmp_path_factory) -> Path:
         write_wave(root / f"{i}.wav", noise.integers(-20000, 20000, 500 + 200 * i, dtype=np.int16))
         speech.append({"audio": f"{i}.wav", "text": words(i + 1)})
     for name, rows in (("texts", texts), ("images", images), ("speech", speech)):
-        write_lines(root / f"{name}.jsonl", rows)
+        write_jsonl(root / f"{name}.jsonl", rows)
     return root
-
-
-@pytest.fixture
-def here(made, tmp_path, monkeypatch) -> Path:
-    for path in made.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 # the same by hand
@@ -398,7 +382,7 @@ def test_chats_with_images_are_read_as_images_with_prompts(here, style):
         for key, value in row.items():
             text = text.replace("{" + key + "}", value)
         chats.append({"messages": json.loads(text), **({} if style == "parts" else {"images": [row["image"]]})})
-    write_lines(here / "chats.jsonl", chats)
+    write_jsonl(here / "chats.jsonl", chats)
     how = ("--task", "image-text-to-text", "--kind", "diagonal")
     plain = measured("llava", "--data", "images.jsonl", *how)
     chat = measured("llava", "--data", "chats.jsonl", *how, out="chats.curv")
@@ -429,7 +413,7 @@ def test_chats_with_images_are_read_as_images_with_prompts(here, style):
 def test_what_is_refused(here, family, rows, more, words):
     write_wave(here / "fast.wav", np.ones(100, np.int16), rate=8000)
     write_wave(here / "long.wav", np.ones(2 * RATE, np.int16))
-    write_lines(here / "rows.jsonl", rows)
+    write_jsonl(here / "rows.jsonl", rows)
     task = () if "--task" in more else ("--task", ON[family][0])
     assert_refused(run("curvature", family, *task, "--data", "rows.jsonl", "-o", "out", "-q", *more), *words)
 
@@ -449,7 +433,7 @@ def test_recordings_of_every_width(tmp_path, width, dtype):
         out.setsampwidth(width)
         out.setframerate(8000)
         out.writeframes(raw)
-    write_lines(tmp_path / "rows.jsonl", [{"audio": "a.wav"}])
+    write_jsonl(tmp_path / "rows.jsonl", [{"audio": "a.wav"}])
     found = read_recording(open_data(str(tmp_path / "rows.jsonl")), 0, "audio")
     assert found.rate == 8000
     assert np.allclose(found.samples, 0.75 * values, atol=1.0 / top)
@@ -462,7 +446,7 @@ def test_recordings_in_tables(tmp_path):
     write_wave(tmp_path / "a.wav", values)
     stored = {"bytes": (tmp_path / "a.wav").read_bytes(), "path": "elsewhere.wav"}
     parquet.write_table(arrow.table({"audio": [stored]}), tmp_path / "rows.parquet")
-    write_lines(tmp_path / "rows.jsonl", [{"audio": {"array": (values / 32768).tolist(), "sampling_rate": RATE}}])
+    write_jsonl(tmp_path / "rows.jsonl", [{"audio": {"array": (values / 32768).tolist(), "sampling_rate": RATE}}])
     for name in ("rows.parquet", "rows.jsonl"):
         found = read_recording(open_data(str(tmp_path / name)), 0, "audio")
         assert found.rate == RATE

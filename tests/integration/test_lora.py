@@ -41,14 +41,7 @@ from adapters import (  # noqa: E402
     unloaded,
 )
 
-pytestmark = PEFT_REMARKS
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
+pytestmark = [*PEFT_REMARKS, pytest.mark.usefixtures("no_progress_bars")]
 
 
 CASES = {

@@ -48,8 +48,7 @@ pytestmark = PEFT_REMARKS
 
 
 @pytest.fixture(scope="module", params=ADAPTERS)
-def adapters(request, tmp_path_factory):
-    transformers.logging.disable_progress_bar()
+def adapters(request, tmp_path_factory, no_progress_bars):
     return Adapters(tmp_path_factory.mktemp(request.param), request.param)
 
 

@@ -1,5 +1,7 @@
 """Merges, diagnoses and sweeps on a Ray cluster of three nodes: the local run's bytes, whatever dies on the way."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,6 +229,115 @@ def test_a_killed_driver_is_resumed(cluster, here, expected, tmp_path):
     assert not out.exists()
     assert run("merge", "epimer_free.yaml", out, *options).code == 0
     assert contents(out) == expected("epimer_free")
+
+
+SWEEP = ["sweep", "ties.yaml", "--eval", "judge:score", "--methods", "average,tsv,epimer_free", "--scale", "1", "-q"]
+
+
+def scratch_folders(here):
+    """The folders that large tensors go by, and how many files are in each."""
+    return {path: len(list(path.iterdir())) for path in here.glob(".epimer-ray-*")}
+
+
+def test_what_a_killed_driver_left_is_removed_by_the_next_run(cluster, here, tmp_path):
+    """Its folder goes; that of a process that lives stays, and so does that of another machine."""
+    sweep = [*SWEEP, "--engine", "ray", "--address", cluster.address]
+    living, elsewhere = here / f".epimer-ray-{os.uname().nodename}-1", here / ".epimer-ray-elsewhere-1"
+    for folder in (living, elsewhere):
+        folder.mkdir()
+    handle = os.open(living, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        with subprocess.Popen([sys.executable, "-m", "epimer", *sweep], cwd=here, env=ENVIRONMENT) as process:
+            while process.poll() is None and sum(scratch_folders(here).values()) < 2:
+                time.sleep(0.005)
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+        assert len(scratch_folders(here)) == 3
+        assert run(*sweep, "--out", tmp_path / "ray.json").code == 0
+        assert scratch_folders(here) == {living: 0, elsewhere: 0}
+    finally:
+        os.close(handle)
+        living.rmdir()
+        elsewhere.rmdir()
+    assert run(*SWEEP, "--out", tmp_path / "local.json").code == 0
+    assert (tmp_path / "ray.json").read_bytes() == (tmp_path / "local.json").read_bytes()
+
+
+def workers(cluster):
+    """The processes of a cluster that are at work on a job."""
+    raylets = {node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()}
+    busy = []
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            parent = int((comm.parent / "stat").read_text().rpartition(")")[2].split()[1])
+            busy += [int(comm.parent.name)] if parent in raylets and comm.read_text() == "ray::run_job\n" else []
+    return busy
+
+
+@contextlib.contextmanager
+def killing(cluster, most):
+    """Kill processes at work on a job, as a system without memory does, while the block runs; yield who was killed."""
+    killed, over = [], threading.Event()
+
+    def kill():
+        while len(killed) < most and not over.wait(0.1):
+            for worker in workers(cluster)[:most]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+                    killed.append(worker)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        killer.join()
+
+
+def test_jobs_of_killed_workers_are_run_again_and_nothing_is_left(cluster, here, tmp_path):
+    with killing(cluster, 2) as killed:
+        ran = run(*SWEEP, "--engine", "ray", "--address", cluster.address, "--out", tmp_path / "ray.json")
+    assert ran.code == 0, ran.err
+    assert killed
+    assert not scratch_folders(here)
+    assert run(*SWEEP, "--out", tmp_path / "local.json").code == 0
+    assert (tmp_path / "ray.json").read_bytes() == (tmp_path / "local.json").read_bytes()
+
+
+def test_a_job_whose_every_worker_is_killed_is_named_with_what_to_do(cluster, here, tmp_path, monkeypatch):
+    """The job is a decomposition that takes seconds, so that it is found at work."""
+    monkeypatch.setattr("epimer.engine.ray.RETRIES", 1)
+    for name in ("base", "m0", "m1"):
+        save_file({"wide": torch.randn(2048, 2048)}, tmp_path / f"{name}.safetensors")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"merge_method": "iso_c", **MODELS}))
+    before = sorted(tmp_path.iterdir())
+    with killing(cluster, 1000):
+        ran = run("merge", "recipe.yaml", "out", "--engine", "ray", "--address", cluster.address, "-q")
+    ran = ran._replace(out="")  # Ray itself prints that workers died
+    assert_refused(ran, "'wide' was not computed in 2 attempts", "where memory ran out, set --max-memory lower")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_parts_of_another_measurement_go_when_the_output_is_there(cluster, here, classifier, tmp_path, monkeypatch):
+    options = ["--engine", "ray", "--address", cluster.address, "--shards", "2"]
+    command = ["curvature", *classifier, "-o", tmp_path / "out", *options]
+
+    def die(parts):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(curvature_shards, "sum_of", die)
+        assert run(*command).code == 130
+    (parts,) = tmp_path.glob(".out.epimer-parts-*")
+    handle = os.open(parts, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert_refused(run(*command), "another run is writing", "out; wait for it")
+    os.close(handle)
+    assert run(*command, "--samples", "16").code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_node_is_killed_and_the_merge_completes(cluster, here, expected, tmp_path):

@@ -1,5 +1,6 @@
 """Killed, interrupted, repeated, with other workers: the output is the same bytes, and never something else."""
 
+import errno
 import hashlib
 import json
 import os
@@ -266,3 +267,20 @@ def test_an_empty_draft_left_by_a_signal_after_the_last_rename_is_let_go(models,
     (tmp_path / ".out.epimer").mkdir()
     epimer.merge(recipe(models, "average"), out, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_spent_draft_that_cannot_be_removed_is_left_to_the_next_run(models, tmp_path, monkeypatch):
+    """The output is whole all the same, so the merge ends well."""
+    out, draft = tmp_path / "out", tmp_path / ".out.epimer"
+
+    def refuse(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("epimer.atomic_files.remove", refuse)
+        epimer.merge(recipe(models, "average"), out, progress=False)
+    assert [path.name for path in draft.iterdir()] == ["journal.jsonl"]
+    made = contents(out)
+    assert not epimer.merge(recipe(models, "average"), out, progress=False).timings  # already there
+    assert not draft.exists()
+    assert contents(out) == made

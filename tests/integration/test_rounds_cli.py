@@ -20,15 +20,14 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 import tiny  # noqa: E402
-from commands import Ran, assert_refused, run  # noqa: E402
+from commands import assert_done, assert_refused, run  # noqa: E402
 
-RULES = [["cls.*", "copy"], ["classifier.*", "skip"]]
 SAMPLES = 32
 
 
-def assert_done(ran: Ran) -> str:
-    assert (ran.code, ran.err) == (0, ""), ran
-    return " ".join(ran.out.split())
+def done(*arguments: object) -> str:
+    """Run a command that must succeed; return the words that it printed."""
+    return " ".join(assert_done(run(*arguments)).split())
 
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -39,7 +38,7 @@ def made(tmp_path_factory) -> Path:
     """A base, two classifiers, their suite, and curvature: with its inputs, on others, and without any."""
     root = tmp_path_factory.mktemp("made")
     tiny.make_classifiers(root)
-    (root / "suite.yaml").write_text(yaml.safe_dump(tiny.suite_of(), sort_keys=False))
+    tiny.write_suite(root / "suite.yaml")
     for task in tiny.TASKS:
         on = ["--task", "text-classification", "--data", root / f"{task}-train.jsonl", "--text", "sentence", "-q"]
         for name, more in {
@@ -48,7 +47,7 @@ def made(tmp_path_factory) -> Path:
             "bare": ("--no-inputs",),
             "diagonal": ("--kind", "diagonal"),
         }.items():
-            assert_done(run("curvature", root / task, *on, "--samples", SAMPLES, *more, "-o", root / f"{name}-{task}"))
+            done("curvature", root / task, *on, "--samples", SAMPLES, *more, "-o", root / f"{name}-{task}")
     return root
 
 
@@ -61,7 +60,7 @@ def here(tmp_path, monkeypatch) -> Path:
 def write(made: Path, curvature: str | None = "curvature", **changes: Any) -> Path:
     """Write a recipe beside the models."""
     models = [{"model": task} | ({"curvature": f"{curvature}-{task}"} if curvature else {}) for task in tiny.TASKS]
-    recipe = {"merge_method": "epimer_kron", "base_model": "base", "models": models, "rules": RULES} | changes
+    recipe = {"merge_method": "epimer_kron", "base_model": "base", "models": models, "rules": tiny.RULES} | changes
     (made / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     return made / "recipe.yaml"
 
@@ -92,12 +91,12 @@ def by_hand(made: Path, out: str, part: str) -> tuple[float, float]:
 
 
 def test_the_scale_is_chosen_by_kept_inputs(made, here):
-    said = assert_done(run("merge", write(made, scale="auto"), "out"))
+    said = done("merge", write(made, scale="auto"), "out")
     found = record("out")
     scale = found["parameters"]["scale"]
     orders = {}
     for one in {0.7, 1.0, scale, 1.5}:
-        assert_done(run("merge", write(made, scale=one), f"at-{one}", "-q"))
+        done("merge", write(made, scale=one), f"at-{one}", "-q")
         orders[one] = by_hand(made, f"at-{one}", "val")[0]
     assert max(orders, key=orders.get) == scale
     why = f"epimer_kron at scale {scale:g}: divergence {1 - orders[scale]:.3f} from the models on their inputs"
@@ -111,7 +110,7 @@ def test_the_scale_is_chosen_by_kept_inputs(made, here):
 def test_rounds_and_steps_are_merged_written_and_told(made, here):
     rough = {"scale": "auto", "parameters": {"rank": 1, "anchor": "tsv"}}  # a merge that steps can help
     recipe = write(made, **rough, rounds=1, refine=2)
-    said = assert_done(run("merge", recipe, "out"))
+    said = done("merge", recipe, "out")
     found = record("out")
     scale, (first, round_1, steps) = found["parameters"]["scale"], found["choices"]
     assert found["unlabelled"] == SAMPLES
@@ -121,9 +120,9 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
     assert "rounds: 1" in found["recipe"]
     assert "refine: 2" in found["recipe"]
 
-    plain = assert_done(run("merge", write(made, **rough), "plain"))
+    plain = done("merge", write(made, **rough), "plain")
     assert "auto took" in plain
-    assert_done(run("merge", write(made, **rough, rounds=1), "round", "-q"))
+    done("merge", write(made, **rough, rounds=1), "round", "-q")
     before, after = (by_hand(made, out, "test")[0] for out in ("plain", "round"))
     assert round_1 in record("round")["choices"]
     assert ("given up" in round_1) == (after == before)
@@ -141,7 +140,7 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
     base = load_file(made / "base" / "model.safetensors")
     assert torch.equal(state["cls.seq_relationship.bias"], base["cls.seq_relationship.bias"])
 
-    assert "out is already there" in assert_done(run("merge", write(made, **rough, rounds=1, refine=2), "out"))
+    assert "out is already there" in done("merge", write(made, **rough, rounds=1, refine=2), "out")
     assert_refused(run("merge", write(made, "other", **rough, rounds=1, refine=2), "out"), "--overwrite")
     assert_refused(run("merge", write(made, scale=scale), "out"), "--overwrite")
 
@@ -150,14 +149,14 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
 def test_what_was_refined_without_curvature_is_of_its_inputs_too(made, here, method):
     """tsv uses no curvature, but its refinement is by the inputs that were kept with it."""
     rank = {"rank": 2} if method == "tsv" else {}
-    said = assert_done(run("merge", write(made, "diagonal", merge_method=method, refine=1, parameters=rank), "out"))
+    said = done("merge", write(made, "diagonal", merge_method=method, refine=1, parameters=rank), "out")
     assert "is ignored" not in said
     assert record("out")["unlabelled"] == SAMPLES
     helped, idle = "1 natural-gradient step: KL on held-out inputs ", "no natural-gradient step helped."
     assert record("out")["choices"][-1].startswith(helped if method == "tsv" else (helped, idle))
     assert len(record("out")["choices"]) == (1 if method == "tsv" else 2)
     again = write(made, "diagonal", merge_method=method, refine=1, parameters=rank)
-    assert "already there" in assert_done(run("merge", again, "out"))
+    assert "already there" in done("merge", again, "out")
     taken = record("out")["method"]
     other = "other" if not epimer.describe_method(taken).needs_curvature else "curvature"
     recipe = write(made, other, merge_method=taken, refine=1, parameters=rank)
@@ -165,8 +164,8 @@ def test_what_was_refined_without_curvature_is_of_its_inputs_too(made, here, met
 
 
 def test_a_scale_chosen_on_validation_data_stays_through_the_rounds(made, here):
-    plain = assert_done(run("merge", write(made, scale="auto", eval="suite.yaml"), "plain"))
-    said = assert_done(run("merge", write(made, scale="auto", eval="suite.yaml", rounds=1), "out"))
+    plain = done("merge", write(made, scale="auto", eval="suite.yaml"), "plain")
+    said = done("merge", write(made, scale="auto", eval="suite.yaml", rounds=1), "out")
     why = plain[plain.index("auto took") :].split(" on validation data")[0]
     assert why in said
     assert record("out")["parameters"]["scale"] == record("plain")["parameters"]["scale"]
@@ -174,7 +173,7 @@ def test_a_scale_chosen_on_validation_data_stays_through_the_rounds(made, here):
 
 
 def test_rounds_are_left_out_where_the_chosen_method_has_no_kronecker_curvature(made, here):
-    said = assert_done(run("merge", write(made, "diagonal", merge_method="auto", rounds=1), "out"))
+    said = done("merge", write(made, "diagonal", merge_method="auto", rounds=1), "out")
     method = record("out")["method"]
     assert f"rounds were left out: {method} does not use kronecker curvature." in said
 
@@ -191,13 +190,13 @@ def test_without_kept_inputs_there_are_no_rounds(made, here):
 
 def test_a_sweep_without_an_evaluation_goes_by_kept_inputs(made, here):
     asked = ["--methods", "epimer_kron,average", "--scale", "0.7,1.2"]
-    said = assert_done(run("sweep", write(made), *asked, "--out", "sweep.json", "--keep-best", "best"))
+    said = done("sweep", write(made), *asked, "--out", "sweep.json", "--keep-best", "best")
     assert "inputs without labels: the best scale" in said
     found = json.loads(Path("sweep.json").read_text())
     assert found["eval"] == "inputs without labels"
     orders = {}
     for i, trial in enumerate(found["data"]):
-        assert_done(run("merge", write(made, merge_method=trial["method"], scale=trial["scale"]), f"{i}", "-q"))
+        done("merge", write(made, merge_method=trial["method"], scale=trial["scale"]), f"{i}", "-q")
         orders[i] = by_hand(made, f"{i}", "val")[0]
         assert trial["validation"] - trial["kl"] == pytest.approx(orders[i], abs=1e-4)
     best = max(orders, key=orders.get)

@@ -106,14 +106,7 @@ TIED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    """Keep transformers from drawing bars and tables of keys, which are checked here."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
-    transformers.logging.set_verbosity_warning()
+pytestmark = pytest.mark.usefixtures("quiet_transformers")  # it also prints tables of keys, which are checked here
 
 
 def make_models(family: str, count: int, dtype: torch.dtype = torch.float32) -> list[transformers.PreTrainedModel]:

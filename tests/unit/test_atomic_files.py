@@ -8,7 +8,15 @@ import sys
 
 import pytest
 
-from epimer.atomic_files import atomic_file, atomic_folder, check_file, check_new, explain_os_errors, held
+from epimer.atomic_files import (
+    atomic_file,
+    atomic_folder,
+    check_file,
+    check_new,
+    explain_os_errors,
+    held,
+    remove_abandoned,
+)
 from epimer.errors import OutputError
 
 HOLDER = """
@@ -71,6 +79,31 @@ def test_a_second_process_is_refused_and_takes_over_once_the_first_is_killed(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not (out / "half").exists()
     assert (out if kind == "file" else out / "marker").read_text() == "whole"
+
+
+def test_folders_that_nobody_holds_are_removed_and_no_others(tmp_path, holder, monkeypatch):
+    holder("folder", tmp_path / "living")
+    killed = holder("folder", tmp_path / "dead")
+    killed.kill()
+    killed.wait()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    (tmp_path / "file").write_text("mine")
+    living, dead = (tmp_path / f".{name}.epimer-draft" for name in ("living", "dead"))
+    given = [living, dead, tmp_path / "link", tmp_path / "file", tmp_path / "missing"]
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock", no_locks)
+        remove_abandoned(given)
+    assert dead.exists()
+    remove_abandoned(given)
+    assert {path.name for path in tmp_path.iterdir()} == {living.name, "theirs", "link", "file"}
+    assert (living / "half").exists()
+    assert (tmp_path / "theirs" / "thesis").exists()
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -151,3 +184,23 @@ def test_a_device_is_never_replaced_by_a_file(tmp_path):
         with pytest.raises(OutputError, match="pipe cannot be written: it is not a regular file; name another"):
             write_it()
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_link_where_the_replaced_folder_is_removed_is_not_followed(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis").write_text("mine")
+    (tmp_path / ".out.epimer-gone").symlink_to(tmp_path / "theirs")
+    write("folder", tmp_path / "out")
+    assert (tmp_path / "theirs" / "thesis").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "theirs"}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("file", ".out.epimer"), ("folder", ".out.epimer-draft")])
+@pytest.mark.parametrize("target", ["theirs", "missing"])
+def test_a_link_in_the_place_of_a_draft_is_refused(tmp_path, kind, name, target):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / name).symlink_to(tmp_path / target)
+    with pytest.raises(OutputError, match=r"\.out\.epimer.* is a link, which epimer did not put there; remove it"):
+        write(kind, tmp_path / "out")
+    assert (tmp_path / name).is_symlink()
+    assert list((tmp_path / "theirs").iterdir()) == []

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import shutil
+import subprocess
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -100,6 +102,26 @@ def test_the_cpu_builds_of_torch_are_those_of_the_list():
 def test_no_file_names_an_address():
     for file in (*LOCKS, "constraints.txt", ".ci/torch-cpu.sha256"):
         assert "://" not in (ROOT / file).read_text(encoding="utf-8")
+
+
+def commands(target: str) -> list[str]:
+    """Return what `make` would run for a target on a clean clone."""
+    done = subprocess.run(["make", "--dry-run", "--always-make", target], cwd=ROOT, capture_output=True, check=True)
+    return done.stdout.decode().replace("||", "\n").splitlines()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_installs_nothing_without_a_hash_but_epimer_itself_and_lint_asks_for_vulnerabilities():
+    lint = commands("lint")
+    installs = [line for line in lint if "pip install" in line]
+    for line in installs:
+        itself = line.endswith("--no-build-isolation -e .")
+        assert "--no-deps" in line, line
+        assert itself or "--require-hashes" in line, line
+    assert [file for file in LOCKS if not any(f"-r {file}" in line for line in installs)] == []
+    assert lint[-1].split() == [".venv/bin/python", ".ci/audit.py"]
+    assert ".venv/bin/python .ci/audit.py --tell" in commands("test")
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().endswith("exec make test")
 
 
 FLAW = {"id": "PYSEC-2099-1", "fix_versions": ["1.1"], "aliases": ["CVE-2099-1"], "description": "bad"}

@@ -64,12 +64,14 @@ def test_every_way_of_having_too_little_memory_is_known(allocate):
 def test_other_errors_are_not_taken_for_it():
     others = [
         RuntimeError("size mismatch"),
+        RuntimeError("could not create a primitive descriptor for a convolution forward propagation primitive"),
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
         ValueError(),
         KeyError(1),
     ]
     assert not any(map(out_of_memory, others))
     assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert out_of_memory(RuntimeError("could not create a primitive"))
     assert out_of_memory(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
 
 

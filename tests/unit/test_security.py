@@ -1,4 +1,4 @@
-"""SECURITY.md: every promise names its test, and every test that it names exists."""
+"""SECURITY.md and the faults of docs/robustness.md: every promise names its tests, and these exist."""
 
 import ast
 import re
@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("SECURITY.md", "docs/robustness.md"))
 NAME = re.compile(r"`((?:tests/[\w/]+\.py)?)::(test_\w+)`")
 PEERS = "tests/integration/test_silent_failures_of_peers.py"
+FAULTS = "tests/integration/test_faults.py"
 
 
 def section(title: str) -> str:
@@ -28,7 +29,11 @@ def names_in(file: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("title", "default", "least"),
-    [("What is promised", "", 20), ("What goes wrong elsewhere without a word", PEERS, 10)],
+    [
+        ("What is promised", "", 20),
+        ("What goes wrong elsewhere without a word", PEERS, 10),
+        ("Faults", FAULTS, 14),
+    ],
 )
 def test_every_promise_names_tests_that_exist(title, default, least):
     found = rows(section(title))
@@ -42,6 +47,7 @@ def test_every_promise_names_tests_that_exist(title, default, least):
             assert test in names_in(file), f"{file}::{test}"
 
 
-def test_the_tests_against_silent_failures_are_all_in_the_table():
-    table = section("What goes wrong elsewhere without a word")
-    assert {test for test in names_in(PEERS) if test.startswith("test_")} <= {test for _, test in NAME.findall(table)}
+@pytest.mark.parametrize(("title", "file"), [("What goes wrong elsewhere without a word", PEERS), ("Faults", FAULTS)])
+def test_the_tests_of_a_file_are_all_in_its_table(title, file):
+    named = {test for _, test in NAME.findall(section(title))}
+    assert {test for test in names_in(file) if test.startswith("test_")} <= named

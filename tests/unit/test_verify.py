@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import epimer
 from commands import assert_refused, run
+from epimer.checkpoints.journal import Journal
+from epimer.checkpoints.writer import Draft
 from epimer.checksums import data_hash
 from epimer.curvature.format import Provenance
 from epimer.engine.recompute import TOLERANCE
@@ -306,6 +308,31 @@ def test_a_forged_folder_is_found_by_computing_again(root):
     assert 0 < sum(hits) < 12  # a sample of 3 of 11 sees it sometimes
     assert hits == [not epimer.verify(root / "tsv", sample=3, seed=seed).verified for seed in range(12)]
     assert [check.part for check in epimer.verify(root / "tsv", sample=0).checks] == PARTS[:4]
+
+
+def test_a_forged_note_of_a_pre_pass_is_found_by_computing_again(root, monkeypatch):
+    """Who can write the draft of a killed merge can change its end; the pre-pass is computed again, not believed."""
+    given, out = recipe(root, "ties", parameters={"density": 0.3}), root / "ties"
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Draft, "wrote", stop)
+        with pytest.raises(KeyboardInterrupt):
+            epimer.merge(given, out, progress=False)
+    path = root / ".ties.epimer" / "journal.jsonl"
+    entries = [json.loads(line.partition(b" ")[2]) for line in path.read_bytes().splitlines()]
+    note = next(entry["value"] for entry in entries if entry.get("note") == "prepared")
+    note["context"] = [0.5 * threshold for threshold in note["context"]]
+    journal = Journal(path, entries[0]["key"])
+    journal.begin()
+    journal.append(entries[1:])
+    assert epimer.merge(given, out, progress=False).tensors.keys() == SHAPES.keys()
+    found = epimer.verify(out, sample=None)
+    assert outcomes(found) == dict.fromkeys(PARTS[:4], "ok") | {"recomputed": "differs"}
+    epimer.merge(given, root / "again", progress=False)
+    assert epimer.verify(root / "again", sample=None).verified
 
 
 def test_last_digits_may_differ_within_the_tolerance_and_not_beyond(root):

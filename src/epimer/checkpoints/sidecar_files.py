@@ -122,11 +122,11 @@ def chat_settings(folder: Path | None) -> dict[str, Any]:
     template = config.get("chat_template") or _object(folder, "chat_template.json").get("chat_template")
     template = file.decode("utf-8", "replace") if file is not None else template
     end = config.get("eos_token") or _object(folder, "special_tokens_map.json").get("eos_token")
-    found = {
+    settings = {
         "chat template": template.strip() if isinstance(template, str) else template,
         "eos_token": end.get("content") if isinstance(end, dict) else end,
     }
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in settings.items() if value}
 
 
 def _object(folder: Path | None, name: str) -> dict[str, Any]:
@@ -158,13 +158,13 @@ def tokens_of(tokenizer: Mapping[str, Any], where: Path) -> dict[int, str]:
 def vocabularies(folders: Iterable[Path]) -> dict[Path, dict[int, str]]:
     """Return every folder's `vocabulary`; equal files, as most fine-tuned models have, are read into one mapping."""
     parsed: dict[tuple[bytes | None, ...], dict[int, str]] = {}
-    found = {}
+    tokens = {}
     for folder in folders:
         files = tuple(read_sidecar(folder, name) for name in VOCABULARY)
         if files not in parsed:
             parsed[files] = vocabulary(folder)
-        found[folder] = parsed[files]
-    return found
+        tokens[folder] = parsed[files]
+    return tokens
 
 
 def _tokens(table: Any, where: Path) -> dict[int, str]:

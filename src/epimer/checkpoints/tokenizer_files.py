@@ -26,10 +26,12 @@ def with_tokens(folder: Path, tokens: Mapping[int, str], owners: Mapping[str, Pa
     listed = {entry["content"] for entry in tokenizer["added_tokens"]}
     new = {i: token for i, token in tokens.items() if token in owners}
     donors = {path: _tokenizer(path) for path in set(owners.values())}
-    added = []
-    for i, token in sorted(new.items()):
-        entries = [one for one in donors[owners[token]]["added_tokens"] if one["content"] == token]
-        added += [{**one, "id": i} for one in entries if token not in listed]
+    entries = {path: {one["content"]: one for one in donor["added_tokens"]} for path, donor in donors.items()}
+    added = [
+        {**entries[owners[token]][token], "id": i}
+        for i, token in sorted(new.items())
+        if token in entries[owners[token]] and token not in listed
+    ]
     tokenizer["added_tokens"] = sorted([*tokenizer["added_tokens"], *added], key=lambda one: one["id"])
     if isinstance(model["vocab"], dict):
         model["vocab"] |= {token: i for i, token in sorted(tokens.items()) if token not in model["vocab"]}
@@ -54,10 +56,9 @@ def _append(
     donors: Mapping[Path, Mapping[str, Any]],
 ) -> None:
     """Append tokens to a list of [token, score], whose places are the ids."""
-    scores: dict[str, float] = {}
-    for token, path in owners.items():
-        vocab = donors[path]["model"]["vocab"]
-        scores |= {piece: score for piece, score in vocab if piece == token} if isinstance(vocab, list) else {}
+    vocabularies = {path: donor["model"]["vocab"] for path, donor in donors.items()}
+    tables = {path: dict(vocab) if isinstance(vocab, list) else {} for path, vocab in vocabularies.items()}
+    scores = {token: tables[path].get(token, 0.0) for token, path in owners.items()}
     for i in range(len(pieces), max(tokens) + 1):
         if i not in tokens:
             raise CheckpointError(f"{folder}/tokenizer.json has no token with the id {i}; save the tokenizer again.")
@@ -77,8 +78,8 @@ def with_chat_template(folder: Path | None, files: Mapping[str, bytes], template
 
 def _config(folder: Path | None) -> dict[str, Any]:
     data = read_sidecar(folder, CONFIG)
-    found = {} if data is None or folder is None else parse_json(data, folder / CONFIG)
-    return {key: value for key, value in found.items() if key not in PATHS}
+    config = {} if data is None or folder is None else parse_json(data, folder / CONFIG)
+    return {key: value for key, value in config.items() if key not in PATHS}
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
@@ -88,10 +89,10 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
             f"{folder} has no tokenizer.json, and only such tokenizers are joined; save it with transformers "
             "(AutoTokenizer.from_pretrained(…).save_pretrained(…)), or name one as tokenizer_source."
         )
-    found = parse_json(data, folder / "tokenizer.json")
-    tokens_of(found, folder / "tokenizer.json")
-    model = found.get("model")
+    tokenizer = parse_json(data, folder / "tokenizer.json")
+    tokens_of(tokenizer, folder / "tokenizer.json")
+    model = tokenizer.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise CheckpointError(f"{folder}/tokenizer.json has no vocabulary; save the tokenizer again.")
-    found["added_tokens"] = found.get("added_tokens") or []
-    return found
+    tokenizer["added_tokens"] = tokenizer.get("added_tokens") or []
+    return tokenizer

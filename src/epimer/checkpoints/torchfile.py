@@ -114,18 +114,23 @@ def load_tensors(path: Path, where: str, *, key: str | None = None, mapped: bool
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{where} holds a {type(loaded).__name__}, expected a state dict: names to tensors.")
     for name, value in loaded.items():
-        if isinstance(value, Mapping) and value and all(isinstance(item, Tensor) for item in value.values()):
-            raise CheckpointError(
-                f"{where} keeps its state dict under {name!r}; take it out: "
-                f"epimer convert {path.name} {path.stem}.safetensors --key {name}"
-            )
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise CheckpointError(f"{where}: {name!r} is a {type(value).__name__}, expected only tensors; save those.")
-        if not is_text(name):
-            raise CheckpointError(f"{where}: {name!r} is not text that can be written down; rename it.")
-        if problem := not_dense(value):
-            raise CheckpointError(f"{where}: {name!r} {problem}.")
+        _check_entry(name, value, path, where)
     return {name: value.detach().resolve_conj().resolve_neg() for name, value in loaded.items()}
+
+
+def _check_entry(name: Any, value: Any, path: Path, where: str) -> None:
+    """Refuse an entry of a state dict that is no tensor of plain numbers under a name."""
+    if isinstance(value, Mapping) and value and all(isinstance(item, Tensor) for item in value.values()):
+        raise CheckpointError(
+            f"{where} keeps its state dict under {name!r}; take it out: "
+            f"epimer convert {path.name} {path.stem}.safetensors --key {name}"
+        )
+    if not isinstance(name, str) or not isinstance(value, Tensor):
+        raise CheckpointError(f"{where}: {name!r} is a {type(value).__name__}, expected only tensors; save those.")
+    if not is_text(name):
+        raise CheckpointError(f"{where}: {name!r} is not text that can be written down; rename it.")
+    if problem := not_dense(value):
+        raise CheckpointError(f"{where}: {name!r} {problem}.")
 
 
 def not_dense(value: Tensor) -> str | None:

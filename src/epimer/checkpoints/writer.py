@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +20,16 @@ from typing import Any
 
 from torch import Tensor
 
-from epimer.atomic_files import atomic_file, draft_path, explain_os_errors, held, remove, remove_folder, sync
+from epimer.atomic_files import (
+    atomic_file,
+    draft_path,
+    explain_os_errors,
+    held,
+    keep_old_or_new,
+    remove,
+    remove_folder,
+    sync,
+)
 from epimer.checkpoints.checkpoint import nbytes
 from epimer.checkpoints.file_checksums import join_crc, read_crc, spelled_crc, weights_checksum
 from epimer.checkpoints.journal import Journal
@@ -144,7 +152,7 @@ class Draft:
 
     def _begin(self) -> None:
         if not self._restore():
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder)
             self.journal.begin()
             self.folder.mkdir()
         for shard in self.shards:
@@ -299,13 +307,7 @@ def recover(out: Path) -> None:
 def finish_replacement(out: Path) -> None:
     """Restore the old output if the new one did not appear; otherwise remove the old one and the draft."""
     root = draft_path(out)
-    old, gone = root / "old", root / "gone"
-    if old.exists() and not os.path.lexists(out):
-        old.rename(out)
-    elif old.exists():
-        shutil.rmtree(gone, ignore_errors=True)
-        old.rename(gone)  # so that half of it is never taken for the old output
-        shutil.rmtree(gone)
+    keep_old_or_new(out, root / "old", root / "gone")
     left = {path.name for path in root.iterdir()} if root.is_dir() else set()
     if root.is_dir() and "model" not in left and left <= {*OURS} and os.path.lexists(out):
         remove_folder(root)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,7 @@ from epimer.records import MergeRecord
 if TYPE_CHECKING:
     from epimer.engine.options import RunOptions
     from epimer.plan.jobs import Plan
+    from epimer.recipe.documents import Step
 
 
 @app.command(cls=MergeCommand)
@@ -64,8 +65,6 @@ def merge(
     """
     from epimer.api import plan_merge
     from epimer.atomic_files import check_file
-    from epimer.checkpoints.hub_upload import check_upload, upload_folder
-    from epimer.checkpoints.object_store import is_store
     from epimer.engine.options import RunOptions
     from epimer.engine.output import warn_of
     from epimer.engine.store_output import write_output
@@ -78,26 +77,15 @@ def merge(
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
     if push_to_hub is not None and not dry_run:
-        if is_store(out or ""):
-            raise EpimerError("--push-to-hub uploads a folder of this machine; give one instead of an address as OUT.")
-        check_upload(push_to_hub)
+        _check_upload(out or "", push_to_hub)
     steps = merge_steps(recipe, out or "OUT", intermediate, compat=compat)
-    if dry_run and as_json and len(steps) > 1:
-        raise EpimerError(
-            f"--dry-run --json prints one plan, and {recipe} holds {len(steps)} recipes; leave out --json."
-        )
-    how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code, "hash_inputs": hash_inputs}
-    failed = False
-    for step in steps:
-        last = step is steps[-1]
-        if dry_run and (lacking := [place for place in step.reads if not Path(place).is_dir()]):
-            render.print_text(f"{step.out} is planned once {', '.join(lacking)} is there: merge without --dry-run.")
-            continue
+
+    def plan_step(step: Step) -> Plan:
         loaded = with_non_finite(step.recipe, non_finite)
-        if (lora or lora_rank is not None) and last:
+        if (lora or lora_rank is not None) and step is steps[-1]:
             loaded = loaded.as_lora(lora_rank)
         with stoppable("nothing was written"):
-            plan = plan_merge(
+            return plan_merge(
                 loaded,
                 folder=step.folder,
                 progress=progress,
@@ -105,15 +93,17 @@ def merge(
                 download=not dry_run,
                 before_download=_print_downloads if progress else lambda files: None,
             )
-        if dry_run:
-            if not plan.problems:
-                try:
-                    run.budget(plan.parts)
-                except EpimerError as error:
-                    plan.problems.append(error)
-            _print_plan(plan, run, as_json=as_json, quiet=quiet)
-            failed = failed or bool(plan.problems)
-            continue
+
+    if dry_run:
+        if as_json and len(steps) > 1:
+            raise EpimerError(
+                f"--dry-run --json prints one plan, and {recipe} holds {len(steps)} recipes; leave out --json."
+            )
+        problems = [_print_dry_run(step, plan_step, run, as_json=as_json, quiet=quiet) for step in steps]
+        raise typer.Exit(2 if any(problems) else 0)
+    how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code, "hash_inputs": hash_inputs}
+    for step in steps:
+        last, plan = step is steps[-1], plan_step(step)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with stoppable("the same command goes on from here"):
@@ -123,13 +113,44 @@ def merge(
         show = partial(_print_result, result, step.out, notes)
         if last or not as_json:
             render.output(result.to_dict(), show, file=record if last else None, as_json=as_json, quiet=quiet)
-    if dry_run:
-        raise typer.Exit(2 if failed else 0)
     if push_to_hub is not None and out is not None:
-        with stoppable(f"{out} is complete; the same command uploads it"):
-            place = upload_folder(Path(out).expanduser(), push_to_hub, progress=progress)
-        if progress:
-            render.print_text(f"uploaded to {place}")
+        _upload(out, push_to_hub, progress=progress)
+
+
+def _check_upload(out: str, name: str) -> None:
+    """Refuse an upload that cannot be, before anything is merged."""
+    from epimer.checkpoints.hub_upload import check_upload
+    from epimer.checkpoints.object_store import is_store
+
+    if is_store(out):
+        raise EpimerError("--push-to-hub uploads a folder of this machine; give one instead of an address as OUT.")
+    check_upload(name)
+
+
+def _upload(out: str, name: str, *, progress: bool) -> None:
+    from epimer.checkpoints.hub_upload import upload_folder
+
+    with stoppable(f"{out} is complete; the same command uploads it"):
+        place = upload_folder(Path(out).expanduser(), name, progress=progress)
+    if progress:
+        render.print_text(f"uploaded to {place}")
+
+
+def _print_dry_run(
+    step: Step, plan_step: Callable[[Step], Plan], run: RunOptions, *, as_json: bool, quiet: bool
+) -> bool:
+    """Print the plan of a merge, unless it reads one that is not made yet; return whether it has problems."""
+    if lacking := [place for place in step.reads if not Path(place).is_dir()]:
+        render.print_text(f"{step.out} is planned once {', '.join(lacking)} is there: merge without --dry-run.")
+        return False
+    plan = plan_step(step)
+    if not plan.problems:
+        try:
+            run.budget(plan.parts)
+        except EpimerError as error:
+            plan.problems.append(error)
+    _print_plan(plan, run, as_json=as_json, quiet=quiet)
+    return bool(plan.problems)
 
 
 def _downloads(files: Mapping[str, int]) -> str:

@@ -41,19 +41,23 @@ def verify(
     from epimer.api import verify as run
 
     with stoppable("nothing was written"):
-        found = run(
+        verification = run(
             out, recipe=recipe, sample=None if every else sample, seed=seed, tolerance=tolerance,
             files_only=files_only, device=device, workers=workers, max_memory=max_memory,
             progress=not (quiet or as_json),
         )  # fmt: skip
-    render.output(found.to_dict(), lambda: _print_result(found, out), file=None, as_json=as_json, quiet=quiet)
-    raise typer.Exit(0 if found.verified else 2)
+    render.output(
+        verification.to_dict(), lambda: _print_result(verification, out), file=None, as_json=as_json, quiet=quiet
+    )
+    raise typer.Exit(0 if verification.verified else 2)
 
 
-def _print_result(found: Verification, out: str) -> None:
-    for check in found.checks:
+def _print_result(verification: Verification, out: str) -> None:
+    for check in verification.checks:
         render.print_text(f"{check.part:<11} {check.outcome:<12} {check.text}")
     verdict = (
-        "is not what its record says" if found.differs else "is as recorded where it was checked, which is not all"
+        "is not what its record says"
+        if verification.differs
+        else "is as recorded where it was checked, which is not all"
     )
-    render.print_text(f"{out} {'is what its record says' if found.verified else verdict}.")
+    render.print_text(f"{out} {'is what its record says' if verification.verified else verdict}.")

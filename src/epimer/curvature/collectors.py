@@ -7,7 +7,6 @@ in float32 or float64, whatever the model computes in.
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from epimer.curvature.per_sample_gradients import OuterProducts, SampleGradients, TableRows, TokenSums
-from epimer.errors import CurvatureError, EpimerWarning, NumericalError, listed
+from epimer.errors import CurvatureError, EpimerWarning, NumericalError, listed, warn
 from epimer.geometry.decompositions import eigh
 from epimer.geometry.diagonal import TaggedDiagonal
 from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
@@ -191,7 +190,7 @@ class KroneckerCollector(Collector):
         size = f"{numbers * self.dtype.itemsize / 1e9:.2f} GB; they are kept at most {WIDEST} wide"
         problem = f"{listed(wide)} will have no Kronecker factors, which would take {size}"
         remedy = "measure in a basis instead: `epimer basis`, then --basis (basis=)"
-        warnings.warn(f"{problem}. Methods that need them refuse such a matrix; {remedy}.", EpimerWarning, stacklevel=4)
+        warn(EpimerWarning(f"{problem}. Methods that need them refuse such a matrix; {remedy}."))
 
     def numbers(self, name: str) -> int:
         return 0 if name in self.refused else sum(side * side for side in self._sides(name))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -13,14 +14,15 @@ from torch import Tensor, nn
 
 from epimer.checkpoints.memory import unwrapped
 from epimer.curvature.basis import basis_fingerprint
+from epimer.curvature.collectors import Collector
 from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.exact import projected_hessians
 from epimer.curvature.experts import members
 from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.gradient_passes import Measurement
-from epimer.curvature.kinds import KINDS
+from epimer.curvature.kinds import KINDS, Kind
 from epimer.curvature.model_calls import eval_mode
-from epimer.curvature.passes import plan_passes
+from epimer.curvature.passes import Passes, plan_passes
 from epimer.errors import CurvatureError, ParameterError, listed, nearest
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Basis
@@ -78,96 +80,136 @@ def estimate_curvature(
     Returns:
         The curvature, by tensor name; `.save(folder)` writes it to disk.
     """
-    for name, value, known in (("kind", kind, KINDS), ("labels", labels, POLICIES), ("sequence", sequence, SEQUENCES)):
-        if value not in tuple(known):
-            raise ParameterError(f"The {name!r} parameter must be one of {', '.join(known)}. Got {value!r} instead.")
-    if samples is not None and (not isinstance(samples, int) or samples < 1):
-        raise ParameterError(f"The 'samples' parameter must be an integer at least 1, or None. Got {samples!r}.")
-    if passes is not None and KINDS[kind].collector is None:
-        raise ParameterError(f"kind={kind!r} measures one tensor after the other; leave out passes= (--passes).")
-    if passes is not None and (not isinstance(passes, int) or passes < 1):
-        raise ParameterError(f"The 'passes' parameter must be an integer at least 1, or None. Got {passes!r}.")
-    if dtype not in (None, torch.float32, torch.float64):
-        raise ParameterError(f"The 'dtype' parameter must be torch.float32 or torch.float64. Got {dtype}.")
+    _check_settings(kind, labels, sequence, samples, passes, dtype)
     if loss_fn is not None and ignore_index >= 0 and labels != "true":
         problem = f"labels={labels!r} may give a place the label {ignore_index}, which loss_fn ignores"
         raise ParameterError(f"{problem}; leave out loss_fn, use labels='true', or ignore a number below 0.")
-    model = unwrapped(model)
+    model, row = unwrapped(model), KINDS[kind]
     stored: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     if not stored:
         raise CurvatureError("the model has no parameters, so there is nothing to measure.")
     wide = any(p.dtype == torch.float64 for p in stored.values())
     dtype = dtype or (torch.float64 if wide else torch.float32)
     parameters = members(stored)
-    if KINDS[kind].collector is None:  # second derivatives are taken of parameters, not of parts of them
+    if row.collector is None:  # second derivatives are taken of parameters, not of parts of them
         parameters = {name: p for name, p in parameters.items() if name in stored}
         basis = {name: one for name, one in (basis or {}).items() if stored_name(name) == name} or None
     chosen = _chosen(parameters, layers, basis)
     _check_basis(basis, kind, parameters)
-    row, device = KINDS[kind], next(iter(chosen.values())).device
-    given = prepared(model, read_batches(batches, samples, device, ignore_index), own=loss_fn is None)
-    read: Iterable[Batch] = given
-    if loss_fn is None:
-        first = next(given)
-        read = chain((first,), given)
-        with eval_mode(model):
-            loss_fn = own_loss(model, first)
-    elif ignore_index != IGNORED:
-        loss_fn = ignoring(loss_fn, ignore_index)
-    label_policy = Labels(labels, loss_fn, seed)
-    metrics: dict[str, Metric] = {}
+    first = next(iter(chosen.values()))
+    given = prepared(model, read_batches(batches, samples, first.device, ignore_index), own=loss_fn is None)
+    loss_fn, read = _loss_and_batches(model, given, loss_fn, ignore_index)
+    policy = Labels(labels, loss_fn, seed)
     with Progress(progress, unit="samples") as bar:
         if row.collector is None:
             assert basis is not None
-            metrics, count = projected_hessians(model, read, label_policy, kind, basis, chosen, dtype, bar)
-            tokens, left_out = dict[str, int](), dict[str, str]()
+            measured = Measured(*projected_hessians(model, read, policy, kind, basis, chosen, dtype, bar))
         else:
             shapes = {name: p.shape for name, p in chosen.items()}
-            collector = row.collector(shapes, dtype, device, basis=basis, reduce=sequence == "reduce")
-            measurement = Measurement(model, collector, label_policy)
-            sizes = {name: dtype.itemsize * collector.numbers(name) for name in measurement.measurable}
-            if row.refine is not None:  # factors, their eigenvectors and what is summed along them
-                sizes = {name: 2 * size + dtype.itemsize * shapes[name].numel() for name, size in sizes.items()}
-            plan = plan_passes(sizes, device, passes, None if scratch is None else Path(scratch))
-            read = read if row.refine is None and len(plan) == 1 else list(read)
-            for number, names in enumerate(plan, 1):
-                of = f", pass {number} of {len(plan)}" if len(plan) > 1 else ""
-                stage = bar.begin(f"measuring{of}", samples or total)
-                measured = measurement.run(read, collector, names, stage)
-                if row.refine is not None and measured:
-                    second = row.refine(measured, dtype, device)
-                    stage = bar.begin(f"correcting{of}", samples or total)
-                    measured = measurement.run(read, second, second.shapes, stage)
-                while measured:  # one by one, so that no more than one is there twice
-                    name = next(iter(measured))
-                    metrics[name] = plan.keep(measured.pop(name))
-            count, tokens, left_out = collector.samples, collector.tokens, measurement.left_out
-            metrics = {name: metric for name, metric in metrics.items() if name not in left_out}
-            measurement.warn_of_unreached(metrics)
-            measurement.warn_of_left_out()
-            kept = set(map(stored_name, metrics))  # a tensor none of whose parts is kept is left out as a whole
-            left_out = {name if (n := stored_name(name)) in kept else n: why for name, why in left_out.items()}
+            collector = row.collector(shapes, dtype, first.device, basis=basis, reduce=sequence == "reduce")
+            measurement = Measurement(model, collector, policy)
+            sizes = _bytes_of_sums(row, collector, measurement.measurable)
+            plan = plan_passes(sizes, first.device, passes, None if scratch is None else Path(scratch))
+            measured = _measure_in_passes(measurement, collector, row, read, plan, bar, samples or total)
+    metrics = measured.metrics
     if not metrics:
-        why = f" ({next(iter(left_out.values()))})" if left_out else ""
+        why = f" ({next(iter(measured.left_out.values()))})" if measured.left_out else ""
         remedy = "kronecker and samples know nn.Linear, nn.Conv2d and GPT-2's Conv1D, diagonal also tables and norms"
         raise CurvatureError(f"none of the chosen tensors can be measured as {kind}{why}; {remedy}.")
-    counts = {name: tokens[name] for name in metrics if name in tokens}
+    counts = {name: measured.tokens[name] for name in metrics if name in measured.tokens}
     provenance = Provenance(
         kind=kind,
-        samples=count,
+        samples=measured.samples,
         tokens=max(counts.values(), default=None),
         labels=labels,
         seed=seed,
         dtype=str(dtype).removeprefix("torch."),
-        compute=str(next(iter(chosen.values())).dtype).removeprefix("torch."),
+        compute=str(first.dtype).removeprefix("torch."),
         sequence=sequence,
         model=model_fingerprint({name: stored[name] for name in map(stored_name, metrics)}),
         basis=None if basis is None else basis_fingerprint(basis),
         counts=counts,
-        left_out=left_out,
+        left_out=measured.left_out,
         ties=_ties(model, metrics),
     )
     return Curvature(metrics, provenance)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Tensors' curvature, on how many samples and tokens, and which tensors could not be measured, with the reason."""
+
+    metrics: dict[str, Metric]
+    samples: int
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def _check_settings(
+    kind: str, labels: str, sequence: str, samples: int | None, passes: int | None, dtype: torch.dtype | None
+) -> None:
+    """Refuse settings of `estimate_curvature` that are out of range, each by its name."""
+    for name, value, known in (("kind", kind, KINDS), ("labels", labels, POLICIES), ("sequence", sequence, SEQUENCES)):
+        if value not in tuple(known):
+            raise ParameterError(f"The {name!r} parameter must be one of {', '.join(known)}. Got {value!r} instead.")
+    if passes is not None and KINDS[kind].collector is None:
+        raise ParameterError(f"kind={kind!r} measures one tensor after the other; leave out passes= (--passes).")
+    for name, count in (("samples", samples), ("passes", passes)):
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ParameterError(f"The {name!r} parameter must be an integer at least 1, or None. Got {count!r}.")
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ParameterError(f"The 'dtype' parameter must be torch.float32 or torch.float64. Got {dtype}.")
+
+
+def _loss_and_batches(
+    model: nn.Module, batches: Iterator[Batch], loss_fn: Loss | None, ignore_index: int
+) -> tuple[Loss, Iterable[Batch]]:
+    """Return the loss, the model's own where none is given, and the batches; the model's own is seen from the first."""
+    if loss_fn is not None:
+        return loss_fn if ignore_index == IGNORED else ignoring(loss_fn, ignore_index), batches
+    first = next(batches)
+    with eval_mode(model):
+        return own_loss(model, first), chain((first,), batches)
+
+
+def _bytes_of_sums(row: Kind, collector: Collector, names: Iterable[str]) -> dict[str, int]:
+    """Return the bytes of each tensor's sums; of a kind with a second pass also what that one adds."""
+    sizes = {name: collector.dtype.itemsize * collector.numbers(name) for name in names}
+    if row.refine is None:
+        return sizes
+    # factors, their eigenvectors, and what is summed along them
+    return {name: 2 * size + collector.dtype.itemsize * collector.shapes[name].numel() for name, size in sizes.items()}
+
+
+def _measure_in_passes(
+    measurement: Measurement,
+    collector: Collector,
+    row: Kind,
+    batches: Iterable[Batch],
+    passes: Passes,
+    bar: Progress,
+    samples: int | None,
+) -> Measured:
+    """Measure tensors from per-sample gradients, in passes over the data; `samples` are those of a pass, if known."""
+    metrics: dict[str, Metric] = {}
+    if row.refine is not None or len(passes) > 1:
+        batches = list(batches)
+    for number, names in enumerate(passes, 1):
+        of = f", pass {number} of {len(passes)}" if len(passes) > 1 else ""
+        finished = measurement.run(batches, collector, names, bar.begin(f"measuring{of}", samples))
+        if row.refine is not None and finished:
+            second = row.refine(finished, collector.dtype, collector.device)
+            finished = measurement.run(batches, second, second.shapes, bar.begin(f"correcting{of}", samples))
+        while finished:  # one by one, so that no more than one is there twice
+            name = next(iter(finished))
+            metrics[name] = passes.keep(finished.pop(name))
+    left_out = measurement.left_out
+    metrics = {name: metric for name, metric in metrics.items() if name not in left_out}
+    measurement.warn_of_unreached(metrics)
+    measurement.warn_of_left_out()
+    kept = set(map(stored_name, metrics))  # a tensor none of whose parts is kept is left out as a whole
+    left_out = {name if (n := stored_name(name)) in kept else n: why for name, why in left_out.items()}
+    return Measured(metrics, collector.samples, collector.tokens, left_out)
 
 
 def matching(patterns: Sequence[str], names: Collection[str], where: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,7 +56,7 @@ class Measurement:
         if unknown := list(dict.fromkeys(unknown)):
             remedy = "give '*.experts.*' the rule 'average', or take a method that needs no curvature"
             problem = f"the curvature of {listed(unknown)} is left out: experts of a kind that is not known"
-            warnings.warn(f"{problem}. Methods that need it refuse them; {remedy}.", EpimerWarning, stacklevel=3)
+            warn(EpimerWarning(f"{problem}. Methods that need it refuse them; {remedy}."))
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -81,16 +80,15 @@ class Measurement:
         self, batches: Iterable[Batch], collector: Collector, names: Collection[str], stage: Stage
     ) -> dict[str, Metric]:
         """Return what a collector measures of the parameters in `names`, on all batches."""
-        recorder = self.recorder
         self.collector, self.names, self.seen = collector, set(names), 0
         self.labels.restart()
-        with recorder.attached():
+        with self.recorder.attached():
             for batch in batches:
                 if not self.learned and (batch.N > 1 or not self.seen):
                     self.learned = batch.N > 1
                     with _memory_for(batch.N):
-                        self._learn(recorder, batch)
-                self._add(recorder, replace(batch, squares=self.squares), collector, stage)
+                        self._learn(batch)
+                self._add(replace(batch, squares=self.squares), stage)
         left_out = self.left_out
         metrics = collector.finish(name for name in names if name not in left_out)
         _check_finite(metrics)
@@ -101,10 +99,10 @@ class Measurement:
         unreached = [name for name in names if name not in self.reached]
         if unrouted := [name for name in unreached if stored_name(name) != name]:
             reason = "no token was routed to them, so their curvature is 0; measure on more samples"
-            warnings.warn(f"{len(unrouted)} matrices of experts, {listed(unrouted)}: {reason}.", EpimerWarning, 3)
+            warn(EpimerWarning(f"{len(unrouted)} matrices of experts, {listed(unrouted)}: {reason}."))
         if unreached := [name for name in unreached if stored_name(name) == name]:
             reason = "the loss does not depend on them, so their curvature is 0"
-            warnings.warn(f"no gradient reached {listed(unreached)}: {reason}.", EpimerWarning, stacklevel=3)
+            warn(EpimerWarning(f"no gradient reached {listed(unreached)}: {reason}."))
 
     def warn_of_left_out(self) -> None:
         """Name the parameters of layers that could not be measured; other bare parameters than matrices are not."""
@@ -120,25 +118,25 @@ class Measurement:
             parts = "; ".join(f"{listed(names)} ({why})" for why, names in reasons.items())
             warn(LeftOutWarning(f"left out, without curvature: {parts}."))
 
-    def _add(self, recorder: Recorder, batch: Batch, collector: Collector, stage: Stage) -> None:
+    def _add(self, batch: Batch, stage: Stage) -> None:
         """Add one batch to a collector; in parts, where a layer mixes samples or memory does not hold all of them."""
         most = 1 if self.one_by_one else self.most or batch.N
         if most < batch.N:
             for start in range(0, batch.N, most):
-                self._add(recorder, batch.part(start, start + most), collector, stage)
-        elif self._measure_within_memory(recorder, batch, collector):
+                self._add(batch.part(start, start + most), stage)
+        elif self._measure_within_memory(batch):
             self.seen += batch.N
-            self.labels.seen = collector.samples = self.seen
+            self.labels.seen = self.collector.samples = self.seen
             stage.advance(batch.N, "")
         else:
-            self._add(recorder, batch, collector, stage)
+            self._add(batch, stage)
 
-    def _measure_within_memory(self, recorder: Recorder, batch: Batch, collector: Collector) -> bool:
+    def _measure_within_memory(self, batch: Batch) -> bool:
         """Do as `_measure`, and go on with batches of half the size where that takes more memory than there is."""
         self.added = False
         try:
             with _memory_for(batch.N):
-                return self._measure(recorder, batch, collector)
+                return self._measure(batch)
         except TooLittleMemoryError:
             if batch.N == 1 or self.added or not self.divisible:
                 raise
@@ -149,14 +147,14 @@ class Measurement:
         warn(EpimerWarning(f"{problem}, so the model is measured with batches of {self.most}."))
         return False
 
-    def _take_one_by_one(self, recorder: Recorder) -> bool:
+    def _take_one_by_one(self) -> bool:
         """Go on with batches of one where a layer to be measured was found to mix samples; return whether so."""
-        found = [name for name in recorder.mixed if name not in self.incomplete]
+        found = [name for name in self.recorder.mixed if name not in self.incomplete]
         mixed = [name for name in found if name not in self.refused and name not in self.not_matrices]
         if not mixed or not self.divisible or self.one_by_one:
             return False
         for name in found:
-            del recorder.unsupported[name]
+            del self.recorder.unsupported[name]
         self._go_on_one_by_one(f"{listed(mixed)} mix the samples of a batch (routing, or padding that is cut)")
         return True
 
@@ -178,25 +176,25 @@ class Measurement:
         self._go_on_one_by_one(TOGETHER)
         return True
 
-    def _measure(self, recorder: Recorder, batch: Batch, collector: Collector) -> bool:
+    def _measure(self, batch: Batch) -> bool:
         """Add one batch to a collector, with one backward pass for each set of labels.
 
         Return False, with nothing added, where a layer mixes its samples and they are to be measured one by one.
         """
-        with recorder.recording(batch.N), torch.enable_grad():
+        with self.recorder.recording(batch.N), torch.enable_grad():
             outputs = batch.run(self.model)
-            if self._take_one_by_one(recorder) or self._last_differs(batch, outputs):
+            if self._take_one_by_one() or self._last_differs(batch, outputs):
                 return False
             if not self.seen:
                 check_sum(self.labels.loss_fn, outputs, batch.targets, batch.N)
-            collector.repeated = False
-            passes = self.labels.passes(outputs, batch.targets, recorder.masks.outermost, batch.N)
+            self.collector.repeated = False
+            passes = self.labels.passes(outputs, batch.targets, self.recorder.masks.outermost, batch.N)
             for losses, following in pairwise(chain(passes, (None,))):
                 assert losses is not None
                 self._check_losses(losses)
-                recorder.backward(losses.sum(), again=following is not None, loss_scale=self.loss_scale)
-                collector.repeated = True
-            self.incomplete.update(recorder.mixed)
+                self.recorder.backward(losses.sum(), again=following is not None, loss_scale=self.loss_scale)
+                self.collector.repeated = True
+            self.incomplete.update(self.recorder.mixed)
         return True
 
     def _check_losses(self, losses: Tensor) -> None:
@@ -208,18 +206,18 @@ class Measurement:
             remedy = "look at that sample, or run the model in float32 or bfloat16"
             raise SampleError(f"the loss of {where} is {value}; {remedy}.", sample)
 
-    def _learn(self, recorder: Recorder, batch: Batch) -> None:
+    def _learn(self, batch: Batch) -> None:
         """Learn on the first two samples where layers keep their samples, and check that gradients add up."""
         for variant in (batch, replace(batch, squares=True)):
             two = variant.part(0, 2)
-            outputs = attempt(partial(self._probe, recorder, two))
-            if not isinstance(outputs, Exception) and (batch.N == 1 or self._double(recorder, variant)):
+            outputs = attempt(partial(self._probe, two))
+            if not isinstance(outputs, Exception) and (batch.N == 1 or self._double(variant)):
                 break
         else:  # a model that takes batches of one size only, or inputs whose first dimension is not the samples
-            failure = attempt(partial(self._probe, recorder, batch))
+            failure = attempt(partial(self._probe, batch))
             if isinstance(failure, EpimerError):
                 raise failure
-            self._check_layouts(recorder, batch)
+            self._check_layouts(batch)
             return
         if batch.N > 1:
             logits = find_logits(outputs)
@@ -228,51 +226,51 @@ class Measurement:
             if self.labels.interact(self.model, two, outputs):
                 self._go_on_one_by_one(TOGETHER)
                 return
-            for label in dict.fromkeys(recorder.shared_outputs):
-                expanded = find_logits(self._with_expanded(recorder, label, two))
+            for label in dict.fromkeys(self.recorder.shared_outputs):
+                expanded = find_logits(self._with_expanded(label, two))
                 if logits is not None and expanded is not None and agree(logits, expanded):
-                    recorder.expanded.add(label)
-            self._check_layouts(recorder, variant.part(0, FEW))
-            self._take_one_by_one(recorder)
+                    self.recorder.expanded.add(label)
+            self._check_layouts(variant.part(0, FEW))
+            self._take_one_by_one()
 
-    def _probe(self, recorder: Recorder, batch: Batch) -> Any:
+    def _probe(self, batch: Batch) -> Any:
         """Keep every layer's output on a few samples, and check that its gradients add up; return the outputs."""
-        with recorder.probing(batch.N):
+        with self.recorder.probing(batch.N):
             outputs = batch.run(self.model)
             logits = find_logits(outputs)
             if logits is not None and len(logits) != batch.N:
                 raise RuntimeError("the samples do not lie along the inputs' first dimension")
-            recorder.check_gradients(plain_loss(self.labels.loss_fn, outputs, batch.targets, batch.N).sum())
+            self.recorder.check_gradients(plain_loss(self.labels.loss_fn, outputs, batch.targets, batch.N).sum())
         return outputs
 
-    def _double(self, recorder: Recorder, batch: Batch) -> bool:
+    def _double(self, batch: Batch) -> bool:
         """Learn where layers keep their samples, by running the first two samples twice; return whether that ran."""
 
         def run() -> Any:
-            with recorder.doubling(2):
+            with self.recorder.doubling(2):
                 return batch.part(0, 2, repeats=2).run(self.model)
 
         return not isinstance(attempt(run), Exception)
 
-    def _with_expanded(self, recorder: Recorder, label: str, batch: Batch) -> Any:
+    def _with_expanded(self, label: str, batch: Batch) -> Any:
         """Return the model's outputs with one layer's output expanded to every sample, or the exception it raised."""
 
         def run() -> Any:
-            with recorder.expanding_output(label, batch.N):
+            with self.recorder.expanding_output(label, batch.N):
                 return batch.run(self.model)
 
         return attempt(run)
 
-    def _check_layouts(self, recorder: Recorder, batch: Batch) -> None:
+    def _check_layouts(self, batch: Batch) -> None:
         """Check that the gradients of every second sample's loss are zero at the other samples, and the reverse."""
-        with recorder.recording(batch.N), torch.enable_grad():
+        with self.recorder.recording(batch.N), torch.enable_grad():
             outputs = batch.run(self.model)
             try:
                 halves = every_second(self.labels.loss_fn, outputs, batch.targets, batch.N)
             except (IndexError, RuntimeError):
                 self.labels.check_range(find_logits(outputs), batch.targets)
                 raise
-            recorder.check_layouts(halves)
+            self.recorder.check_layouts(halves)
 
 
 class TooLittleMemoryError(CurvatureError):

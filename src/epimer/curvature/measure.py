@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,9 +169,9 @@ def _imported(request: Request) -> Curvature:
 def measure_shard(request: Request, basis: StoredBasis | None, rank: int, count: int) -> Curvature:
     """Measure curvature on every `count`-th of the samples, from the `rank`-th on; the first shard keeps inputs."""
     assert request.data is not None
-    kind = request.kind or "kronecker"
-    if KINDS[kind].add is None and count > 1:
-        raise ParameterError(f"--kind {kind} cannot be measured by several processes; start one, or take kronecker.")
+    if KINDS[request.kind or "kronecker"].add is None and count > 1:
+        problem = f"--kind {request.kind} cannot be measured by several processes"
+        raise ParameterError(f"{problem}; start one, or take kronecker.")
     table = open_data(request.data, split=request.split, subset=request.subset, progress=request.progress)
     task = _load(request)
     merged = None if request.at is None else _copy_merged(request.at, task, progress=request.progress)
@@ -181,40 +181,15 @@ def measure_shard(request: Request, basis: StoredBasis | None, rank: int, count:
     mine = rows[rank::count]
     if not mine:
         raise DataError(f"{table.name} gives {len(rows)} samples to {count} processes; start fewer of them.")
-    batches = task.batches(
-        table,
-        mine,
-        batch_size=request.batch_size,
-        max_length=request.max_length,
-        text=request.text,
-        label=request.label,
-        image=request.image,
-        audio=request.audio,
-    )
+    columns = {name: getattr(request, name) for name in ("text", "label", "image", "audio")}
+    batches = task.batches(table, mine, batch_size=request.batch_size, max_length=request.max_length, **columns)
     keeper = None if request.no_inputs or rank or task.kind not in TASKS else _keeper(request, task)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LeftOutWarning)  # the command names them with the result
-            curvature = estimate_curvature(
-                task.model,
-                batches if keeper is None else keeper.watch(batches),
-                task.loss,
-                kind=kind,
-                labels=request.labels,
-                samples=None,
-                basis=None if basis is None else _for_model(basis, task),
-                seed=request.seed + rank,
-                sequence=request.sequence,
-                layers=_patterns(request.layers, task),
-                passes=request.passes,
-                scratch=next(folder for folder in request.out.absolute().parents if folder.is_dir()),
-                progress=request.progress and rank == 0,
-                total=len(mine),
-            )
+        curvature = _estimate(
+            request, task, basis, batches if keeper is None else keeper.watch(batches), rank, len(mine)
+        )
     except SampleError as error:
         raise CurvatureError(str(error).replace(f"sample {error.sample}", table.where(mine[error.sample]))) from error
-    if basis is not None:
-        curvature = Curvature(curvature.metrics, replace(curvature.provenance, basis=basis.fingerprint))
     stored = _under_stored_names(curvature, task)
     provenance = replace(stored.provenance, seed=request.seed)
     if merged is not None:
@@ -223,6 +198,33 @@ def measure_shard(request: Request, basis: StoredBasis | None, rank: int, count:
         at = stored_fingerprint(checkpoint, {name: copied[name] for name in measured if name in copied})
         provenance = replace(provenance, at=at)
     return Curvature(stored.metrics, provenance, inputs=None if keeper is None else keeper.kept)
+
+
+def _estimate(
+    request: Request, task: Task, basis: StoredBasis | None, batches: Iterable[Any], rank: int, total: int
+) -> Curvature:
+    """Measure a loaded model on the `total` samples of one process, by the names of its parameters in memory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LeftOutWarning)  # the command names them with the result
+        curvature = estimate_curvature(
+            task.model,
+            batches,
+            task.loss,
+            kind=request.kind or "kronecker",
+            labels=request.labels,
+            samples=None,
+            basis=None if basis is None else _for_model(basis, task),
+            seed=request.seed + rank,
+            sequence=request.sequence,
+            layers=_patterns(request.layers, task),
+            passes=request.passes,
+            scratch=next(folder for folder in request.out.absolute().parents if folder.is_dir()),
+            progress=request.progress and rank == 0,
+            total=total,
+        )
+    if basis is None:
+        return curvature
+    return Curvature(curvature.metrics, replace(curvature.provenance, basis=basis.fingerprint))
 
 
 def _keeper(request: Request, task: Task) -> InputKeeper:

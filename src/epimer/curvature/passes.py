@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from epimer.atomic_files import explain_os_errors
 from epimer.curvature.kinds import tensors_of
-from epimer.errors import CurvatureError, EpimerWarning
+from epimer.errors import CurvatureError, EpimerWarning, warn
 from epimer.geometry.metric import Metric
 from epimer.machine import available_memory
 
@@ -72,7 +71,7 @@ def plan_passes(sizes: Mapping[str, int], device: torch.device, passes: int | No
         place = "" if folder is None else ", finished ones being kept on disk"
         size = f"the sums of {len(sizes)} tensors take {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB of memory are free"
         measured = f"they are measured in {len(groups)} passes over the data (--passes, passes=){place}"
-        warnings.warn(f"{size}: {measured}; {BASIS}.", EpimerWarning, stacklevel=3)
+        warn(EpimerWarning(f"{size}: {measured}; {BASIS}."))
     return Passes(groups, folder)
 
 

@@ -64,9 +64,7 @@ class Recorder:
         self.parameters = {name: p for name, p in every.items() if name in names or self.stacks.get(name)}
         by_id = {id(p): name for name, p in self.parameters.items()}
         self.layers: dict[str, RecordedLayer] = {}  # by label
-        self.recurrent: set[str] = (
-            set()
-        )  # parameters whose gradient may be complete before that of their layer's output
+        self.recurrent: set[str] = set()  # parameters whose gradient may be there before that of their layer's output
         self.functional: dict[str, Tensor] = {}  # weights whose layer may be a call of functional.linear
         for label, module in model.named_modules():
             self._add_layers(label, module, by_id)
@@ -105,37 +103,31 @@ class Recorder:
         """Add the layers that a module's own parameters make up."""
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         names = {attribute: by_id[id(p)] for attribute, p in own if id(p) in by_id}
-        rules = {}
-        if names and experts.is_supported(module):
+        if not names:
+            return
+        if isinstance(module, ParametrizationList):
+            self.unsupported |= dict.fromkeys(names.values(), PARAMETRISED)
+        elif experts.is_supported(module):
             for product in experts.products(module):
                 own_names = experts.expert_names(names, product, self.stacks.get(names.get(product, ""), {}))
                 unrouted = partial(experts.made_per_call, product)
                 self.layers[f"{label}.{product}"] = RecordedLayer(f"{label}.{product}", module, unrouted, own_names)
                 self.matrices |= {name for name in own_names.values() if name not in self.parameters}
-            return
-        if isinstance(module, ParametrizationList):
-            self.unsupported |= dict.fromkeys(names.values(), PARAMETRISED)
-            return
-        if names and recurrent.is_supported(module):
+        elif recurrent.is_supported(module):
             for part in recurrent.parts(module):
                 own_names = {name: names[name] for kind in recurrent.PARAMETERS if (name := f"{kind}_{part}") in names}
                 unrolled = partial(experts.made_per_call, part)
                 self.layers[f"{label}.{part}"] = RecordedLayer(f"{label}.{part}", module, unrolled, own_names)
             self.matrices |= {name for attribute, name in names.items() if attribute.startswith("weight")}
             self.recurrent |= set(names.values())
-            return
-        if names and (rule := gradient_rule(module)) is not None:
-            rules = {label: rule}
-        elif names and is_supported(module):
-            rules = {f"{label}.{part}": rule for part, rule in projection_rules(module).items()}
-        if rules:
+        elif rules := _gradient_rules(label, module):
             self.layers |= {layer: RecordedLayer(layer, module, rule, names) for layer, rule in rules.items()}
             self.matrices |= {name for attribute, name in names.items() if is_weight_matrix(module, attribute)}
-            return
-        for weight, roles in candidates(module, names).items():
-            self.layers[weight] = RecordedLayer(weight, module, linear_rule(), roles)
-            self.functional[weight] = self.parameters[weight]
-            self.matrices.add(weight)
+        else:
+            for weight, roles in candidates(module, names).items():
+                self.layers[weight] = RecordedLayer(weight, module, linear_rule(), roles)
+                self.functional[weight] = self.parameters[weight]
+                self.matrices.add(weight)
 
     @contextmanager
     def attached(self) -> Iterator[Recorder]:
@@ -154,25 +146,29 @@ class Recorder:
                         handle = layer.module.register_forward_hook(partial(self._hook, layer), with_kwargs=True)
                         stack.callback(handle.remove)
                 for label, module in self.model.named_modules():
-                    if isinstance(module, nn.Embedding):  # reentrant checkpointing needs inputs that require gradients
-                        stack.callback(module.register_forward_hook(self._require_grad).remove)
-                    if is_supported(module):
-                        stack.callback(delattr, module, "forward")
-                        module.forward = visible_forward(module, partial(self._record_projection, label))
-                    if experts.is_supported(module):
-                        stack.callback(experts.restore_forward, module, module.__dict__.get("forward"))
-                        module.forward = experts.visible_forward(module, partial(self._record_product, label))
-                    if recurrent.is_supported(module):
-                        stack.callback(delattr, module, "forward")
-                        module.forward = recurrent.visible_forward(module, partial(self._record_steps, label))
-                    if takes_mask(module) or module is self.model:
-                        note = partial(self._note_masks, label)
-                        stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+                    self._attach(label, module, stack)
                 yield self
             finally:
                 self.mode = "off"
                 for p, flag in flags.items():
                     p.requires_grad_(flag)
+
+    def _attach(self, label: str, module: nn.Module, stack: ExitStack) -> None:
+        """Let a module tell of its masks and of the calls that no hook sees, until the stack is unwound."""
+        if isinstance(module, nn.Embedding):  # reentrant checkpointing needs inputs that require gradients
+            stack.callback(module.register_forward_hook(self._require_grad).remove)
+        if is_supported(module):
+            stack.callback(delattr, module, "forward")
+            module.forward = visible_forward(module, partial(self._record_projection, label))
+        if experts.is_supported(module):
+            stack.callback(experts.restore_forward, module, module.__dict__.get("forward"))
+            module.forward = experts.visible_forward(module, partial(self._record_product, label))
+        if recurrent.is_supported(module):
+            stack.callback(delattr, module, "forward")
+            module.forward = recurrent.visible_forward(module, partial(self._record_steps, label))
+        if takes_mask(module) or module is self.model:
+            note = partial(self._note_masks, label)
+            stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
 
     # --- what is learned about the model, once ---
 
@@ -363,8 +359,10 @@ class Recorder:
             self._without_grad.add(layer.label)
             return y
         self._with_grad.add(layer.label)
-        if self.unsupported.keys() >= set(layer.names.values()):
-            return y
+        return y if self.unsupported.keys() >= set(layer.names.values()) else self._watch(layer, ordinal, x, y)
+
+    def _watch(self, layer: RecordedLayer, ordinal: int, x: Tensor, y: Tensor) -> Tensor:
+        """Return y as a tensor whose gradient is turned into per-sample gradients, or checked, when it is there."""
         if layer.label in self.expanded and len(y) == 1 != self.N:
             y, x = y.expand(self.N, *y.shape[1:]), x.expand(self.N, *x.shape[1:])
         layout = self._layout(layer, ordinal, y)
@@ -440,10 +438,13 @@ class Recorder:
             unambiguous = y.dim() > 1 and len(y) == self.N and self.N not in y.shape[1:-1]
             return Layout() if unambiguous else None
         layout = self.layouts[key]
-        if (
-            layout is None
-            or not layout.fits(y, self.N)
-            or (layout.flat and self.masks.may_be_packed(y.shape[layout.dim]))
-        ):
+        if layout is None or not layout.fits(y, self.N):
             return None
-        return layout
+        return None if layout.flat and self.masks.may_be_packed(y.shape[layout.dim]) else layout
+
+
+def _gradient_rules(label: str, module: nn.Module) -> dict[str, GradientRule]:
+    """Return the rule of a module that is one layer, or those of an attention's projections, by label."""
+    if (rule := gradient_rule(module)) is not None:
+        return {label: rule}
+    return {f"{label}.{part}": rule for part, rule in projection_rules(module).items()} if is_supported(module) else {}

@@ -22,9 +22,9 @@ ADVISED = "without data it beat tsv and averaging on every suite measured"
 ALIKE = "the models do not differ, and it keeps every direction of them"
 
 
-def advise(found: Diagnosis) -> Diagnosis:
+def advise(diagnosis: Diagnosis) -> Diagnosis:
     """Return the diagnosis with its recommendation."""
-    return replace(found, advice=(*_take(found), *_warnings(found), *_note(found)))
+    return replace(diagnosis, advice=(*_take(diagnosis), *_warnings(diagnosis), *_note(diagnosis)))
 
 
 class Recommendation(NamedTuple):
@@ -35,7 +35,7 @@ class Recommendation(NamedTuple):
     why: str
 
 
-def choice(found: Diagnosis, *, scaled: bool = True) -> Recommendation:
+def choice(diagnosis: Diagnosis, *, scaled: bool = True) -> Recommendation:
     """Return the method and the scale to take, and why.
 
     With measured two-sided curvature it is the lowest forecast. Without it forecasts take tsv where epimer_free is
@@ -43,110 +43,108 @@ def choice(found: Diagnosis, *, scaled: bool = True) -> Recommendation:
     its forecast. If neither is among the methods that were forecast, the lowest forecast decides.
 
     Args:
-        found: a diagnosis with forecasts.
+        diagnosis: one with forecasts.
         scaled: whether the scale is chosen too; 1 otherwise.
     """
-    names, why = _candidates(found)
-    losses = {name: found.forecast[name].mean_at_scale if scaled else found.forecast[name].mean for name in names}
+    names, why = _candidates(diagnosis)
+    losses = {
+        name: diagnosis.forecast[name].mean_at_scale if scaled else diagnosis.forecast[name].mean for name in names
+    }
     method = min(losses, key=lambda name: losses[name])
-    scale = found.forecast[method].scale if scaled else 1.0
+    scale = diagnosis.forecast[method].scale if scaled else 1.0
     return Recommendation(method, scale, why or f"the lowest forecast, {losses[method]:.2f}")
 
 
-def _candidates(found: Diagnosis) -> tuple[list[str], str]:
+def _candidates(diagnosis: Diagnosis) -> tuple[list[str], str]:
     """Return the methods to choose from, and why from these; no reason where the lowest forecast decides."""
-    if found.curvature not in MEASURED and len(found.forecast) > 1:
-        rows = [describe_method(name) for name in found.forecast]
-        alike = all(cosine > TWIN for s, row in enumerate(found.conflict.cosine) for cosine in row[:s])
+    if diagnosis.curvature not in MEASURED and len(diagnosis.forecast) > 1:
+        rows = [describe_method(name) for name in diagnosis.forecast]
+        alike = all(cosine > TWIN for s, row in enumerate(diagnosis.conflict.cosine) for cosine in row[:s])
         names = [row.name for row in rows if (row.elementwise if alike else row.advised_without_data)]
         if names:
             return names, ALIKE if alike else ADVISED
-    return list(found.forecast), ""
+    return list(diagnosis.forecast), ""
 
 
-def _take(found: Diagnosis) -> Iterator[Advice]:
-    if not found.forecast:
+def _take(diagnosis: Diagnosis) -> Iterator[Advice]:
+    if not diagnosis.forecast:
         yield Advice("note", "curvature is known inside its basis only, so nothing is forecast.")
         return
-    method, scale, why = choice(found)
-    others = {name: found.forecast[name] for name in _candidates(found)[0] if name != method}
+    method, scale, why = choice(diagnosis)
+    others = {name: diagnosis.forecast[name] for name in _candidates(diagnosis)[0] if name != method}
     order = sorted(others, key=lambda name: others[name].mean_at_scale)
     beside = ", ".join(f"{name} {others[name].mean_at_scale:.2f} at {others[name].scale:g}" for name in order)
     beside = f" (others at their own best scales: {beside})" if beside else ""
     yield Advice("take", f"{method} at scale {scale:g}: {why}{beside}.")
-    if found.curvature == "task-gram":
+    if diagnosis.curvature == "task-gram":
         yield Advice(
             "take",
             "measure curvature if you have data, even unlabelled (`epimer curvature`): a few hundred samples a task.",
         )
     else:
-        yield _about_eta(found)
+        yield _about_eta(diagnosis)
 
 
-def _about_eta(found: Diagnosis) -> Advice:
+def _about_eta(diagnosis: Diagnosis) -> Advice:
     """Return what η says, and whether tsv needs no curvature to be as good, which is for the forecasts to say.
 
     η compares the mean with the flat one on the same coordinates; tsv has coefficients of its own, so a small η does
     not make it as good. Nor does a diagonal, which ranks merges backwards: only two-sided curvature forecasts.
     """
-    fraction = found.total.eta_fraction
+    fraction = diagnosis.total.eta_fraction
     if fraction >= LITTLE:
         return Advice("note", f"η is {fraction:.0%} of F: this curvature removes that share of the conflict.")
     small = f"η is {fraction:.1%} of F: curvature moves the mean by little on these coordinates"
-    losses = {name: one.mean_at_scale for name, one in found.forecast.items()}
+    losses = {name: one.mean_at_scale for name, one in diagnosis.forecast.items()}
     aware = [name for name in losses if describe_method(name).needs_curvature]
-    if found.curvature not in MEASURED or "tsv" not in losses or not aware:
+    if diagnosis.curvature not in MEASURED or "tsv" not in losses or not aware:
         return Advice("note", f"{small}; it does not compare with tsv's own coefficients.")
     best = min(aware, key=lambda name: losses[name])
-    scales = {name: f"{found.forecast[name].scale:g}" for name in ("tsv", best)}
+    scales = {name: f"{diagnosis.forecast[name].scale:g}" for name in ("tsv", best)}
     numbers = f"forecast {losses['tsv']:.2f} at scale {scales['tsv']}, {best} {losses[best]:.2f} at {scales[best]}"
     if losses["tsv"] <= (1 + LITTLE) * losses[best]:
         return Advice("take", f"{small}; tsv is as good ({numbers}) and needs no data.")
     return Advice("note", f"{small}, yet tsv's own coefficients are worse ({numbers}).")
 
 
-def _warnings(found: Diagnosis) -> Iterator[Advice]:
-    for t, name in enumerate(found.models):
-        rest = [norm for s, norm in enumerate(found.norms) if s != t]
+def _warnings(diagnosis: Diagnosis) -> Iterator[Advice]:
+    for t, name in enumerate(diagnosis.models):
+        rest = [norm for s, norm in enumerate(diagnosis.norms) if s != t]
         usual = median(rest) if rest else 0.0
-        if found.norms[t] == 0:
+        if diagnosis.norms[t] == 0:
             yield Advice("warning", f"{name} equals the base in every matrix: leave it out.")
-        elif usual and found.norms[t] > FAR * usual:
-            times = f"{found.norms[t] / usual:.0f}x"
+        elif usual and diagnosis.norms[t] > FAR * usual:
+            times = f"{diagnosis.norms[t] / usual:.0f}x"
             yield Advice("warning", f"{name} moved {times} further than the others: lower its weight or leave it out.")
-        if found.base_norm and found.norms[t] > LOCAL * found.base_norm:
-            share = f"{found.norms[t] / found.base_norm:.0%}"
+        if diagnosis.base_norm and diagnosis.norms[t] > LOCAL * diagnosis.base_norm:
+            share = f"{diagnosis.norms[t] / diagnosis.base_norm:.0%}"
             yield Advice(
                 "warning",
                 f"{name} moved by {share} of the base's norm: is it a model of this base?",
             )
-    for s, one in enumerate(found.models):
-        for t, other in enumerate(found.models[:s]):
-            if found.conflict.cosine[s][t] > TWIN:
-                yield Advice(
-                    "warning",
-                    f"{other} and {one} are near-copies (cosine {found.conflict.cosine[s][t]:.2f}): count them as one.",
-                )
-    if found.forecast and len(found.models) > 1:
-        method = choice(found).method
-        tasks = found.forecast[method].tasks
+    for s, one in enumerate(diagnosis.models):
+        for t, other in enumerate(diagnosis.models[:s]):
+            if (cosine := diagnosis.conflict.cosine[s][t]) > TWIN:
+                yield Advice("warning", f"{other} and {one} are near-copies (cosine {cosine:.2f}): count them as one.")
+    if diagnosis.forecast and len(diagnosis.models) > 1:
+        method = choice(diagnosis).method
+        tasks = diagnosis.forecast[method].tasks
         worst = max(range(len(tasks)), key=lambda t: tasks[t])
-        if tasks[worst] > 1.5 * found.forecast[method].mean:
-            numbers = f"{tasks[worst]:.2f}, {found.forecast[method].mean:.2f} on average"
+        if tasks[worst] > 1.5 * diagnosis.forecast[method].mean:
+            numbers = f"{tasks[worst]:.2f}, {diagnosis.forecast[method].mean:.2f} on average"
             yield Advice(
-                "warning", f"{found.models[worst]} has the worst forecast under {method} at scale 1: {numbers}."
+                "warning", f"{diagnosis.models[worst]} has the worst forecast under {method} at scale 1: {numbers}."
             )
 
 
-def _note(found: Diagnosis) -> Iterator[Advice]:
-    least = {int(k): min(kept) for k, kept in found.energy.items()}
+def _note(diagnosis: Diagnosis) -> Iterator[Advice]:
+    least = {int(k): min(kept) for k, kept in diagnosis.energy.items()}
     enough = [k for k in sorted(least) if least[k] >= ENOUGH]
     if enough:
         yield Advice("note", f"k={enough[0]} keeps {least[enough[0]]:.0%} of every task, or more.")
     elif least:
         k = max(least)
-        t = min(range(len(found.models)), key=lambda t: found.energy[str(k)][t])
+        model = diagnosis.models[diagnosis.energy[str(k)].index(least[k])]
         yield Advice(
-            "note",
-            f"k={k} keeps {least[k]:.0%} of {found.models[t]}, the least of any task; what it leaves is not merged.",
+            "note", f"k={k} keeps {least[k]:.0%} of {model}, the least of any task; what it leaves is not merged."
         )

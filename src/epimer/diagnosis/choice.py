@@ -126,7 +126,7 @@ def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: S
     measurable = row.curvature == "kronecker"
     with Progress(run.progress, unit="steps") as bar:
         stage = bar.begin("improving by inputs", 1 + recipe.rounds + recipe.refine)
-        found = improve(
+        improved = improve(
             suite,
             merge_with,
             given,
@@ -138,12 +138,12 @@ def improved_plan(recipe: Recipe, chosen: Recipe, opened: OpenedModels, suite: S
             progress=lambda line: stage.advance(1, line),
         )
     if recipe.rounds and not measurable:
-        found.notes.insert(0, f"rounds were left out: {row.name} does not use kronecker curvature.")
-    if found.curvatures is not given:
-        for measured, first in zip(found.curvatures, given or (), strict=True):
+        improved.notes.insert(0, f"rounds were left out: {row.name} does not use kronecker curvature.")
+    if improved.curvatures is not given:
+        for measured, first in zip(improved.curvatures, given or (), strict=True):
             measured.file = first.file  # what the merge depends on, so that another measurement is another merge
-    fields = applied(found, samples_of(suite), None if free else 1.0)
-    return replace(plan(found.curvatures, found.scale), **fields)
+    fields = applied(improved, samples_of(suite), None if free else 1.0)
+    return replace(plan(improved.curvatures, improved.scale), **fields)
 
 
 def resolve(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate | None, run: RunOptions) -> Choice:
@@ -186,7 +186,7 @@ def _total_weight(recipe: Recipe) -> float:
 def by_sweep(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate, run: RunOptions) -> Choice:
     """Choose on validation data."""
     free = "scale" in recipe.auto
-    found = sweep_recipe(
+    sweep = sweep_recipe(
         recipe,
         opened,
         evaluate,
@@ -196,7 +196,7 @@ def by_sweep(recipe: Recipe, opened: OpenedModels, evaluate: Evaluate, run: RunO
         run=run,
         evaluation=recipe.eval or INPUTS,
     )
-    best = found.best
+    best = sweep.best
     why = f"{format_score(best.validation.unit, best.validation.trusted.average)} on validation data of {recipe.eval}"
     if recipe.eval is None:
         why = f"divergence {1 - best.validation.order:.3f} from the models on their {INPUTS}"

@@ -24,7 +24,7 @@ from epimer.evaluation.unlabelled import task_names
 from epimer.geometry.metric import Metric, TaskGram
 from epimer.geometry.subspace import Basis, Tagged, atoms_of, clamp_rank
 from epimer.geometry.theory import total
-from epimer.methods.registry import default_forecasts, describe_method
+from epimer.methods.registry import Layer, default_forecasts, describe_method
 from epimer.methods.workspace import DOUBLE
 from epimer.plan.inputs import assign_rules, check_weights
 from epimer.plan.jobs import Job
@@ -89,9 +89,10 @@ class DiagnosisWalk:
         metrics = [metric.to(like.device, like.dtype) for metric in loaded.metrics] or [TaskGram(D) for D in deltas]
         rank = clamp_rank(like.shape, len(deltas), self.question.rank) if basis is None else basis.rank
         fixed = None if basis is None else basis.to(like)
+        layer = Layer(job.matrix, deltas, job.weights, metrics=metrics, basis=fixed, inputs=job.inputs)
         W0 = W0.to(like).reshape(like.shape)
         with named_failure(job.matrix, deltas, range(len(deltas))):
-            return examine(job.matrix, W0, deltas, metrics, job.weights, rank, self.question, fixed, job.inputs)
+            return examine(layer, W0, rank, self.question)
 
 
 @torch.no_grad()
@@ -158,8 +159,8 @@ def diagnose_models(
         for job, result in engine.map(DiagnosisWalk(participants, jobs, curvatures, bases, question)):
             findings[job.matrix] = result
             stage.advance(job.reads, job.matrix)
-    found = assemble(findings, jobs[0].weights, [names[t] for t in models], kind, question, scales or {})
-    return advise(replace(found, base=base, recipe=recipe))
+    diagnosis = assemble(findings, jobs[0].weights, [names[t] for t in models], kind, question, scales or {})
+    return advise(replace(diagnosis, base=base, recipe=recipe))
 
 
 def _kind(curvatures: Curvatures | None, jobs: Sequence[Job]) -> str:

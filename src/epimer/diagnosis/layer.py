@@ -21,7 +21,7 @@ from epimer.geometry.svd import Svd
 from epimer.geometry.theory import SubspaceTheory, merge_polynomials, merge_theory
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.registry import Layer, describe_method
-from epimer.records import Conflict, LayerFindings, MergeTheory
+from epimer.records import Conflict, LayerDiagnosis, LayerFindings, MergeTheory
 
 RANKS = (2, 4, 8, 16, 32, 64, 128)
 OTHER_SCALES = (0.25, 0.5, 0.75, 1.25, 1.5, 2.0, 3.0, 4.0)
@@ -62,14 +62,14 @@ class Sums:
 
     def __add__(self, other: Sums) -> Sums:
         always = ("inner", "agree", "both", "left", "right", "weight", "base")
-        found: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in always}
+        total: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in always}
         for name in ("interference", "own"):
             one, two = getattr(self, name), getattr(other, name)
-            found[name] = None if one is None or two is None else one + two
+            total[name] = None if one is None or two is None else one + two
         for name in ("steps", "rescaled", "merges", "kept", "eta"):
             one, two = getattr(self, name), getattr(other, name)
-            found[name] = {k: value + two[k] for k, value in one.items() if k in two}
-        return Sums(**found)
+            total[name] = {k: value + two[k] for k, value in one.items() if k in two}
+        return Sums(**total)
 
     def lost(self, method: str, scale: float = 1.0) -> Tensor:
         """Return the share of each task's gain that a merge is forecast to lose, at a multiple of its scale.
@@ -107,57 +107,20 @@ class Question:
         return list(RANKS) if self.rank is None else [*(k for k in RANKS if k < self.rank), self.rank]
 
 
-def examine(
-    name: str,
-    base: Tensor,
-    deltas: Sequence[Tensor],
-    metrics: Sequence[Metric],
-    weights: Sequence[float],
-    rank: int,
-    ask: Question,
-    fixed: Tagged | None = None,
-    inputs: int = 1,
-) -> tuple[LayerFindings, Sums]:
-    """Find out all about one matrix: m x n base, T task vectors, each task's curvature.
-
-    `fixed` is the basis that projected curvature is known in, `inputs` the dimension that the layer's inputs belong to.
-    """
+def examine(layer: Layer, base: Tensor, rank: int, question: Question) -> tuple[LayerFindings, Sums]:
+    """Find out all about one matrix, m x n as its base is; `layer.basis` is what projected curvature is known in."""
+    deltas, metrics, fixed = layer.deltas, layer.metrics, layer.basis
+    assert fixed is None or isinstance(fixed, Tagged)
     atoms, triples = tagged_with_triples(deltas, rank) if fixed is None else (fixed, None)
-    on_atoms = SubspaceTheory(atoms, metrics, deltas, weights)
-    theory = on_atoms.at_mean(ask.damping, rank)
+    on_atoms = SubspaceTheory(atoms, metrics, deltas, layer.weights)
+    theory = on_atoms.at_mean(question.damping, rank)
     sums = _compared(base, deltas, triples)
-    energy, free = sums.inner.diagonal(), all(isinstance(H, TaskGram) for H in metrics)
-    for k in ask.ranks:
-        least = min(k, rank)  # a narrow layer has no more directions to give
-        if least == rank or triples is None:
-            sums.eta[k] = _vector([theory.eta, theory.eta_unit_trace, theory.flat_objective])
-        elif not free:
-            problem = build_problem(whiten(triples, least)[0], metrics, deltas, weights).damped(ask.damping)
-            eta, flat = problem.mean().eta or 0.0, problem.flat_mean()
-            sums.eta[k] = _vector([eta, eta / max(1, flat.numel()), problem.objective(flat)])
-    sums.kept = _kept(atoms, triples, deltas, [(k, min(k, rank)) for k in ask.ranks])
+    sums.eta = _eta_by_rank(layer, theory, triples, rank, question)
+    sums.kept = _kept(atoms, triples, deltas, [(k, min(k, rank)) for k in question.ranks])
     if triples is not None:  # else nothing is known outside the basis
         sums.interference = _interference(deltas, metrics, triples)
-        forms = _forecasters(metrics, triples)
-        own = [[H(D, D)[0] for H, D in zip(form, deltas, strict=True)] for form in forms]
-        sums.own = torch.tensor(own, dtype=torch.float64)
-        # curvature that is no form of the forecast is applied for the theory alone; without any, task-gram of the
-        # leading directions stands for it, which all pairs of singular vectors contain
-        extra = [] if free or len(forms) > 1 else metrics
-        energies = own[-1] if not extra else [H.energy(D) for H, D in zip(extra, deltas, strict=True)]
-        pairs = [] if free else [SubspaceTheory(tensor_product(atoms), metrics, deltas, weights)]
-
-        def step(method: str, scale: float = 1.0) -> Tensor:
-            x = _merged(method, ask.methods[method], scale, name, deltas, metrics, weights, atoms, inputs)
-            found = [[H(x, D) for H, D in zip(form, deltas, strict=True)] for form in forms]
-            products = [H.products(x, D) for H, D in zip(extra, deltas, strict=False)] or found[-1]
-            sums.merges[method, scale] = merge_polynomials(x, products, energies, weights, [on_atoms, *pairs])
-            return torch.tensor(found, dtype=torch.float64).permute(2, 0, 1)
-
-        for method in ask.methods:
-            sums.steps[method] = step(method)
-            if not describe_method(method).linear_in_scale:
-                sums.rescaled |= {(method, scale): step(method, scale) for scale in OTHER_SCALES}
+        _add_forecasts(sums, layer, on_atoms, atoms, triples, question)
+    energy = sums.inner.diagonal()
     return LayerFindings(
         shape=tuple(base.shape),
         theory=theory,
@@ -168,6 +131,54 @@ def examine(
         conflict=conflict_of(sums),
         merges={method: sums.theory(method) for method in sums.steps},
     ), sums
+
+
+def _without_data(metrics: Sequence[Metric]) -> bool:
+    return all(isinstance(H, TaskGram) for H in metrics)
+
+
+def _eta_by_rank(
+    layer: Layer, theory: LayerDiagnosis, triples: Sequence[Svd] | None, rank: int, question: Question
+) -> dict[int, Tensor]:
+    """Return `Sums.eta`; `theory` is that at `rank`."""
+    eta_by_rank: dict[int, Tensor] = {}
+    for k in question.ranks:
+        least = min(k, rank)  # a narrow layer has no more directions to give
+        if least == rank or triples is None:
+            eta_by_rank[k] = _vector([theory.eta, theory.eta_unit_trace, theory.flat_objective])
+        elif not _without_data(layer.metrics):
+            subspace = whiten(triples, least)[0]
+            problem = build_problem(subspace, layer.metrics, layer.deltas, layer.weights).damped(question.damping)
+            eta, flat = problem.mean().eta or 0.0, problem.flat_mean()
+            eta_by_rank[k] = _vector([eta, eta / max(1, flat.numel()), problem.objective(flat)])
+    return eta_by_rank
+
+
+def _add_forecasts(
+    sums: Sums, layer: Layer, on_atoms: SubspaceTheory, atoms: Tagged, triples: Sequence[Svd], question: Question
+) -> None:
+    """Make every merge to be forecast, and add to the sums what it loses of each task, and its theory."""
+    deltas, metrics, free = layer.deltas, layer.metrics, _without_data(layer.metrics)
+    forms = _forecasters(metrics, triples)
+    own = [[H(D, D)[0] for H, D in zip(form, deltas, strict=True)] for form in forms]
+    sums.own = torch.tensor(own, dtype=torch.float64)
+    # curvature that is no form of the forecast is applied for the theory alone; without any, task-gram of the
+    # leading directions stands for it, which all pairs of singular vectors contain
+    extra = [] if free or len(forms) > 1 else metrics
+    energies = own[-1] if not extra else [H.energy(D) for H, D in zip(extra, deltas, strict=True)]
+    pairs = [] if free else [SubspaceTheory(tensor_product(atoms), metrics, deltas, layer.weights)]
+
+    def step(method: str, scale: float = 1.0) -> Tensor:
+        x = _merged(layer, atoms, method, question.methods[method], scale)
+        found = [[H(x, D) for H, D in zip(form, deltas, strict=True)] for form in forms]
+        products = [H.products(x, D) for H, D in zip(extra, deltas, strict=False)] or found[-1]
+        sums.merges[method, scale] = merge_polynomials(x, products, energies, layer.weights, [on_atoms, *pairs])
+        return torch.tensor(found, dtype=torch.float64).permute(2, 0, 1)
+
+    for method in question.methods:
+        sums.steps[method] = step(method)
+        if not describe_method(method).linear_in_scale:
+            sums.rescaled |= {(method, scale): step(method, scale) for scale in OTHER_SCALES}
 
 
 Products = Callable[[Tensor, Tensor], list[float]]
@@ -219,13 +230,13 @@ def _kept(
     order = torch.cat([torch.arange(len(triple.sigma)) for triple in triples])
     cores = [(U.T @ D @ V).double().cpu() for D in deltas]
     grams = [(X.T @ X).double().cpu() for X in (U, V)]
-    found: dict[int, Tensor] = {}
+    kept_by_rank: dict[int, Tensor] = {}
     for k, least in ranks:
         some = (order < least).nonzero().flatten()
         left, right = (pinv(gram[some][:, some], 1e-6) for gram in grams)
         parts = [core[some][:, some] for core in cores]
-        found[k] = _vector([float(((left @ part @ right) * part).sum()) for part in parts])
-    return found
+        kept_by_rank[k] = _vector([float(((left @ part @ right) * part).sum()) for part in parts])
+    return kept_by_rank
 
 
 def _compared(base: Tensor, deltas: Sequence[Tensor], triples: Sequence[Svd] | None) -> Sums:
@@ -285,25 +296,14 @@ def _interference(deltas: Sequence[Tensor], metrics: Sequence[Metric], triples: 
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def _merged(
-    method: str,
-    parameters: Mapping[str, object],
-    scale: float,
-    name: str,
-    deltas: Sequence[Tensor],
-    metrics: Sequence[Metric],
-    weights: Sequence[float],
-    atoms: Tagged,
-    inputs: int,
-) -> Tensor:
+def _merged(layer: Layer, atoms: Tagged, method: str, parameters: Mapping[str, object], scale: float) -> Tensor:
     """Return what a method would merge this matrix into at a multiple of its scale, on the basis already built."""
     row = describe_method(method)
     options = row.resolve(dict(parameters))
     options = replace(options, scale=scale * options.scale)
     shape = options.basis if isinstance(options, FrechetOptions) else "tagged"
     basis = None if shape == "full" else atoms if shape == "tagged" else tensor_product(atoms)
-    layer = Layer(name, list(deltas), list(weights), metrics=list(metrics), basis=basis, inputs=inputs)
-    return options.scale * dense(row.merge(layer, options).value)
+    return options.scale * dense(row.merge(replace(layer, basis=basis), options).value)
 
 
 def _vector(values: Sequence[float]) -> Tensor:

@@ -114,7 +114,7 @@ def improve(
 
 def measure_curvature(suite: Suite, states: Sequence[State], kind: str = "kronecker", seed: int = 0) -> list[Curvature]:
     """Return the curvature of every task at its state dict, under the labels that this state dict itself predicts."""
-    found = []
+    curvatures = []
     for task, state in zip(suite.tasks, states, strict=True):
         network = suite.network(state, task)
         names = _merged_parameters(suite, task, network)
@@ -122,8 +122,8 @@ def measure_curvature(suite: Suite, states: Sequence[State], kind: str = "kronec
         curvature = estimate_curvature(
             network, batches, task.loss, kind=kind, samples=None, seed=seed, layers=list(names), progress=False
         )
-        found.append(curvature.renamed(names))
-    return found
+        curvatures.append(curvature.renamed(names))
+    return curvatures
 
 
 def _merged_parameters(suite: Suite, task: SuiteTask, network: nn.Module) -> dict[str, str]:

@@ -88,7 +88,7 @@ def merge_suite(
         return at_scales(row, suite.base, lambda scale: merges.merge(plan(curvatures, scale)))
 
     fixed = None if scale == "auto" else float(scale)
-    found = improve(
+    improved = improve(
         inputs,
         merge_with,
         curvature,
@@ -100,7 +100,7 @@ def merge_suite(
         refinable=refinable(plan(curvature, 1.0)),
         progress=progress,
     )
-    final = replace(plan(found.curvatures, found.scale), **applied(found, samples_of(inputs), fixed))
+    final = replace(plan(improved.curvatures, improved.scale), **applied(improved, samples_of(inputs), fixed))
     tensors, records, prepared = merge_in_memory(final, run.start(final.parts))
     return MergedState(tensors, merge_record(final, prepared, records))
 
@@ -115,11 +115,11 @@ def refinable(plan: Plan) -> set[str]:
     return {job.name for job in plan.merged}
 
 
-def applied(found: Improved, samples: int, fixed: float | None) -> dict[str, Any]:
+def applied(improved: Improved, samples: int, fixed: float | None) -> dict[str, Any]:
     """Return the fields of a plan that say and do what inputs without labels chose."""
-    chosen = () if fixed is not None else (f"scale {found.scale:g}, by {samples} inputs per task without labels",)
+    chosen = () if fixed is not None else (f"scale {improved.scale:g}, by {samples} inputs per task without labels",)
     corrections: dict[str, Tensor] = {}
-    if found.refined is not None:
-        moved = {name: W for name, W in found.refined.items() if W is not found.merged[name]}
-        corrections = {name: W - found.merged[name] for name, W in moved.items()}
-    return {"unlabelled": samples, "choices": (*chosen, *found.notes), "corrections": corrections}
+    if improved.refined is not None:
+        moved = {name: W for name, W in improved.refined.items() if W is not improved.merged[name]}
+        corrections = {name: W - improved.merged[name] for name, W in moved.items()}
+    return {"unlabelled": samples, "choices": (*chosen, *improved.notes), "corrections": corrections}

@@ -192,8 +192,8 @@ def sweep_plans(
 
             yield row.name, shown_rank(row, rank), at_scales(row, base, at)
 
-    found = compare(ways(), len(settings), evaluate, scales=scales, evaluation=evaluation, progress=progress)
-    return replace(found, notes=[*found.notes, *cautions])
+    sweep = compare(ways(), len(settings), evaluate, scales=scales, evaluation=evaluation, progress=progress)
+    return replace(sweep, notes=[*sweep.notes, *cautions])
 
 
 def _settings(rows: Sequence[Method], ranks: Sequence[int] | None) -> list[tuple[Method, int | None]]:
@@ -367,7 +367,7 @@ def sweep_recipe(
     tensors = {name: base.read(name) for name in names}
     with Progress(run.progress, unit="settings") as bar:
         stage = bar.begin("trying", trials_at_least(rows, ranks, scales))
-        found = sweep_plans(
+        sweep = sweep_plans(
             merges,
             rows,
             plan,
@@ -379,4 +379,4 @@ def sweep_recipe(
             evaluation=evaluation,
             progress=stage.reach,
         )
-    return replace(found, notes=[*found.notes, *notes])
+    return replace(sweep, notes=[*sweep.notes, *notes])

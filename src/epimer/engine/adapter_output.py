@@ -42,10 +42,10 @@ def write_adapter(
 def _headers(plan: Plan) -> dict[str, Tensor]:
     """Return the tensors of the adapter's file, without data."""
     keys = whole_tensors(plan).keys
-    found: dict[str, Tensor] = {}
+    headers: dict[str, Tensor] = {}
     for job in plan.jobs:
-        found |= {keys[job.name]: job.template} if job.lora is None else job.lora.headers
-    return found
+        headers |= {keys[job.name]: job.template} if job.lora is None else job.lora.headers
+    return headers
 
 
 def _sidecars(plan: Plan) -> dict[str, bytes]:
@@ -74,7 +74,7 @@ def _merge_all(
             draft.put(key, W, record)
             done[key] = record
         stage.advance(job.reads, job.name)
-    whole = MergeWalk(plan, [job for job in left if job.lora is None], prepared)
+    whole = MergeWalk(plan, [job.on(engine.devices[0]) for job in left if job.lora is None], prepared)
     for _, merged in engine.map(WritingWalk(whole, draft, sync=False, names=keys)):
         for part, written, record in merged:
             draft.wrote(part.key, keys[part.name], part.skip, *written, record)

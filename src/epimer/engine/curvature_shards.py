@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-from epimer.atomic_files import output_path
+from epimer.atomic_files import held, output_path, remove_abandoned, remove_folder
 from epimer.checkpoints import open_checkpoint
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature, sum_of
 from epimer.curvature.kinds import KINDS
 from epimer.curvature.measure import Request, check_request, measure_shard
 from epimer.engine.options import RunOptions
-from epimer.engine.ray import one_per_machine, versions
-from epimer.errors import EpimerError, EpimerWarning, ParameterError
+from epimer.engine.ray import Ray, one_per_machine, versions
+from epimer.errors import EpimerError, EpimerWarning, ParameterError, warn
 from epimer.progress import Progress
 
 COPIES = 4  # of the model that a measurement holds: parameters, gradients, and about two of Kronecker factors
@@ -79,7 +79,7 @@ def _measured(folder: Path) -> Curvature | None:
             _ = part.metrics[name]
         _ = part.inputs
     except EpimerError:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         return None
     return part
 
@@ -103,27 +103,38 @@ def measure_on_cluster(request: Request, run: RunOptions, shards: int | None = N
     model = open_checkpoint(request.model)
     entries = sum(W.numel() for name, W in model.headers.items() if name not in model.ties)
     memory = COPIES * entries * getattr(torch, request.dtype).itemsize
-    folder = request.out.parent / f".{request.out.name}.epimer-parts-{_key(request, model.state, count)}"
-    folder.mkdir(parents=True, exist_ok=True)
+    parts_of = f".{request.out.name}.epimer-parts-"
+    folder = request.out.parent / f"{parts_of}{_key(request, model.state, count)}"
+    request.out.parent.mkdir(parents=True, exist_ok=True)
+    with held(folder, request.out, folder=True):
+        result = _measure(request, basis, engine, folder, count, memory, progress=run.progress)
+        remove_folder(folder)
+        remove_abandoned(list(request.out.parent.glob(f"{glob.escape(parts_of)}*")))  # of other requests
+    return result
+
+
+def _measure(
+    request: Request, basis: StoredBasis | None, engine: Ray, folder: Path, count: int, memory: int, *, progress: bool
+) -> Curvature:
+    """Measure the parts that are not in a folder yet, add all of them, and save the sum."""
     parts = {n: part for n in range(count) if (part := _measured(part_folder(folder, n))) is not None}
     left = [n for n in range(count) if n not in parts]
     walk = CurvatureWalk(request, basis, folder, count, [DataShard(n, memory) for n in left])
     try:
-        with Progress(run.progress, unit="parts") as bar:
+        with Progress(progress, unit="parts") as bar:
             stage = bar.begin("measuring", count)
             stage.advance(count - len(left), "")
             for shard, cautions in engine.map(walk):
                 stage.advance(1, shard.name)
                 for text in cautions:
-                    warnings.warn(text, EpimerWarning, stacklevel=2)
+                    warn(EpimerWarning(text))
         parts |= {n: Curvature.load(part_folder(folder, n)) for n in left}
         total = sum_of([parts[n] for n in range(count)]) if count > 1 else parts[0]
         result = Curvature(dict(total.metrics), total.provenance, inputs=parts[0].inputs)
         result.save(request.out, overwrite=request.overwrite)
     except EpimerError:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         raise
-    shutil.rmtree(folder)
     return result
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
+from epimer.engine.memory import ROOM
 from epimer.errors import CurvatureError, NumericalError, TensorError
 from epimer.geometry.decompositions import fallbacks
 from epimer.geometry.linalg import Delta, LowRank
@@ -40,7 +41,8 @@ def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature, *, wide: bool
             if dtype == torch.float64:
                 raise
             retried[:] = [f"in float64, as {error}"]
-            solution = _merge_once(job, *_in_float64(layer, curvature))
+            with nullcontext() if job.entrywise else ROOM.get()(job.matrix, job.memory_in_float64()):
+                solution = _merge_once(job, *_in_float64(layer, curvature))
             solution = replace(solution, value=solution.value.to(dtype))
     if not retried:
         return solution

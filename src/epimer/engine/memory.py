@@ -6,8 +6,9 @@ import ctypes
 import os
 import re
 import resource
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ from epimer.plan.memory import METHOD
 M_MMAP_THRESHOLD = -3  # glibc's name for it
 SLACK = (1 << 26) + KEPT  # bytes kept free for what is not counted: Python, headers, the journal, unused pages
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+Room = Callable[[str, int], AbstractContextManager[None]]
+"""a job's name and the bytes it will take, more than planned -> a block in which it may"""
+ROOM: ContextVar[Room] = ContextVar("room", default=lambda name, needed: nullcontext())
+"""how the job that is worked on gets more memory than planned"""
 
 
 def memory_budget(max_memory: str | int | None, jobs: Iterable[Any], *, elsewhere: bool = False) -> int:

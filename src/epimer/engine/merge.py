@@ -392,7 +392,8 @@ def merge_in_memory(
     prepared = prepare(plan, engine, stage or Stage(None, None))
     pieces: dict[str, list[Tensor]] = {}
     records: dict[str, TensorRecord] = {}
-    walk = MergeWalk(plan, plan.parts, prepared, stacked=engine.devices[0].type == "cuda")
+    device = engine.devices[0]
+    walk = MergeWalk(plan, [job.on(device) for job in plan.parts], prepared, stacked=device.type == "cuda")
     for batch, merged in engine.map(walk):
         for job, result, record in merged:
             pieces.setdefault(job.name, []).append(result)

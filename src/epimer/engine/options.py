@@ -13,6 +13,7 @@ from epimer.engine.protocol import Engine
 from epimer.engine.ray import Ray, check_ray, cluster_devices, cluster_memory
 from epimer.engine.threads import Threads, torch_threads, worker_devices
 from epimer.errors import ParameterError
+from epimer.plan.jobs import Job
 from epimer.plan.time import Speeds, measured_speeds
 
 ENGINES: dict[str, Any] = {"local": Threads, "ray": Ray}
@@ -51,9 +52,11 @@ class RunOptions:
 
         A job that exceeds the memory limit, or what is free, is refused by the name of its tensor.
         """
+        devices = self.devices
+        jobs = [job.on(devices[0]) if isinstance(job, Job) else job for job in jobs]
         widest = max((job.memory for job in jobs), default=0)
         memory = max(self.budget(jobs) - reserved, widest)
-        engine: Engine = ENGINES[self.engine](self.devices, threads=self.threads, memory=memory)
+        engine: Engine = ENGINES[self.engine](devices, threads=self.threads, memory=memory)
         return engine
 
     @property
@@ -79,7 +82,7 @@ class RunOptions:
 def in_memory(device: torch.device, jobs: int) -> RunOptions:
     """Return options that take as many threads as torch has, spread over jobs as far as there are some."""
     if device.type != "cpu":
-        return RunOptions(device)
+        return RunOptions(device, workers=3)  # Python starts kernels: more workers would wait for each other
     total = torch.get_num_threads()
     workers = max(1, min(total, jobs))
     return RunOptions(device, workers, max(1, total // workers))

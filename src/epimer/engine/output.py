@@ -276,13 +276,18 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
     if not out.is_dir():
         raise OutputError(f"{out} is a file; the output is a folder: choose another name.")
     with explain_os_errors(out, "read"):
-        content = {path.relative_to(out).as_posix() for path in out.rglob("*") if _holds_nothing_else(path)}
+        content = {path.relative_to(out).as_posix() for path in out.rglob("*") if _is_leaf(path)}
     if not content:
         return
     if not overwrite:
         raise OutputError(
             f"{out} exists and holds something else, or another version's; choose another name, or pass --overwrite."
         )
+    _check_is_ours(out, content)
+
+
+def _check_is_ours(out: Path, content: set[str]) -> None:
+    """Refuse to replace a folder with this content unless epimer made all of it, as its record says."""
     try:
         record = _recorded(out)
     except EpimerError as error:
@@ -296,7 +301,7 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
         )
 
 
-def _holds_nothing_else(path: Path) -> bool:
+def _is_leaf(path: Path) -> bool:
     """Whether a path is a file, a link or an empty folder."""
     return path.is_symlink() or not path.is_dir() or not any(path.iterdir())
 
@@ -328,7 +333,7 @@ def _merge_all(
     done = dict(draft.done)
     stage = progress.begin("merging", plan.reads)
     stage.advance(sum(job.reads for job in plan.parts if job.key in done), "")
-    left = [job for job in plan.parts if job.key not in done]
+    left = [job.on(engine.devices[0]) for job in plan.parts if job.key not in done]
     # Another machine's writes are not synced by this one.
     walk = WritingWalk(MergeWalk(plan, left, prepared), draft, sync=getattr(engine, "remote", False))
     for _, merged in engine.map(walk):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FunctionType
 from typing import Any, BinaryIO
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from epimer.atomic_files import held, remove_abandoned, remove_folder
 from epimer.checkpoints.checkpoint import header
 from epimer.checkpoints.safetensors import as_bytes
 from epimer.errors import OutputError, ParameterError, short
@@ -27,19 +30,44 @@ Loader = Callable[[Path, int, tuple[int, ...], torch.dtype], Tensor]
 """a file, an offset, a shape and a dtype -> the tensor there"""
 
 
-def make_scratch(folder: Path) -> None:
-    """Make the folder that large tensors go by."""
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"{folder} cannot be made ({error.strerror}); start from a folder that every machine can write to."
-        ) from error
+class Scratch:
+    """A folder that large tensors go by: made when it is needed, and held by this process until it is removed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._held = ExitStack()
+
+    def make(self) -> None:
+        """Make the folder, if it is not there."""
+        if self.folder.is_dir():
+            return
+        try:
+            self._held.enter_context(held(self.folder, self.folder, folder=True))
+        except OSError as error:
+            raise OutputError(
+                f"{self.folder} cannot be made ({error.strerror}); start from a folder that every machine can write to."
+            ) from error
+
+    def remove(self) -> None:
+        """Remove the folder and what is in it."""
+        remove_folder(self.folder)
+        self._held.close()
+
+
+def own_scratch(place: Path) -> Scratch:
+    """Return a new scratch folder in a place; those of processes of this machine that were killed are removed there.
+
+    A folder has its machine's name, because on a shared disk a machine may not see the locks of another.
+    """
+    prefix = f".epimer-ray-{os.uname().nodename}-"
+    remove_abandoned(list(place.glob(f"{glob.escape(prefix)}*")))
+    return Scratch(place / f"{prefix}{uuid4().hex[:12]}")
 
 
 def pack(
-    value: Any, scratch: Path, name: str, *, known: Sequence[Any] = (), load: Loader, make_folder: bool = False
-) -> bytes:
+    value: Any, scratch: Path, name: str, *, known: Sequence[Any] = (), load: Loader,
+    make_folder: Callable[[], None] | None = None,
+) -> bytes:  # fmt: skip
     """Return a value as bytes that `unpack` reads in another process.
 
     Args:
@@ -48,7 +76,7 @@ def pack(
         name: what the name of a file there begins with.
         known: objects that the receiver has already, which are sent as their number.
         load: how the receiver gets a large tensor: `map_tensor` or `read_tensor`.
-        make_folder: make `scratch` where it is needed; a receiver never does, or it would make its own on another disk.
+        make_folder: makes `scratch` where it is needed; a receiver has none, or it would make its own on another disk.
     """
     buffer = io.BytesIO()
     packer = _Packer(buffer, scratch / f"{name}-{uuid4().hex[:12]}.bin", known, load, make_folder)
@@ -64,10 +92,10 @@ def unpack(data: bytes, known: Sequence[Any] = ()) -> Any:
     return _Unpacker(io.BytesIO(data), known).load()
 
 
-def pack_walk(walk: Any, scratch: Path) -> bytes:
+def pack_walk(walk: Any, scratch: Scratch) -> bytes:
     """Return a walk as bytes; refuse in one line what other machines would not know."""
     try:
-        return pack(walk, scratch, "walk", load=map_tensor, make_folder=True)
+        return pack(walk, scratch.folder, "walk", load=map_tensor, make_folder=scratch.make)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ParameterError(
             f"this cannot be sent to other machines ({short(str(error))}); use --engine local."
@@ -75,7 +103,9 @@ def pack_walk(walk: Any, scratch: Path) -> bytes:
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, path: Path, known: Sequence[Any], load: Loader, make_folder: bool) -> None:
+    def __init__(
+        self, buffer: io.BytesIO, path: Path, known: Sequence[Any], load: Loader, make_folder: Callable[[], None] | None
+    ) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self.path, self.load, self.make_folder = path, load, make_folder
         self.known = {id(one): number for number, one in enumerate(known)}
@@ -107,8 +137,8 @@ class _Packer(pickle.Pickler):
 
     def _write(self, W: Tensor) -> tuple[Path, int]:
         if self.file is None:
-            if self.make_folder:
-                make_scratch(self.path.parent)
+            if self.make_folder is not None:
+                self.make_folder()
             try:
                 self.file = self.path.open("xb")
             except OSError as error:

@@ -7,21 +7,19 @@ there. The walk itself (headers, options, paths) is sent once to every worker, a
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 
 import epimer
 from epimer.engine.memory import parse_size, return_freed_memory
 from epimer.engine.merge import ReadWalk
-from epimer.engine.parcels import make_scratch, pack, pack_walk, read_tensor, unpack
+from epimer.engine.parcels import Scratch, own_scratch, pack, pack_walk, read_tensor, unpack
 from epimer.engine.protocol import JobT, LoadedT, ResultT, Walk
 from epimer.engine.threads import Threads
 from epimer.engine.written import WritingWalk
@@ -61,19 +59,19 @@ class Ray:
         if issubclass(kind, ReadWalk):  # it only reads, and this process sees the same disk
             yield from Threads(self._devices_here(), threads=self.threads, memory=self.memory).map(walk)
             return
-        scratch = Path.cwd() / f".epimer-ray-{uuid4().hex[:12]}"
-        if not issubclass(kind, WritingWalk):
-            make_scratch(scratch)
+        scratch = own_scratch(Path.cwd())
         try:
+            if not issubclass(kind, WritingWalk):
+                scratch.make()
             yield from self._run(walk, scratch)
         finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.remove()
 
     def _devices_here(self) -> list[torch.device]:
         device = self.devices[0]
         return [device if device.type == "cuda" and torch.cuda.is_available() else torch.device("cpu")]
 
-    def _run(self, walk: Walk[JobT, LoadedT, ResultT], scratch: Path) -> Iterator[tuple[JobT, ResultT]]:
+    def _run(self, walk: Walk[JobT, LoadedT, ResultT], scratch: Scratch) -> Iterator[tuple[JobT, ResultT]]:
         flight = _Flight(self, walk, scratch)
         try:
             for i, job in enumerate(walk.jobs):
@@ -82,7 +80,7 @@ class Ray:
                     raise result
                 yield job, result
                 del result
-                for file in scratch.glob(f"{i}-*"):
+                for file in scratch.folder.glob(f"{i}-*"):
                     file.unlink()
         finally:
             flight.cancel()
@@ -91,11 +89,11 @@ class Ray:
 class _Flight:
     """The tasks of one walk that are submitted, and the results that are not consumed yet."""
 
-    def __init__(self, engine: Ray, walk: Any, scratch: Path) -> None:
+    def __init__(self, engine: Ray, walk: Any, scratch: Scratch) -> None:
         self.ray = ray_module()
-        self.engine, self.jobs, self.scratch = engine, walk.jobs, scratch
+        self.engine, self.jobs, self.scratch = engine, walk.jobs, scratch.folder
         parcel = self.ray.put(pack_walk(walk, scratch))
-        self.arguments = ([parcel], parcel.hex(), scratch, engine.devices[0].type, engine.threads, versions())
+        self.arguments = ([parcel], parcel.hex(), scratch.folder, engine.devices[0].type, engine.threads, versions())
         self.task = self.ray.remote(max_retries=RETRIES)(run_job)
         self.pending: dict[Any, int] = {}
         self.done: dict[int, bytes] = {}
@@ -147,7 +145,8 @@ class _Flight:
             return ParameterError("the machines of the cluster have no epimer; install the same version on each.")
         name, reason = getattr(self.jobs[number], "name", f"job {number}"), (text.strip().splitlines() or [""])[0]
         kind = type(error).__name__
-        return OutputError(f"{name!r} was not computed in {RETRIES + 1} attempts ({kind}: {reason}); see Ray's logs.")
+        remedy = "see Ray's logs; where memory ran out, set --max-memory lower or take larger machines"
+        return OutputError(f"{name!r} was not computed in {RETRIES + 1} attempts ({kind}: {reason}); {remedy}.")
 
     def cancel(self) -> None:
         """Give up what is in flight."""

@@ -34,7 +34,7 @@ def recompute(
     for job, (tensors, _) in engine.map(FactorWalk(plan, [job for job in parts if job.lora is not None], prepared)):
         yield job, tensors
         stage.advance(job.reads, job.name)
-    walk = MergeWalk(plan, [job for job in plan.parts if job.lora is None], prepared)
+    walk = MergeWalk(plan, [job.on(engine.devices[0]) for job in plan.parts if job.lora is None], prepared)
     # Small tensors are merged together: here in the same company again, so that no rounding differs.
     walk.jobs = [batch for batch in walk.jobs if any(job.name in names for job in batch.jobs)]
     whole = {job.name: job for job in plan.jobs}

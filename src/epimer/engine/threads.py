@@ -9,12 +9,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from queue import Empty, Full, Queue
-from threading import Condition, Event, Thread
+from threading import Condition, Event, Thread, get_ident
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from epimer.engine.memory import ROOM
 from epimer.engine.protocol import JobT, LoadedT, ResultT, Walk
 from epimer.errors import OutputError, ParameterError
 from epimer.geometry.decompositions import eigh
@@ -86,7 +87,7 @@ class Turns:
     """Lets jobs be worked on at once, or one of them alone."""
 
     def __init__(self) -> None:
-        self.working, self.taken = 0, False
+        self.working, self.taken = 0, 0  # how many work beside others, and the thread that is alone
         self._changed = Condition()
 
     @contextmanager
@@ -103,17 +104,34 @@ class Turns:
                 self._changed.notify_all()
 
     @contextmanager
+    def alone_for_now(self) -> Iterator[None]:
+        """Work alone for a while, and then as before."""
+        if self.taken == get_ident():
+            yield
+            return
+        with self._changed:
+            self.working -= 1
+            self._changed.notify_all()
+        try:
+            with self.alone():
+                yield
+        finally:
+            with self._changed:
+                self._changed.wait_for(lambda: not self.taken)
+                self.working += 1
+
+    @contextmanager
     def alone(self) -> Iterator[None]:
         """Wait for the others, and work while they wait."""
         with self._changed:
             self._changed.wait_for(lambda: not self.taken)
-            self.taken = True
+            self.taken = get_ident()
             self._changed.wait_for(lambda: not self.working)
         try:
             yield
         finally:
             with self._changed:
-                self.taken = False
+                self.taken = 0
                 self._changed.notify_all()
 
 
@@ -180,6 +198,8 @@ class _Run(Generic[J, L, R]):
     def _work(self, device: torch.device, number: int) -> None:
         torch.set_num_threads(self.threads)
         stream = _worker_stream(device, number) if device.type == "cuda" else None
+        if device.type == "cpu":
+            ROOM.set(self._room)
         with torch.no_grad(), torch.cuda.stream(stream):
             while (item := self._next()) is not None:
                 i, job, loaded = item
@@ -189,6 +209,18 @@ class _Run(Generic[J, L, R]):
                 result: R | _Failure = self._attempt(partial(self._work_on, inputs, job, device, stream), job, device)
                 self.done.put((i, result))
                 del result
+
+    @contextmanager
+    def _room(self, name: str, needed: int) -> Iterator[None]:
+        """Let a job take more memory than was planned, while no other is worked on; refuse more than all may take."""
+        most = self.budget.most
+        if most is not None and needed > most:
+            raise ParameterError(
+                f"{name!r} must be merged once more in float64, which needs {needed / 1e9:.2f} GB of memory, and "
+                f"{most / 1e9:.2f} GB may be used; free some or raise max_memory, or give it the rule 'average'."
+            )
+        with self.turns.alone_for_now():
+            yield
 
     def _work_on(self, inputs: list[Any], job: J, device: torch.device, stream: torch.cuda.Stream | None) -> R:
         """Return the result of a job; where its inputs were used up in vain, they are read again."""
@@ -289,10 +321,10 @@ def worker_devices(device: str | torch.device, workers: int | None, threads: int
     names: list[str | torch.device] = [device]
     if device == "auto" or (device == "cuda" and gpus > 1):
         names = [f"cuda:{i}" for i in range(gpus)] or ["cpu"]
-    found = [check_device(name) for name in names]
+    devices = [check_device(name) for name in names]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    each = max(1, cores // threads) if found[0].type == "cpu" else 2
-    return [found[i % len(found)] for i in range(workers or each * len(found))]
+    each = max(1, cores // threads) if devices[0].type == "cpu" else 2
+    return [devices[i % len(devices)] for i in range(workers or each * len(devices))]
 
 
 def check_device(device: str | torch.device) -> torch.device:

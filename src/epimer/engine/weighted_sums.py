@@ -50,18 +50,14 @@ def add_weighted_sum(
                 total.add_(D)  # not add_(x, alpha=weight), whose rounding depends on where an entry lies
         if scale != 1:
             total.mul_(scale)
-        if W0 is not None:
-            total.add_(W0)
-        finite = _fits(total, target.copy_(total)) and finite
+        if W0 is not None and target.dtype == precision:
+            torch.add(total, W0, out=target)
+        else:
+            target.copy_(total if W0 is None else total.add_(W0))
+        finite = not nonfinite(target) and finite
     return finite
 
 
 def in_precision(x: Tensor, room: Tensor) -> Tensor:
     """Return `x` in the precision of `room`: itself, or else as a copy there."""
     return x if x.dtype == room.dtype else room.copy_(x)
-
-
-def _fits(x: Tensor, rounded: Tensor) -> bool:
-    """Whether `x` is finite in the dtype of `rounded`; no entry exceeds the norm, which takes a single fast pass."""
-    bound = torch.finfo(rounded.dtype).max / 2
-    return float(torch.dot(x, x)) < bound * bound or not nonfinite(rounded)

@@ -57,8 +57,8 @@ def _column(kind: str, table: Table, key: str, chosen: str | None, usual: tuple[
         return find_layout(table, chosen)
     if key == "text" and kind == SEQ2SEQ:
         return source_and_target(table, chosen)
-    found = table.column(chosen, usual, key)
-    return key if found is None and kind == IMAGE_TEXT else found  # images may be in the messages
+    column = table.column(chosen, usual, key)
+    return key if column is None and kind == IMAGE_TEXT else column  # images may be in the messages
 
 
 @dataclass(frozen=True)

@@ -51,36 +51,44 @@ def not_psd(name: str, M: Tensor, size: int | None, *, open_if_wide: bool = Fals
     if M.dim() != 2 or M.shape[0] != M.shape[1] or (size is not None and len(M) != size):
         expected = "square" if size is None else f"{size} x {size}"
         return f"{name} must be {expected}, got shape {tuple(M.shape)}"
-    if problem := not_finite(name, M):
-        return problem
-    largest = max(abs(float(extreme)) for extreme in torch.aminmax(as_compute_dtype(M))) if M.numel() else 0.0
+    if not M.numel():
+        return None
+    diagonal = M.diagonal().double()
+    asked = [*torch.aminmax(as_compute_dtype(M)), diagonal.abs().sum(), diagonal.min(), _asymmetry(M)]
+    lowest, highest, trace, lowest_of_diagonal, asymmetry = torch.stack([x.double() for x in asked]).tolist()
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        return not_finite(name, M)
+    largest = max(abs(lowest), abs(highest))
     if largest == 0:
         return None
     slack = _slack(M.dtype)
-    if not (len(M) > WIDE and _same_products(M, slack * largest)):
+    if not asymmetry <= slack * largest * math.sqrt(len(M)):
         pairs = ((as_compute_dtype(block), as_compute_dtype(mirrored)) for block, mirrored in _blocks(M))
         uneven = max(float((block - mirrored).abs_().max()) for block, mirrored in pairs)
         if uneven > slack * largest:
             return f"{name} must be symmetric; its largest asymmetry is {uneven:.3g}"
-    diagonal = M.diagonal().double()
-    slack *= float(diagonal.abs().sum())
     if not (open_if_wide and len(M) > WIDE):
-        return _negative_eigenvalue(name, M, slack)
-    lowest = float(diagonal.min())
-    return f"{name} must not be negative on its diagonal; its lowest entry is {lowest:.3g}" if lowest < -slack else None
+        return _negative_eigenvalue(name, M, slack * trace)
+    if lowest_of_diagonal >= -slack * trace:
+        return None
+    return f"{name} must not be negative on its diagonal; its lowest entry is {lowest_of_diagonal:.3g}"
 
 
-def _same_products(M: Tensor, slack: float) -> bool:
-    """Whether products of a matrix and of its transpose agree as far as they do if no entry is off by over `slack`."""
-    if M.dtype not in (torch.float32, torch.float64):
-        return False  # a product would need a wider copy
-    z = _random_vector(len(M)).to(M)
-    return bool((M @ z - z @ M).abs().max() <= slack * math.sqrt(len(M)))
+def _asymmetry(M: Tensor) -> Tensor:
+    """Return how far products of a wide matrix and of its transpose are apart: √n times what its entries are off by.
+
+    NaN of a small matrix, whose entries are quickly compared, and of one whose product would need a wider copy.
+    """
+    if len(M) <= WIDE or M.dtype not in (torch.float32, torch.float64):
+        return M.new_full((), math.nan, dtype=torch.float64)
+    z = _random_vector(len(M), M.dtype, M.device)
+    return (M @ z - z @ M).abs().max()
 
 
 @cache
-def _random_vector(size: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def _random_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    drawn = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return drawn.to(device, dtype)
 
 
 def _negative_eigenvalue(name: str, M: Tensor, slack: float) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.decompositions import cholesky, cholesky_inverse, cholesky_solve, eigvalsh
-from epimer.geometry.linalg import NULL, conjugate_gradients, conjugate_steps, gram, mean_of, small_eigh, solve_spd
+from epimer.geometry.linalg import NULL, conjugate_gradients, conjugate_steps, gram, small_eigh, solve_spd
 from epimer.geometry.operator import SubspaceOperator
 from epimer.geometry.solution import Solution, solved
 from epimer.geometry.svd import random_start, ritz
@@ -62,7 +62,7 @@ class KroneckerSum(SubspaceOperator):
         return _one_by_one(self.terms, 0.0)(x)
 
     def mean_diagonal(self) -> float:
-        return sum(c * _mean_diagonal(G) * _mean_diagonal(A) for c, G, A in self.terms)
+        return _mean_diagonal(self.terms)
 
     def plus(self, other: Self, weight: float) -> KroneckerSum:
         return replace(self, terms=self.terms + other.times(weight).terms, null=max(self.null, other.null))
@@ -92,8 +92,7 @@ class KroneckerSum(SubspaceOperator):
 
     def _fits_single(self, shift: float) -> bool:
         """Whether single precision can hold the factors and multiply by them and by their coefficients."""
-        sizes = [(c, _mean_diagonal(G), _mean_diagonal(A)) for c, G, A in self.terms]
-        values = [shift, *(x for c, g, a in sizes for x in (c, g, a, g * a))]
+        values = [shift, *(x for c, g, a in _sizes(self.terms) for x in (c, g, a, g * a))]
         return all(x == 0 or 1 / BEARABLE < x < BEARABLE for x in values)
 
     def _refined(self, b: Tensor, shift: float, goal: float) -> Solution:
@@ -194,7 +193,7 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
     largest = torch.topk(values_tkh.flatten(), min(PAIRS, -(-p * q // 2), values_tkh.numel()))
     kept = largest.values > torch.finfo(like.dtype).eps * largest.values[0]
     values, index = largest.values[kept], largest.indices[kept]
-    trace = p * q * sum(c * _mean_diagonal(G) * _mean_diagonal(A) for c, G, A in terms)
+    trace = p * q * _mean_diagonal(terms)
     rest = shift + max(0.0, trace - float(values.sum(dtype=torch.float64))) / (p * q)
     k, h = g_tk.shape[1], a_th.shape[1]
     task, i, j = index // (k * h), index // h % k, index % h
@@ -239,10 +238,21 @@ def _leading_of(M_tpp: Tensor) -> tuple[Tensor, Tensor]:
     return values, vectors
 
 
-def _mean_diagonal(factor: Factor) -> float:
-    if factor is None or isinstance(factor, Formed):
-        return 1.0 if factor is None else factor.mean_diagonal
-    return mean_of(factor.diagonal().double())
+def _mean_diagonal(terms: Sequence[Term]) -> float:
+    return sum(c * g * a for c, g, a in _sizes(terms))
+
+
+def _sizes(terms: Sequence[Term]) -> list[tuple[float, float, float]]:
+    """Return every term's c and the mean diagonals of its two factors; a device is asked for all of them at once."""
+    factors = [factor for _, G, A in terms for factor in (G, A)]
+    matrices = [factor for factor in factors if isinstance(factor, Tensor)]
+    sums = [M.diagonal().double().sum() / max(1, len(M)) for M in matrices]
+    measured = iter(torch.stack(sums).tolist() if sums else ())
+    means = [
+        1.0 if factor is None else factor.mean_diagonal if isinstance(factor, Formed) else next(measured)
+        for factor in factors
+    ]
+    return [(c, g, a) for (c, _, _), g, a in zip(terms, means[::2], means[1::2], strict=True)]
 
 
 def _total(factors: list[tuple[float, Factor]], size: int, like: Tensor) -> Tensor:

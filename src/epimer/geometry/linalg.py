@@ -42,9 +42,7 @@ CPU_THREADS = min(8, os.cpu_count() or 1)  # that decompose a GPU's small matric
 
 def nonfinite(x: Tensor) -> int:
     """Return how many entries of `x` are NaN or Inf, in a single fast pass where there are none."""
-    narrow = x.element_size() < 4 and x.device.type == "cpu"  # widened for the sum, which is cheap in the cache only
-    parts = chunks(x.reshape(-1)) if narrow else [x]
-    if all(math.isfinite(as_compute_dtype(part).sum()) for part in parts):
+    if math.isfinite((as_compute_dtype(x) if x.element_size() == 1 else x).sum()):  # float8 cannot be added up
         return 0
     return x.numel() - int(torch.isfinite(as_compute_dtype(x)).sum())
 
@@ -57,6 +55,13 @@ def chunks(flat: Tensor) -> Sequence[Tensor]:
 def as_compute_dtype(x: Tensor) -> Tensor:
     """Return `x` in the precision of all arithmetic: float64 stays, everything else becomes float32."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def unit_of(tensors: Sequence[Tensor]) -> float:
+    """Return the power of two by which the largest entry of some tensors comes to about 1; no digit is lost by it."""
+    largest = max((float(x.abs().max()) for x in tensors if x.numel()), default=0.0)
+    top = math.frexp(torch.finfo(tensors[0].dtype).max)[1] - 2  # of what can be multiplied by it
+    return 2.0 ** max(-top, min(-math.frexp(largest)[1], top)) if math.isfinite(largest) else 1.0
 
 
 def mean_of(x: Tensor) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.decompositions import cholesky, eigh, of_task, qr, solve_triangular, thin_svd
-from epimer.geometry.linalg import Delta, LowRank, gram, rounding_share, small_eigh
+from epimer.geometry.linalg import SMALL_EIGH, Delta, LowRank, gram, rounding_share, small_eigh
 
 BLOCK = 16  # the search space's columns are a multiple of this, which matrix products like
 FIRST_LOOK, LARGEST = 3.5, 24  # columns of a block Krylov space per triple wanted, and blocks of it at most
@@ -106,7 +106,8 @@ def _decompose(A_mn: Delta, k: int) -> Svd:
     if k == 0:
         return Svd(A_mn[:, :0], A_mn.new_zeros(0), A_mn.new_zeros(n, 0))
     if A_mn.dtype == torch.float64 or n <= SMALL:
-        U, sigma, Vh = thin_svd(A_mn.double())
+        small = A_mn.numel() <= SMALL_EIGH**2  # for which a GPU would take thousands of kernels
+        U, sigma, Vh = (part.to(A_mn.device) for part in thin_svd((A_mn.cpu() if small else A_mn).double()))
         return _nonzero(Svd(U[:, :k], sigma[:k], Vh[:k].T), A_mn)
     return _nonzero(_gram_svd(A_mn, k), A_mn)
 

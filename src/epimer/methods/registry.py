@@ -6,7 +6,6 @@ module imports no torch: rows are loaded when the table is first used.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from typing_extensions import TypeVar
 
-from epimer.errors import EpimerWarning, ParameterError, nearest, short
+from epimer.errors import EpimerWarning, ParameterError, nearest, short, warn
 from epimer.geometry.kinds import SERVES
 from epimer.methods.options import MethodOptions, Parameter, parameters_of
 
@@ -327,7 +326,7 @@ def _load(point: EntryPoint) -> None:
     except Exception as error:
         reason = short(error) if not isinstance(error, ParameterError) else str(error).rstrip(".")
         text = f"methods of the package {package} (entry point {point.name!r}) are left out: {reason}."
-        warnings.warn(text, EpimerWarning, stacklevel=2)
+        warn(EpimerWarning(text))
 
 
 def _add(method: Method, origin: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from epimer.geometry.linalg import weighted_sum
+from epimer.geometry.linalg import unit_of, weighted_sum
 from epimer.geometry.solution import Solution
 from epimer.methods.averaging import disjoint_sum
 from epimer.methods.options import MethodOptions, Option
@@ -56,10 +56,11 @@ class NearswapOptions(MethodOptions):
 
 def sce(layer: Layer, options: SceOptions) -> Solution:
     """Select entries by their variance, weigh models by their energy, erase minority signs."""
-    mask = _most_varied(layer.deltas, options.select_topk) if options.select_topk < 1 else 1
+    unit = unit_of(layer.deltas)  # so that squares neither vanish nor overflow
+    mask = _most_varied(layer.deltas, options.select_topk, unit) if options.select_topk < 1 else 1
     deltas = [D * mask for D in layer.deltas]
-    energies = [float(D.square().mean(dtype=torch.float64)) for D in deltas]
-    if sum(energies) <= options.least_energy:
+    energies = [float((unit * D).square_().mean(dtype=torch.float64)) for D in deltas]
+    if sum(energies) <= options.least_energy * unit * unit:
         energies = [1.0] * len(deltas)
     shares = [weight * energy for weight, energy in zip(layer.weights, energies, strict=True)]
     total = sum(shares)
@@ -68,12 +69,15 @@ def sce(layer: Layer, options: SceOptions) -> Solution:
     return Solution(disjoint_sum(deltas, [s / total for s in shares], elected, normalize=True))
 
 
-def _most_varied(deltas: list[Tensor], share: float) -> Tensor:
-    """Return 1 where the task vectors vary most: a share of the entries in which they vary at all; 0 elsewhere."""
+def _most_varied(deltas: list[Tensor], share: float, unit: float) -> Tensor:
+    """Return 1 where the task vectors vary most: a share of the entries in which they vary at all; 0 elsewhere.
+
+    They are multiplied by `unit` before they are squared.
+    """
     mean = weighted_sum(deltas, [1 / len(deltas)] * len(deltas))
     variance = torch.zeros_like(mean)
     for D in deltas:
-        variance += (D - mean).square()
+        variance += (D - mean).mul_(unit).square_()
     count = int(int(torch.count_nonzero(variance)) * share)
     return smallest(-variance, count).to(mean)
 

@@ -53,9 +53,9 @@ class KarcherOptions(MethodOptions):
     """Options of karcher."""
 
     max_iter: Annotated[int, Option("most steps towards the mean", low=0)] = 10
-    tol: Annotated[float, Option("length of a step that is the last one; shorter tensors have no direction", low=0)] = (
-        1e-5
-    )
+    tol: Annotated[
+        float, Option("length of the last step; a tensor so short, also beside the longest, has no direction", low=0)
+    ] = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ def karcher(layer: Layer, options: KarcherOptions) -> Solution:
 
 def _directions_mean(products: Tensor, norms: Tensor, weights: Tensor, options: KarcherOptions) -> Tensor:
     """Return the coefficients on the models of the spherical mean of their directions."""
-    present = norms > options.tol
+    present = norms > options.tol * norms.max().clamp_max(1)
     if not present.any():
         return torch.zeros_like(norms)
     scales = torch.where(present, 1 / torch.where(present, norms, 1), 0)
@@ -188,11 +188,11 @@ def _directions_mean(products: Tensor, norms: Tensor, weights: Tensor, options: 
     for _ in range(options.max_iter):
         dots = (cosines @ x).clamp(-1, 1)
         theta = torch.acos(dots)
-        none = (theta < options.tol) | (theta > torch.pi - options.tol)  # the way to an opposite point has no direction
+        none = (theta <= options.tol) | (theta >= torch.pi - options.tol)  # no one way leads to an opposite point
         stretch = shares * torch.where(none, 0, theta / torch.where(none, 1, torch.sin(theta)))
         step = stretch - (stretch @ dots) * x
         size = length(step)
-        if size < options.tol:
+        if size <= options.tol:
             break
         x = torch.cos(size) * x + torch.sin(size) / size * step
         x = x / length(x)

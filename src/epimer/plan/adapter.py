@@ -124,14 +124,14 @@ def _with_network_names(plan: Plan, changed: list[Job]) -> tuple[Plan, set[str],
 
     Adapters tell the names of what they change or bring. Where whole models change more, transformers tells all.
     """
-    found, donor = _brought_names(plan), plan.participants.donor
-    others = [job.name for job in changed if _update(plan, job)[0] is None and job.name not in found]
+    brought, donor = _brought_names(plan), plan.participants.donor
+    others = [job.name for job in changed if _update(plan, job)[0] is None and job.name not in brought]
     network = find_network(donor) if others else None
     if network is not None:
         absent = {name for name in others if name not in network.names and name not in network.experts}
         unlike = {*others} - network.linear - absent
-        return replace(plan, network_names=network.names | found), absent, unlike, network
-    plan = replace(plan, network_names=found)
+        return replace(plan, network_names=network.names | brought), absent, unlike, network
+    plan = replace(plan, network_names=brought)
     if others and model_config(donor):
         note = "modules have the file's names, which the network's may differ from: transformers could not tell those."
         plan = replace(plan, notes=[*plan.notes, note])
@@ -140,14 +140,14 @@ def _with_network_names(plan: Plan, changed: list[Job]) -> tuple[Plan, set[str],
 
 def _brought_names(plan: Plan) -> dict[str, str]:
     """Return the network's names of tensors that adapters bring, where the base's differ."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for model in plan.participants.models:
         for adapter in adapters_of(model.checkpoint):
             for name, key in adapter.brought.items():
                 for inner in INNER:
                     key = key.replace(inner, ".")
-                found.setdefault(name, key.removeprefix(PREFIX))
-    return found
+                names.setdefault(name, key.removeprefix(PREFIX))
+    return names
 
 
 def _ranks(plan: Plan, job: Job) -> list[int | None]:
@@ -259,15 +259,15 @@ def _most(plan: Plan, job: Job, m: int, n: int) -> int:
 
 def _update(plan: Plan, job: Job) -> tuple[Update | None, list[torch.dtype]]:
     """Return what the first adapter that changes a tensor adds to it, and the dtypes of all adapters' factors."""
-    found: Update | None = None
+    first: Update | None = None
     dtypes = []
     for model in plan.participants.models:
         stored = model.stored.get(job.name, job.name)
         for adapter in adapters_of(model.checkpoint):
             if (update := adapter.updates.get(adapter.ties.get(stored, stored))) is not None:
-                found = found or update
+                first = first or update
                 dtypes += [adapter.adapter.headers[key].dtype for key in (update.A, update.B)]
-    return found, dtypes
+    return first, dtypes
 
 
 def _widest(dtypes: list[torch.dtype]) -> torch.dtype:

@@ -18,21 +18,21 @@ def agreed_card(participants: Participants) -> tuple[dict[str, str], list[str]]:
     do.
     """
     heads = [(one.label, card_head(folder)) for one in participants.all for folder in card_folders(one.checkpoint)]
-    found: dict[str, str] = {}
+    card: dict[str, str] = {}
     for key in ("pipeline_tag", "library_name"):
         if len(values := {head[key] for _, head in heads if key in head}) == 1:
-            found[key] = values.pop()
+            card[key] = values.pop()
     licenses = [(label, _license(head)) for label, head in heads]
     stated = {name for _, name in licenses if name}
     if len(stated) == 1 and all(name for _, name in licenses):
         links = {head.get("license_link", "") for _, head in heads}
         terms = {key: value for key, value in heads[0][1].items() if key in LICENSE}
-        found |= {key: value for key, value in terms.items() if key != "license_link" or len(links) == 1}
+        card |= {key: value for key, value in terms.items() if key != "license_link" or len(links) == 1}
     elif stated:
         listing = ", ".join(f"{label} {name or 'none'}" for label, name in dict.fromkeys(licenses))
         reason = f"the model card names no license, as the inputs do not agree: {listing}"
-        return found, [f"{reason}; write it there yourself."]
-    return found, []
+        return card, [f"{reason}; write it there yourself."]
+    return card, []
 
 
 def card_folders(checkpoint: Checkpoint) -> list[Path]:

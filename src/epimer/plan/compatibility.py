@@ -125,22 +125,22 @@ def _normalised(config: Mapping[str, Any]) -> dict[str, Any]:
     Version 5 has `rope_theta` and `rope_scaling` in `rope_parameters`; no scaling, None and the type "default" are the
     same; the width of a window that is not used says nothing.
     """
-    found = dict(config)
-    parameters, scaling = found.get("rope_parameters"), found.get("rope_scaling")
+    settings = dict(config)
+    parameters, scaling = settings.get("rope_parameters"), settings.get("rope_scaling")
     if isinstance(parameters, dict) and not any(isinstance(value, dict) for value in parameters.values()):
-        del found["rope_parameters"]
+        del settings["rope_parameters"]
         scaling = parameters
     if isinstance(scaling, dict):
         scaling = dict(scaling)
-        found |= {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
+        settings |= {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
         if "type" in scaling:
             scaling.setdefault("rope_type", scaling.pop("type"))
-        found["rope_scaling"] = None if scaling.get("rope_type") in (None, "default") else scaling
-    if "rope_parameters" not in found:
-        found.setdefault("rope_scaling", None)
-    if found.get("use_sliding_window") is False:
-        found = {key: value for key, value in found.items() if key not in ("sliding_window", "max_window_layers")}
-    return found
+        settings["rope_scaling"] = None if scaling.get("rope_type") in (None, "default") else scaling
+    if "rope_parameters" not in settings:
+        settings.setdefault("rope_scaling", None)
+    if settings.get("use_sliding_window") is False:
+        settings = {key: value for key, value in settings.items() if key not in ("sliding_window", "max_window_layers")}
+    return settings
 
 
 def _changes_function(key: str) -> bool:
@@ -198,8 +198,8 @@ def _labels(labels: Any) -> dict[int, str]:
     """Return the names of classes by number; none where they are only `LABEL_0`, `LABEL_1`, as nobody named them."""
     if not isinstance(labels, dict) or not all(str(key).isdecimal() for key in labels):
         return {}
-    found = {int(key): str(value) for key, value in labels.items()}
-    return {} if all(value == f"LABEL_{key}" for key, value in found.items()) else found
+    names = {int(key): str(value) for key, value in labels.items()}
+    return {} if all(value == f"LABEL_{key}" for key, value in names.items()) else names
 
 
 def _module_problems(folders: Sequence[Folder]) -> Iterator[CheckpointError]:
@@ -222,8 +222,8 @@ def _module_problems(folders: Sequence[Folder]) -> Iterator[CheckpointError]:
 
 def _vocabularies(folders: Sequence[Folder]) -> dict[Folder, dict[int, str]]:
     """Return the tokens by id of every folder that lists them."""
-    found = vocabularies(one.path for one in folders)
-    return {one: found[one.path] for one in folders if found[one.path]}
+    tokens = vocabularies(one.path for one in folders)
+    return {one: tokens[one.path] for one in folders if tokens[one.path]}
 
 
 def _order_problems(

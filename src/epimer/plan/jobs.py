@@ -28,11 +28,13 @@ from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
 from epimer.plan.inputs import TensorRules, assign_rules
 from epimer.plan.layer_curvature import Curvatures
 from epimer.plan.memory import (
+    MARGIN,
     CurvatureSize,
     Smaller,
     TensorInputs,
     bytes_to_read,
     curvature_size,
+    memory_in_float64,
     memory_of,
     smaller_merges,
     workload,
@@ -73,6 +75,8 @@ class Job:
     """the dimension of the stored tensor that the layer's inputs belong to"""
     smaller: Callable[[], Iterable[Smaller]] = tuple
     """returns the settings under which it takes less memory"""
+    memory_in_float64: Callable[[], int] = int
+    """returns the bytes in use at once where it is merged once more in float64"""
     work: Work = field(default_factory=Work)
     """what is to be computed, in units of kernels"""
     stacked: bool = False
@@ -139,6 +143,12 @@ class Job:
         if self.method is None or self.rule != "matrix" or not self.method.factored:
             return False
         return not (isinstance(self.options, FrechetOptions) and self.options.basis == "full")
+
+    def on(self, device: torch.device) -> Job:
+        """Return the job with the memory that it takes where `device` merges it: a GPU has its tensors read whole."""
+        if device.type == "cpu" or not self.streams:
+            return self
+        return replace(self, memory=max(self.memory, int(MARGIN * (self.reads + self.writes))))
 
     def parts(self) -> list[Job]:
         """Divide a stack into its matrices, and a wide tensor whose entries do not depend on each other into blocks."""
@@ -308,16 +318,11 @@ def plan_jobs(
     problems: Sequence[EpimerError] = (),
     notes: Sequence[str] = (),
     recipe: Recipe | None = None,
-    tokenizer: Path | None = None,
-    generation: Path | None = None,
-    tokenizer_files: Mapping[str, bytes] | None = None,
-    basis: StoredBasis | None = None,
 ) -> Plan:
     """Plan a job for every tensor that is written; `problems` and `notes` are those known so far."""
     assigned = assign_rules(participants, patterns, elementwise=method.elementwise)
     known = [*problems, *assigned.problems]
-    folders = tokenizer, generation, tokenizer_files or {}
-    plan = Plan(participants, method, curvatures, [], assigned, known, list(notes), recipe, *folders, basis)
+    plan = Plan(participants, method, curvatures, [], assigned, known, list(notes), recipe)
     used = method.needs_curvature or "fisher" in assigned.rules.values() or (recipe is not None and recipe.refine)
     if curvatures is not None and not used:
         source = "was given" if recipe is None else "the recipe gives"
@@ -364,9 +369,15 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float, inputs:
     sizes = TensorInputs(len(job.models), dtype, to_read, basis, curvature, left_out, streams)
     load = method, rule, one, sizes, options
     work = times(parts, work_of(*workload(method, rule, one, sizes, options))) + Work(bytes=2 * reads)
-    smaller = partial(smaller_merges, *load)
     return replace(
-        job, reads=reads, memory=memory_of(*load), smaller=smaller, work=work, stacked=stacked, streams=streams
+        job,
+        reads=reads,
+        memory=memory_of(*load),
+        smaller=partial(smaller_merges, *load),
+        memory_in_float64=partial(memory_in_float64, *load),
+        work=work,
+        stacked=stacked,
+        streams=streams,
     )
 
 

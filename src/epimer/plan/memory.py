@@ -130,6 +130,13 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
     return int(MARGIN * max(reading, converting, merging))
 
 
+def memory_in_float64(method: Method, rule: str, W: Tensor, inputs: TensorInputs, options: Any) -> int:
+    """Return the bytes that a merge takes where it is done once more in float64, with all that the first one held."""
+    models = inputs.tasks + inputs.left_out + 1
+    first = models * W.numel() * inputs.dtype.itemsize + inputs.curvature.bytes + inputs.basis
+    return first + memory_of(method, rule, W, replace(inputs, dtype=torch.float64), options)
+
+
 def streamed_rows(W: Tensor) -> int:
     """Return how many rows of a streamed tensor are read at a time: as few blocks as hold it, of one size."""
     most = max(1, STREAMED // max(1, W[:1].numel()))

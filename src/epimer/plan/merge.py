@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
         participants = participants.without_base()
     basis = opened.basis if recipe.basis is not None else None
     curvatures = opened.curvatures if any(entry.curvature for entry in recipe.models) else None
-    return plan_jobs(
+    plan = plan_jobs(
         participants,
         method,
         _recipe_settings(recipe, method, participants, basis),
@@ -108,10 +108,13 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
         problems=[*opened.problems, *_recipe_problems(recipe, method)],
         notes=[*opened.notes, *recipe.notes],
         recipe=recipe,
+    )
+    return replace(
+        plan,
+        basis=basis,
         tokenizer=opened.tokenizer,
         generation=opened.generation,
         tokenizer_files=opened.tokenizer_files,
-        basis=basis,
     )
 
 

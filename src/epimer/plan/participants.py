@@ -118,25 +118,25 @@ class Participants:
     @cached_property
     def differing_integers(self) -> dict[str, str]:
         """The integer and boolean tensors that are not the same in all models -> the first model that differs."""
-        found: dict[str, str] = {}
+        differing: dict[str, str] = {}
         for name, W in self.template.headers.items():
             if W.is_floating_point() or W.is_complex():
                 continue
             for model in self.models:
                 if name in model.headers and not _same_integers(self.template, model, name):
-                    found.setdefault(name, model.label)
-        return found
+                    differing.setdefault(name, model.label)
+        return differing
 
     @cached_property
     def non_finite(self) -> dict[str, tuple[Participant, str]]:
         """The tensors with NaN or Inf -> who has it first, the base or a model, and where; all tensors are read."""
-        found: dict[str, tuple[Participant, str]] = {}
+        damaged: dict[str, tuple[Participant, str]] = {}
         for name in (name for name, W in self.template.headers.items() if W.is_floating_point()):
             for one in self.all if name not in self.ties else ():
                 readable = name in one.headers and one.headers[name].is_floating_point() and not one.problem(name)
-                if readable and name not in found and (text := one.non_finite(name)):
-                    found[name] = one, text
-        return found
+                if readable and name not in damaged and (text := one.non_finite(name)):
+                    damaged[name] = one, text
+        return damaged
 
     def moved(self, name: str) -> bool:
         """Whether a model has another tensor than the base, going by some of its entries."""

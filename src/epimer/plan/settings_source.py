@@ -39,8 +39,8 @@ def chat_template_files(
     """Return the tokenizer's new files with the recipe's chat template; `auto` is that of most models."""
     if template == AUTO:
         folders = [one.checkpoint.tokenizer_folder for one in participants.models]
-        found = Counter(str(value) for one in folders if (value := chat_settings(one).get("chat template")))
-        template = found.most_common(1)[0][0] if found else None
+        templates = Counter(str(value) for one in folders if (value := chat_settings(one).get("chat template")))
+        template = templates.most_common(1)[0][0] if templates else None
     return files if template is None else with_chat_template(tokenizer, files, template)
 
 
@@ -53,13 +53,13 @@ def _agreed(
 ) -> Path | None:
     """Return the folder of the first model where all models that have settings agree, else the base's."""
     own = settings(base)
-    found = [(label, folder, values) for label, folder in models if (values := settings(folder))]
-    differing = [values for _, _, values in found if values != own]
+    having = [(label, folder, values) for label, folder in models if (values := settings(folder))]
+    differing = [values for _, _, values in having if values != own]
     if not differing:
         return base
     keys = sorted({key for values in differing for key in own.keys() | values if own.get(key) != values.get(key)})
-    if len(differing) == len(found) and all(values == differing[0] for values in differing):
-        label, folder, _ = found[0]
+    if len(differing) == len(having) and all(values == differing[0] for values in differing):
+        label, folder, _ = having[0]
         notes.append(
             f"{what} ({listed(keys)}) {_is(what)} not the base's but {label}'s, as all models agree; "
             "write tokenizer_source: base for the base's."

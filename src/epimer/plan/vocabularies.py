@@ -15,6 +15,8 @@ from epimer.errors import RecipeError, listed
 from epimer.methods.rules import matching
 from epimer.recipe.model import UNION, Recipe, TokenSource
 
+MOST_SPARE_ROWS = 1 << 16  # of no token, more than the models' tables have: padding, or gaps between ids
+
 
 @dataclass(frozen=True)
 class Words:
@@ -81,7 +83,7 @@ def align_vocabularies(
     target = dict(_union(words)) if union else vocabulary(tokenizer) if tokenizer is not None else {}
     if not target:
         return unchanged
-    rows = _rows(words[0], target, recipe.tokenizer.pad_to_multiple_of if recipe.tokenizer else None)
+    rows = _rows(words, target, recipe.tokenizer.pad_to_multiple_of if recipe.tokenizer else None)
     sources = recipe.tokenizer.tokens if recipe.tokenizer else {}
     if unknown := sorted(sources.keys() - target.values()):
         raise RecipeError(f"tokenizer.tokens names {listed(unknown)}, which the output's tokenizer does not have.")
@@ -132,11 +134,21 @@ def _union(words: Sequence[Words]) -> Iterator[tuple[int, str]]:
                 following += 1
 
 
-def _rows(base: Words, target: Mapping[int, str], multiple: int | None) -> int:
-    """Return how long tables must be: as the base's, if its tokens keep their ids and there is room, or as needed."""
+def _rows(words: Sequence[Words], target: Mapping[int, str], multiple: int | None) -> int:
+    """Return how long tables must be: as the base's, if its tokens keep their ids and there is room, or as needed.
+
+    What has no token is bounded, so that a few words of a recipe or a tokenizer cannot ask for tables without end.
+    """
+    base = words[0]
     kept = all(target.get(i) == token for i, token in base.tokens.items())
     rows = max(max(target) + 1, base.rows if kept else 0)
-    return rows if multiple is None else -(-rows // multiple) * multiple
+    rows = rows if multiple is None else -(-rows // multiple) * multiple
+    if rows > len(target) + max(one.rows for one in words) + MOST_SPARE_ROWS:
+        raise RecipeError(
+            f"the output's {len(target)} tokens would have tables of more than {MOST_SPARE_ROWS} rows to spare; take a "
+            "smaller pad_to_multiple_of, or a tokenizer without such gaps between its ids."
+        )
+    return rows
 
 
 def _origin(

@@ -68,8 +68,8 @@ class Slice(_Frozen):
     @property
     def length(self) -> int | None:
         """How many layers it has; None for all of a model's."""
-        found = self.sources[0].layer_range
-        return None if found is None else found[1] - found[0]
+        layers = self.sources[0].layer_range
+        return None if layers is None else layers[1] - layers[0]
 
 
 class TokenSource(_Frozen):
@@ -175,24 +175,19 @@ class Recipe(_Frozen):
             parameters |= {} if scale == 1.0 else {"scale": scale}
         if rank is not None:
             parameters["rank"] = rank
-        models = []
-        for entry in self.models:
-            kept: dict[str, Any] = {"parameters": {k: v for k, v in entry.parameters.items() if k in known}}
-            models.append(entry.model_copy(update=kept if measured else {**kept, "curvature": None}))
 
-        def only_known(one: Any) -> dict[str, Any]:
-            return {"parameters": {k: v for k, v in one.parameters.items() if k in known}}
+        def only_known(one: Any, **more: Any) -> Any:
+            return one.model_copy(
+                update={"parameters": {k: v for k, v in one.parameters.items() if k in known}, **more}
+            )
 
-        slices = []
-        for place in self.slices:
-            sources = tuple(source.model_copy(update=only_known(source)) for source in place.sources)
-            slices.append(place.model_copy(update={**only_known(place), "sources": sources}))
+        unmeasured = {} if measured else {"curvature": None}
         return self.model_copy(
             update={
                 "merge_method": method,
                 "parameters": parameters,
-                "models": tuple(models),
-                "slices": tuple(slices),
+                "models": tuple(only_known(entry, **unmeasured) for entry in self.models),
+                "slices": tuple(only_known(one, sources=tuple(map(only_known, one.sources))) for one in self.slices),
                 "auto": (),
                 "eval": None,
                 "basis": self.basis if row.needs_curvature else None,
@@ -214,17 +209,15 @@ class Recipe(_Frozen):
         def rename(text: str | None) -> str | None:
             return text and "+".join(names.get(part.strip(), part) for part in text.split("+"))
 
-        models = tuple(one.model_copy(update={"model": rename(one.model)}) for one in self.models)
-        slices = []
-        for place in self.slices:
-            sources = tuple(one.model_copy(update={"model": rename(one.model)}) for one in place.sources)
-            slices.append(place.model_copy(update={"sources": sources}))
+        def renaming(one: Any) -> Any:
+            return one.model_copy(update={"model": rename(one.model)})
+
+        slices = [one.model_copy(update={"sources": tuple(map(renaming, one.sources))}) for one in self.slices]
         places: dict[str, Any] = {key: rename(getattr(self, key)) for key in ("base_model", "tokenizer_source")}
         if self.tokenizer is not None:
-            tokens = self.tokenizer.tokens.items()
-            renamed = {token: one.model_copy(update={"model": rename(one.model)}) for token, one in tokens}
-            places["tokenizer"] = self.tokenizer.model_copy(update={"tokens": renamed})
-        return self.model_copy(update={"models": models, "slices": tuple(slices), **places})
+            tokens = {token: renaming(one) for token, one in self.tokenizer.tokens.items()}
+            places["tokenizer"] = self.tokenizer.model_copy(update={"tokens": tokens})
+        return self.model_copy(update={"models": tuple(map(renaming, self.models)), "slices": tuple(slices), **places})
 
     @property
     def sources(self) -> dict[str, str]:
@@ -352,16 +345,21 @@ class Recipe(_Frozen):
                 f"recipe: no filter of the {key!r} of {self.models[i].model!r} matches the tensor {name!r}; "
                 "add an entry without a filter."
             )
-        leaf, kind = fits[0], known_parameters(self.merge_method)[key].kind
-        if not isinstance(leaf, tuple) or kind == "numbers":
-            return list(leaf) if isinstance(leaf, tuple) else leaf
-        position = t * (len(leaf) - 1)
-        low = int(position)
-        if kind not in ("number", "integer"):
-            return leaf[low]  # words hold until the next one begins
-        here, following = float(leaf[low]), float(leaf[min(low + 1, len(leaf) - 1)])
-        value = (1 - (position - low)) * here + (position - low) * following
-        return round(value) if kind == "integer" else value
+        kind = known_parameters(self.merge_method)[key].kind
+        if not isinstance(fits[0], tuple):
+            return fits[0]
+        return list(fits[0]) if kind == "numbers" else _along_gradient(fits[0], kind, t)
+
+
+def _along_gradient(values: tuple[Word, ...], kind: str, t: float) -> Any:
+    """Return what a gradient over the layers is at depth `t`: numbers between two of its values, words the former."""
+    position = t * (len(values) - 1)
+    low = int(position)
+    if kind not in ("number", "integer"):
+        return values[low]
+    here, following = float(values[low]), float(values[min(low + 1, len(values) - 1)])
+    value = (1 - (position - low)) * here + (position - low) * following
+    return round(value) if kind == "integer" else value
 
 
 def extraction(finetuned: str, base: str, rank: int, dtype: str | None = None) -> dict[str, Any]:

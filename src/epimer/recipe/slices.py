@@ -28,17 +28,17 @@ def read_slices(reader: Reader, data: Mapping[str, Any], base: str | None) -> tu
     modules = data["modules"]
     if not isinstance(modules, dict) or not modules:
         raise reader.wrong(("modules",), modules, "a mapping of modules to their slices or models")
-    found: list[Slice] = []
+    slices: list[Slice] = []
     for module, raw in modules.items():
         path, name = ("modules", str(module)), "" if module == WHOLE_MODEL else str(module)
         one = reader.mapping(path, raw, ("slices", "models"), {})
         if len(one) != 1:
             raise reader.error(path, f"{spell(path)} needs either 'slices' or 'models'.")
         if "slices" in one:
-            found += _slices(reader, (*path, "slices"), one["slices"], name, base)
+            slices += _slices(reader, (*path, "slices"), one["slices"], name, base)
         else:
-            found.append(_slice(reader, path, {"sources": one["models"]}, name, base, "models"))
-    return tuple(found)
+            slices.append(_slice(reader, path, {"sources": one["models"]}, name, base, "models"))
+    return tuple(slices)
 
 
 def _slices(reader: Reader, path: Location, raw: Any, module: str, base: str | None) -> Iterator[Slice]:
@@ -84,12 +84,12 @@ def _source(reader: Reader, path: Location, raw: Any, *, ranged: bool, alone: bo
 
 def _parameters(reader: Reader, path: Location, raw: Any) -> dict[str, Value]:
     """Return the parameters of a slice, which prevail over the recipe's."""
-    where, found = (*path, "parameters"), dict[str, Value]()
+    where, parameters = (*path, "parameters"), dict[str, Value]()
     for key, value in reader.mapping(
         where, reader.accepted(raw or {}), [*reader.known, "lambda"], reader.refused
     ).items():
         name = "scale" if key == "lambda" else str(key)
-        if name in found:
+        if name in parameters:
             raise reader.error((*where, key), "scale is given twice: scale and lambda are one; keep one.")
-        found[name] = reader.value((*where, key), name, value)
-    return found
+        parameters[name] = reader.value((*where, key), name, value)
+    return parameters

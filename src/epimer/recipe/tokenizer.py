@@ -31,9 +31,9 @@ def read_tokenizer(reader: Reader, data: Mapping[str, Any]) -> tuple[str | None,
     tokens = raw.get("tokens") or {}
     if not isinstance(tokens, dict):
         raise reader.wrong(where, tokens, "a mapping of tokens to where their rows come from")
-    found = {str(token): _token(reader, (*where, token), one) for token, one in tokens.items()}
+    sources = {str(token): _token(reader, (*where, token), one) for token, one in tokens.items()}
     source = reader.text((*path, "source"), raw.get("source"))
-    return source or UNION, TokenizerOptions(tokens=found, pad_to_multiple_of=multiple)
+    return source or UNION, TokenizerOptions(tokens=sources, pad_to_multiple_of=multiple)
 
 
 def _token(reader: Reader, path: Location, raw: Any) -> TokenSource:

@@ -6,14 +6,13 @@ Rows are read one by one as dicts of [1, …] tensors, and joined into batches w
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from epimer.errors import CheckpointError, DataError, EpimerWarning, listed, short
+from epimer.errors import CheckpointError, DataError, EpimerWarning, listed, short, warn
 from epimer.tasks.audio import read_recording
 from epimer.tasks.batches import IGNORED
 from epimer.tasks.ctc import find_ctc_loss
@@ -122,7 +121,7 @@ class SourcesAndTargets:
         self.task, self.table, self.longest = task, table, longest
         self.source, self.target = source_and_target(table, text)
         columns = f"sources in {self.source!r}, targets in {self.target!r}"
-        warnings.warn(f"{table.name}: {columns}; the loss is that of the targets.", EpimerWarning, 4)
+        warn(EpimerWarning(f"{table.name}: {columns}; the loss is that of the targets."))
 
     def sample(self, i: int) -> Sample:
         source, target = (self.table.text(i, column) for column in (self.source, self.target))
@@ -167,7 +166,7 @@ class Speech:
         self.audio, self.text = map(str, found)
         self.features = task.reader.features
         columns = f"recordings in {self.audio!r}, transcripts in {self.text!r}"
-        warnings.warn(f"{table.name}: {columns}; the loss is that of the transcripts.", EpimerWarning, 4)
+        warn(EpimerWarning(f"{table.name}: {columns}; the loss is that of the transcripts."))
 
     def sample(self, i: int) -> Sample:
         recording, where = read_recording(self.table, i, self.audio), self.table.where(i)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from epimer.errors import DataError, EpimerWarning, listed, short
+from epimer.errors import DataError, EpimerWarning, listed, short, warn
 from epimer.tasks.batches import IGNORED
 from epimer.tasks.conversations import Chat, find_layout, has_template, read_chat, render_chat, text_tokens
 from epimer.tasks.generation import Sample
@@ -40,7 +39,7 @@ class ImagesAndTexts:
             raise DataError(f"{table.name} has no column {missing}; it has {known}: name the images' with --image.")
         images = "" if self.image is None else f"images in {self.image!r}, "
         what = f"{table.name}: {images}texts in {listed(layout.columns)}, in the chat template"
-        warnings.warn(f"{what}; the loss is that of the assistant's turns.", EpimerWarning, 4)
+        warn(EpimerWarning(f"{what}; the loss is that of the assistant's turns."))
 
     def sample(self, i: int) -> Sample:
         """Return a row as tokens, of which the processor makes as many for an image as the model has, and pixels."""

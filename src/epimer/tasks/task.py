@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
-from epimer.errors import CurvatureError, DataError, EpimerWarning, ParameterError, listed, nearest, short
+from epimer.errors import CurvatureError, DataError, EpimerWarning, ParameterError, listed, nearest, short, warn
 from epimer.tasks.conversations import TEXTS, Layout, answer_tokens, find_layout, has_template
 from epimer.tasks.ctc import find_ctc_loss
 from epimer.tasks.generation import Reader, SourcesAndTargets, Speech, joined
@@ -155,7 +154,7 @@ class Task:
         if layout is None:
             raise _no_column(table, usual, what, what)
         if layout.kind != "text":
-            warnings.warn(layout.description(table.name, template=has_template(self.reader)), EpimerWarning, 3)
+            warn(EpimerWarning(layout.description(table.name, template=has_template(self.reader))))
         return layout
 
     def _texts(self, table: Table, rows: Sequence[int], layout: Layout, longest: int) -> dict[str, Tensor]:

@@ -19,18 +19,8 @@ from epimer.checkpoints.convert import convert
 from epimer.checkpoints.folder import REFUSED
 from epimer.errors import CheckpointError
 from fuzz.harness import Reader
-from fuzz.mutations import NAMES, mutated_bytes, mutated_pickle
-from fuzz.readers.models import (
-    CONFIG,
-    damage_files,
-    damage_header,
-    damage_json,
-    merge,
-    merge_and_compare,
-    recipe,
-    tensors,
-    write_models,
-)
+from fuzz.mutations import NAMES, damage_content, damage_files, mutated_bytes, mutated_pickle
+from fuzz.readers.models import CONFIG, merge, merge_and_compare, recipe, tensors, write_models
 
 
 def _read_everything(text: str) -> None:
@@ -54,7 +44,7 @@ def _build_three(folder: Path) -> None:
 
 def _damage_safetensors(rng: Random, folder: Path) -> None:
     path = folder / rng.choice(("base", "one", "two")) / "model.safetensors"
-    (damage_files if rng.random() < 0.05 else damage_header)(rng, path)
+    (damage_files if rng.random() < 0.05 else damage_content)(rng, path)
 
 
 def _read_three(folder: Path) -> None:
@@ -87,7 +77,7 @@ def _damage_index(rng: Random, folder: Path) -> None:
     if rng.random() < 0.1:
         damage_files(rng, rng.choice(sorted(place.iterdir())))
     else:
-        damage_json(rng, place / "model.safetensors.index.json")
+        damage_content(rng, place / "model.safetensors.index.json")
 
 
 # torch files: a state dict and a whole module in the zip format, and both in the older one
@@ -195,12 +185,8 @@ def _damage_adapter(rng: Random, folder: Path) -> None:
         config = json.loads((place / "adapter_config.json").read_text())
         config["target_parameters"] = rng.choice((["up.weight"], ["up.bias"], ["layers.0.up"], [3, None], "up", {}))
         (place / "adapter_config.json").write_text(json.dumps(config))
-    if rng.random() < 0.6:
-        damage_json(rng, place / "adapter_config.json")
-    elif rng.random() < 0.9:
-        damage_header(rng, place / "adapter_model.safetensors")
-    else:
-        damage_files(rng, rng.choice(sorted(place.iterdir())))
+    path = place / ("adapter_config.json" if rng.random() < 0.6 else "adapter_model.safetensors")
+    (damage_files if rng.random() < 0.05 else damage_content)(rng, path)
 
 
 def _read_adapter(folder: Path) -> None:
@@ -229,11 +215,7 @@ def _build_quantized(folder: Path) -> None:
 
 
 def _damage_quantized(rng: Random, folder: Path) -> None:
-    place = folder / rng.choice(("base", "one"))
-    if rng.random() < 0.5:
-        damage_json(rng, place / "config.json")
-    else:
-        damage_header(rng, place / "model.safetensors")
+    damage_content(rng, folder / rng.choice(("base", "one")) / rng.choice(("config.json", "model.safetensors")))
 
 
 # folders of other things

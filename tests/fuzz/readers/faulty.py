@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from random import Random
 
@@ -12,14 +13,19 @@ from fuzz.harness import MEMORY, ROOM, Reader
 FAULTS = {
     "none": None,
     "refusal": None,
+    "slow": None,
     "error": "KeyError",
     "result": "AssertionError",
     "time": "TooLongError",
+    "hang": "it hung",
     "memory": "MiB of memory",
     "address space": "MemoryError",
     "death": "its process died",
 }
 """what may be wrong -> what is said of it; None where nothing is"""
+
+
+SLOW = 1.5  # seconds of processor time
 
 
 def _damage(rng: Random, folder: Path) -> None:
@@ -38,9 +44,15 @@ def _read(folder: Path) -> None:
             raise KeyError("it")
         case "result":
             raise AssertionError("it is another")
+        case "slow":
+            end = time.process_time() + SLOW
+            while time.process_time() < end:
+                pass
         case "time":
             while True:
                 pass
+        case "hang":
+            time.sleep(3600)
         case "memory":
             bytearray(MEMORY + (1 << 26))
         case "address space":

@@ -17,10 +17,9 @@ import epimer
 from epimer.tasks.audio import read_recording
 from epimer.tasks.data import open_data
 from fuzz.harness import Reader
-from fuzz.mutations import mutated_bytes, mutated_json
+from fuzz.mutations import damage_content, damage_files
 from fuzz.readers.checkpoints import damaged_torch_file
-from fuzz.readers.measured import damage_numbers
-from fuzz.readers.models import damage_files, damage_header, damage_json
+from fuzz.readers.models import damage_numbers
 from fuzz.readers.texts import yaml_text
 
 CONFIG = [{"hessian": {"method": "kfac", "hessian_dtype": "float32"}, "runs": [1, 2]}]
@@ -59,14 +58,14 @@ def _damage_factors(rng: Random, folder: Path) -> None:
     path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     if rng.random() < 0.05:
         damage_files(rng, path)
-    elif path.suffix == ".json":
-        damage_json(rng, path)
     elif path.suffix == ".yaml":
         path.write_bytes(yaml_text(rng, CONFIG))
     elif path.suffix == ".pt":
         path.write_bytes(damaged_torch_file(rng, path.read_bytes()))
+    elif path.suffix == ".safetensors" and rng.random() < 0.5:
+        damage_numbers(rng, path)
     else:
-        rng.choice((damage_header, damage_numbers))(rng, path)
+        damage_content(rng, path)
 
 
 def _read_factors(folder: Path) -> None:
@@ -94,14 +93,7 @@ def _build_recordings(folder: Path) -> None:
 
 
 def _damage_recordings(rng: Random, folder: Path) -> None:
-    path = rng.choice(sorted(folder.iterdir()))
-    if path.suffix == ".wav":
-        path.write_bytes(mutated_bytes(rng, path.read_bytes()))
-        return
-    lines = path.read_bytes().splitlines()
-    i = rng.randrange(len(lines))
-    lines[i] = mutated_json(rng, lines[i])
-    path.write_bytes(b"\n".join(lines))
+    damage_content(rng, rng.choice(sorted(folder.iterdir())))
 
 
 def _read_recordings(folder: Path) -> None:

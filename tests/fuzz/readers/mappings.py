@@ -45,6 +45,7 @@ _CASES: dict[Path, Any] = {}  # what a case hands from its damage to its reading
 
 
 def _damaged_state(rng: Random, state: dict[Any, Any]) -> Any:
+    """Damage a valid state dict in one place."""
     name = rng.choice(sorted(state))
     W, kind = state[name], rng.randrange(14)
     if kind == 0:
@@ -53,7 +54,7 @@ def _damaged_state(rng: Random, state: dict[Any, Any]) -> Any:
         state[rng.choice((*NAMES, 3, None, ("a",), b"x"))] = state.pop(name)
     elif kind == 2:
         del state[name]
-    elif kind == 3 and W.is_floating_point():
+    elif kind == 3:
         W = W.clone()
         W.view(-1)[rng.randrange(W.numel())] = rng.choice(VALUES)
         state[name] = W
@@ -83,7 +84,7 @@ def _damaged_state(rng: Random, state: dict[Any, Any]) -> Any:
         state[rng.choice(NAMES)] = W.clone()
     elif kind == 9:
         state[name] = state[rng.choice(sorted(state))]  # tied
-    elif kind == 10 and W.is_floating_point():
+    elif kind == 10:
         state[name] = torch.full_like(W, rng.choice(VALUES))
     elif kind == 11:
         return rng.choice((*ODD, list(state.items()), {}))
@@ -96,15 +97,8 @@ def _damaged_state(rng: Random, state: dict[Any, Any]) -> Any:
 
 def _damage_states(rng: Random, folder: Path) -> None:
     states: list[Any] = [tensors(i) for i in range(3)]
-    for _ in range(rng.choice((1, 1, 2))):
-        i = rng.randrange(3)
-        if (
-            isinstance(states[i], dict)
-            and states[i]
-            and all(isinstance(W, torch.Tensor) for W in states[i].values())
-            and all(isinstance(n, str) for n in states[i])
-        ):
-            states[i] = _damaged_state(rng, states[i])
+    for i in rng.sample(range(3), rng.choice((1, 1, 2))):
+        states[i] = _damaged_state(rng, states[i])
     models: Any = states[1:]
     if rng.random() < 0.05:
         models = rng.choice((*ODD, [], states[1], models * 30, models[:1]))

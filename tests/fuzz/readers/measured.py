@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
 from random import Random
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 import epimer
 from epimer.checkpoints.writer import Draft
-from epimer.checksums import HASH, sealed
+from epimer.checksums import HASH
 from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.curvature.kept_inputs import KeptInputs
 from epimer.curvature.optimizer_state import moments
 from epimer.errors import EpimerError
-from epimer.json_values import json_value
 from fuzz.harness import Reader
-from fuzz.mutations import as_python, as_text, mutated, mutated_bytes
+from fuzz.mutations import as_python, damage_content, damage_files, mutated, mutated_journal
 from fuzz.readers.checkpoints import damaged_torch_file
 from fuzz.readers.models import (
     SHAPES,
-    damage_files,
-    damage_header,
-    damage_json,
+    damage_numbers,
+    damage_record,
     merge_and_compare,
     recipe,
     same_files,
@@ -75,18 +71,20 @@ def _build_curvature(folder: Path) -> None:
 def _damage_curvature(rng: Random, folder: Path) -> None:
     kind = rng.choice(tuple(METHODS))
     (folder / "which").write_text(kind)
-    place = folder / f"{kind}-{rng.choice(('one', 'two'))}"
+    _damage_measured(rng, folder / f"{kind}-{rng.choice(('one', 'two'))}", "curvature")
+
+
+def _damage_measured(rng: Random, place: Path, name: str) -> None:
+    """Damage a folder of curvature or of a basis, half of them as earlier versions wrote them."""
     if rng.random() < 0.5:
-        _without_checksums(place / "curvature.json")
+        _without_checksums(place / f"{name}.json")
     dice = rng.random()
     if dice < 0.4:
-        damage_json(rng, place / "curvature.json")
-    elif dice < 0.7:
-        damage_header(rng, place / "curvature.safetensors")
-    elif dice < 0.85:
-        damage_numbers(rng, place / "curvature.safetensors")
+        damage_content(rng, place / f"{name}.json")
+    elif dice < 0.65:
+        damage_content(rng, rng.choice(sorted(place.glob("*.safetensors"))))
     elif dice < 0.95:
-        damage_header(rng, place / "inputs.safetensors")
+        damage_numbers(rng, place / f"{name}.safetensors")
     else:
         damage_files(rng, rng.choice(sorted(place.iterdir())))
 
@@ -98,44 +96,6 @@ def _without_checksums(path: Path) -> None:
         part.pop(HASH, None)
         part.pop("checksums", None)
     path.write_text(json.dumps(header))
-
-
-def damage_numbers(rng: Random, path: Path) -> None:
-    """Give tensors of a valid file other values, shapes or dtypes."""
-    state = load_file(path)
-    for name in rng.sample(sorted(state), min(len(state), rng.choice((1, 1, 2)))):
-        W, kind = state[name], rng.randrange(9)
-        if kind == 0:
-            state[name] = torch.full_like(W, rng.choice((0, -1, 1, 2, 100)))
-        elif kind == 1 and W.is_floating_point():
-            state[name] = torch.full_like(W, rng.choice((float("nan"), float("inf"), 1e38, -1e38, 1e-40)))
-        elif kind == 2 and W.numel():
-            W = W.clone()
-            W.view(-1)[rng.randrange(W.numel())] = rng.choice((-1, 100, 3, 0))
-            state[name] = W
-        elif kind == 3:
-            state[name] = (
-                rng.choice(
-                    (W.flatten(), W.reshape(1, *W.shape), W[..., :0], torch.zeros(()), W.mT if W.dim() > 1 else W)
-                )
-                .contiguous()
-                .clone()
-            )
-        elif kind == 4:
-            state[name] = torch.cat([W, W]) if W.dim() else W
-        elif kind == 5:
-            state[name] = W.to(
-                rng.choice((torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool, torch.bfloat16))
-            )
-        elif kind == 6:
-            del state[name]
-        elif kind == 7:
-            other = rng.choice(sorted(state))
-            state[name] = state[other].clone()
-        elif W.is_floating_point():
-            state[name] = W * rng.choice((1e30, 1e-30, -1.0))
-    if state:
-        save_file(state, path)
 
 
 def _read_curvature(folder: Path) -> None:
@@ -166,18 +126,7 @@ def _build_basis(folder: Path) -> None:
 def _damage_basis(rng: Random, folder: Path) -> None:
     kind = rng.choice(("tagged", "tensor"))
     (folder / "which").write_text(kind)
-    place = folder / f"basis-{kind}"
-    if rng.random() < 0.5:
-        _without_checksums(place / "basis.json")
-    dice = rng.random()
-    if dice < 0.35:
-        damage_json(rng, place / "basis.json")
-    elif dice < 0.6:
-        damage_header(rng, place / "basis.safetensors")
-    elif dice < 0.95:
-        damage_numbers(rng, place / "basis.safetensors")
-    else:
-        damage_files(rng, rng.choice(sorted(place.iterdir())))
+    _damage_measured(rng, folder / f"basis-{kind}", "basis")
 
 
 def _read_basis(folder: Path) -> None:
@@ -226,33 +175,13 @@ def _damage_journal(rng: Random, folder: Path) -> None:
     epimer.merge(recipe(folder, "ties"), folder / "whole", progress=False, workers=1)
     _killed_draft(folder)
     path = folder / ".out.epimer" / "journal.jsonl"
-    if rng.random() < 0.3:
-        path.write_bytes(mutated_bytes(rng, path.read_bytes()))
-        return
     if rng.random() < 0.1:
         damage_files(rng, path)
         return
-    lines = path.read_bytes().splitlines()
-    i = rng.randrange(len(lines))
-    noted = b'"note"' in lines[i]  # what a method's pre-pass found is the method's own, of any type
-    if rng.random() < 0.15:
-        lines[i : i + 1] = rng.choice(([], [lines[i]] * 2, [rng.choice(lines), lines[i]]))
-    else:
-        checksum, _, text = lines[i].partition(b" ")
-        lines[i] = checksum + b" " + as_text(mutated(rng, json.loads(text))).encode()
-    if rng.random() < 0.5 and not noted:  # with checksums that fit: maybe another merge, but never a traceback
-        lines = _chained([line.partition(b" ")[2] for line in lines])
+    forged = rng.random() < 0.4
+    path.write_bytes(mutated_journal(rng, path.read_bytes(), forged=forged))
+    if forged:  # maybe another merge, but never a traceback
         shutil.rmtree(folder / "whole")
-    path.write_bytes(b"\n".join(lines) + b"\n")
-
-
-def _chained(entries: list[bytes]) -> list[bytes]:
-    """Return the lines of a journal with these entries."""
-    lines, before = [], b""
-    for entry in entries:
-        before = hashlib.blake2b(before + entry, digest_size=8).hexdigest().encode()
-        lines.append(before + b" " + entry)
-    return lines
 
 
 def _read_journal(folder: Path) -> None:
@@ -262,16 +191,8 @@ def _read_journal(folder: Path) -> None:
 
 
 def _damage_finished(rng: Random, folder: Path) -> None:
-    path = folder / "whole" / "epimer.json"
-    (damage_files if rng.random() < 0.1 else damage_json)(rng, path)
-    if rng.random() < 0.3 and path.is_file():  # with a checksum that fits, where it is still a record
-        try:
-            record = json_value(path.read_bytes())
-        except ValueError:
-            return
-        if isinstance(record, dict):
-            path.write_text(json.dumps(sealed(record)))
-            (folder / "sealed").touch()
+    if damage_record(rng, folder / "whole" / "epimer.json"):
+        (folder / "sealed").touch()
 
 
 def _read_finished(folder: Path) -> None:
@@ -301,14 +222,7 @@ def _build_claimed(folder: Path) -> None:
 
 def _damage_claimed(rng: Random, folder: Path) -> None:
     path = rng.choice(sorted((folder / "whole").iterdir()))
-    if rng.random() < 0.1:
-        damage_files(rng, path)
-    elif path.suffix == ".json":
-        damage_json(rng, path)
-    elif path.suffix == ".safetensors":
-        damage_header(rng, path)
-    else:
-        path.write_bytes(mutated_bytes(rng, path.read_bytes()))
+    (damage_files if rng.random() < 0.1 else damage_content)(rng, path)
 
 
 def _read_claimed(folder: Path) -> None:

@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import epimer
+from epimer.checksums import sealed
+from epimer.json_values import json_value
 from epimer.records import MergeRecord
-from fuzz.mutations import as_text, mutated, mutated_bytes
+from fuzz.mutations import damage_content, damage_files
 
 SHAPES = {
     "model.embed_tokens.weight": (6, 4),
@@ -79,46 +81,56 @@ def merge_and_compare(recipe: dict[str, Any], out: Path, **options: Any) -> None
     assert shapes == SHAPES, f"the merge holds {shapes}"
 
 
-def damage_header(rng: Random, path: Path) -> None:
-    """Damage a safetensors file: the values of its header, its length, or any of its bytes."""
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    kind = rng.randrange(4)
-    if kind == 0:
-        path.write_bytes(mutated_bytes(rng, data))
-        return
-    header, rest = json.loads(data[8 : 8 + size]), data[8 + size :]
-    if kind == 1:
-        rest = mutated_bytes(rng, rest)
-    if kind != 1 or rng.random() < 0.5:
-        header = mutated(rng, header)
-    text = as_text(header).encode()
-    length = rng.choice((0, 8, len(text) - 1, len(text) + 1, 2**63, 100_000_000)) if rng.random() < 0.05 else len(text)
-    path.write_bytes(length.to_bytes(8, "little") + text + rest)
+def damage_record(rng: Random, path: Path) -> bool:
+    """Damage an epimer.json; whether it has a checksum that fits, which some get that are still records."""
+    (damage_files if rng.random() < 0.1 else damage_content)(rng, path)
+    if rng.random() < 0.3 and path.is_file():
+        try:
+            record = json_value(path.read_bytes())
+        except ValueError:
+            return False
+        if isinstance(record, dict):
+            path.write_text(json.dumps(sealed(record)))
+            return True
+    return False
 
 
-def damage_json(rng: Random, path: Path) -> None:
-    """Damage a JSON file."""
-    from fuzz.mutations import mutated_json
-
-    path.write_bytes(mutated_json(rng, path.read_bytes()))
-
-
-def damage_files(rng: Random, path: Path) -> None:
-    """Damage what a path is: gone, empty, a folder, a link that leads out, in a circle or nowhere."""
-    data = path.read_bytes()
-    kind = rng.randrange(6)
-    path.unlink()
-    if kind == 1:
-        path.write_bytes(b"")
-    elif kind == 2:
-        path.mkdir()
-    elif kind == 3:
-        path.symlink_to(rng.choice(("/etc/passwd", "/dev/zero", "/dev/null", path.name, "../../missing", "..")))
-    elif kind == 4:
-        path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n")
-    elif kind == 5:
-        path.with_name(path.name + ".old").write_bytes(data)
+def damage_numbers(rng: Random, path: Path) -> None:
+    """Give tensors of a valid file other values, shapes or dtypes."""
+    state = load_file(path)
+    for name in rng.sample(sorted(state), min(len(state), rng.choice((1, 1, 2)))):
+        W, kind = state[name], rng.randrange(9)
+        if kind == 0:
+            state[name] = torch.full_like(W, rng.choice((0, -1, 1, 2, 100)))
+        elif kind == 1 and W.is_floating_point():
+            state[name] = torch.full_like(W, rng.choice((float("nan"), float("inf"), 1e38, -1e38, 1e-40)))
+        elif kind == 2 and W.numel():
+            W = W.clone()
+            W.view(-1)[rng.randrange(W.numel())] = rng.choice((-1, 100, 3, 0))
+            state[name] = W
+        elif kind == 3:
+            state[name] = (
+                rng.choice(
+                    (W.flatten(), W.reshape(1, *W.shape), W[..., :0], torch.zeros(()), W.mT if W.dim() > 1 else W)
+                )
+                .contiguous()
+                .clone()
+            )
+        elif kind == 4:
+            state[name] = torch.cat([W, W]) if W.dim() else W
+        elif kind == 5:
+            state[name] = W.to(
+                rng.choice((torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool, torch.bfloat16))
+            )
+        elif kind == 6:
+            del state[name]
+        elif kind == 7:
+            other = rng.choice(sorted(state))
+            state[name] = state[other].clone()
+        elif W.is_floating_point():
+            state[name] = W * rng.choice((1e30, 1e-30, -1.0))
+    if state:
+        save_file(state, path)
 
 
 def same_files(first: Path, second: Path) -> bool:

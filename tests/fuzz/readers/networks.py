@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 from fuzz.harness import Reader
-from fuzz.readers.models import damage_files, damage_header, damage_json
+from fuzz.mutations import damage_content, damage_files
 from fuzz.readers.texts import yaml_text
 
 
@@ -26,15 +26,8 @@ def _build(folder: Path) -> None:
 
 def _damage(rng: Random, folder: Path) -> None:
     place = folder / "model"
-    dice = rng.random()
-    if dice < 0.5:
-        damage_json(rng, place / "config.json")
-    elif dice < 0.75:
-        damage_json(rng, rng.choice([place / "tokenizer.json", place / "tokenizer_config.json"]))
-    elif dice < 0.95:
-        damage_header(rng, place / "model.safetensors")
-    else:
-        damage_files(rng, rng.choice(sorted(place.iterdir())))
+    names = ("config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+    (damage_files if rng.random() < 0.05 else damage_content)(rng, place / rng.choice(names))
 
 
 def _read(folder: Path) -> None:

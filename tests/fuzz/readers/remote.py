@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+from safetensors.torch import load
+
+import epimer
 from epimer.checkpoints import open_checkpoint
 from fuzz.harness import Reader
-from fuzz.mutations import as_text, mutated, mutated_bytes
+from fuzz.mutations import as_text, damage_content, mutated
 from fuzz.readers.checkpoints import _build_index, _damage_index, _damage_safetensors
-from fuzz.readers.models import merge_and_compare, write_models
+from fuzz.readers.models import damage_record, merge, merge_and_compare, recipe, write_models
 
 
 def _read_all(text: str, **options: Any) -> None:
@@ -43,20 +48,56 @@ def _damage_store(rng: Random, folder: Path) -> None:
     (_damage_index if which == "index" else _damage_safetensors)(rng, folder / which)
 
 
-def _read_store(folder: Path) -> None:
+def _put(folder: Path) -> Any:
+    """Return a store in memory that holds the files of a folder."""
     import fsspec
 
-    which = (folder / "which").read_text() if (folder / "which").exists() else "single"
     fs = fsspec.filesystem("memory")
     fs.store.clear()
     fs.pseudo_dirs[:] = [""]
-    for path in (folder / which).rglob("*"):
+    for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_size < 1 << 20:
-            fs.pipe_file(f"/{path.relative_to(folder / which)}", path.read_bytes())
+            fs.pipe_file(f"/{path.relative_to(folder)}", path.read_bytes())
+    return fs
+
+
+def _read_store(folder: Path) -> None:
+    _put(folder / ((folder / "which").read_text() if (folder / "which").exists() else "single"))
     models = [{"model": f"memory://{name}"} for name in ("one", "two")]
     _read_all("memory://base")
     made = {"merge_method": "task_arithmetic", "base_model": "memory://base", "models": models}
     merge_and_compare(made, folder / "out")
+
+
+# an output in an object store, and what a killed upload left beside it
+
+
+def _build_stored(folder: Path) -> None:
+    write_models(folder, "base", "one", "two")
+    for name in ("out", "out.epimer-upload"):
+        merge(recipe(folder, "ties"), folder / "store" / name)
+
+
+def _damage_stored(rng: Random, folder: Path) -> None:
+    damaged, whole = rng.sample(sorted((folder / "store").iterdir()), 2)
+    damage_record(rng, damaged / "epimer.json")
+    if rng.random() < 0.5:
+        shutil.rmtree(whole)
+
+
+def _read_stored(folder: Path) -> None:
+    """Merge into the store; the weights that are there afterwards are those of the merge."""
+    fs = _put(folder / "store")
+    before = os.getcwd()
+    os.chdir(folder)  # where files are until they are uploaded
+    try:
+        epimer.merge(recipe(folder, "ties"), "memory://out", overwrite=True, progress=False, workers=1)
+    finally:
+        os.chdir(before)
+    expected = merge(recipe(folder, "ties"), folder / "fresh")
+    stored = load(fs.cat_file("/out/model.safetensors"))
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], W) for name, W in expected.items()), "the store holds another merge"
 
 
 # the hub
@@ -166,8 +207,7 @@ def _damage_hub(rng: Random, folder: Path) -> None:
         path = folder / rng.choice(("about.json", "about.json", "tree.json"))
         path.write_text(as_text(mutated(rng, json.loads(path.read_text()))))
     else:
-        path = rng.choice(sorted((folder / "model").iterdir()))
-        path.write_bytes(mutated_bytes(rng, path.read_bytes()))
+        damage_content(rng, rng.choice(sorted((folder / "model").iterdir())))
     (folder / "answers.json").write_text(json.dumps(odd))
 
 
@@ -181,5 +221,6 @@ def _read_hub(folder: Path) -> None:
 
 READERS = [
     Reader("object-store", _build_store, _damage_store, _read_store, share=4),
+    Reader("store-output", _build_stored, _damage_stored, _read_stored, share=2),
     Reader("hub-ranges", _build_hub, _damage_hub, _read_hub, share=2),
 ]

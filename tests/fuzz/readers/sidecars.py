@@ -9,19 +9,10 @@ from random import Random
 import torch
 from safetensors.torch import save_file
 
-from epimer.checkpoints.sidecar_files import vocabulary
+from epimer.checkpoints.sidecar_files import MOST_TOKENS, vocabulary
 from fuzz.harness import Reader
-from fuzz.mutations import NAMES, YAML_LITERALS, mutated_bytes, mutated_json
-from fuzz.readers.models import (
-    CONFIG,
-    damage_files,
-    damage_header,
-    damage_json,
-    merge,
-    merge_and_compare,
-    recipe,
-    write_models,
-)
+from fuzz.mutations import NAMES, YAML_LITERALS, damage_content, damage_files, mutated_bytes, mutated_json
+from fuzz.readers.models import CONFIG, merge, merge_and_compare, recipe, write_models
 
 WORDS = ["<unk>", "<eos>", "a", "b", "c"]
 GENERATION = {"eos_token_id": 1, "bos_token_id": None, "temperature": 0.7, "transformers_version": "4.0"}
@@ -48,7 +39,7 @@ def _build_config(folder: Path) -> None:
 
 def _damage_config(rng: Random, folder: Path) -> None:
     path = rng.choice(_json_files(folder))
-    (damage_files if rng.random() < 0.05 else damage_json)(rng, path)
+    (damage_files if rng.random() < 0.05 else damage_content)(rng, path)
 
 
 def _read_config(folder: Path) -> None:
@@ -97,20 +88,33 @@ def _build_tokenizer(folder: Path) -> None:
         (folder / f"unigram-{name}").mkdir()
         unigram = {**tokenizer([], []), "model": {"type": "Unigram", "unk_id": 0, "vocab": scores}}
         (folder / f"unigram-{name}" / "tokenizer.json").write_text(json.dumps(unigram))
+    (folder / "slow").mkdir()
+    (folder / "slow" / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(WORDS)}))
+    (folder / "slow" / "added_tokens.json").write_text(json.dumps({"<x>": 5}))
+    (folder / "older").mkdir()
+    (folder / "older" / "vocab.txt").write_text("\n".join(WORDS))
 
 
 def _damage_tokenizer(rng: Random, folder: Path) -> None:
-    place = folder / rng.choice(("base", "one", "two", "unigram-base", "unigram-two"))
+    place = folder / rng.choice(
+        ("base", "one", "two", "base", "one", "two", "unigram-base", "unigram-two", "slow", "older")
+    )
     kind = rng.random()
-    if kind < 0.5:
-        damage_json(rng, place / "tokenizer.json")
+    if place.name in ("slow", "older"):
+        damage_content(rng, rng.choice(sorted(place.iterdir())))
+    elif kind < 0.5:
+        damage_content(rng, place / "tokenizer.json")
     elif kind < 0.9:
-        damage_json(rng, rng.choice(_json_files(place)))
+        damage_content(rng, rng.choice(_json_files(place)))
     else:
-        damage_files(rng, rng.choice([path for path in place.iterdir() if path.suffix in (".json", ".jinja")]))
+        damage_files(rng, rng.choice(sorted(path for path in place.iterdir() if path.suffix in (".json", ".jinja"))))
 
 
 def _read_tokenizer(folder: Path) -> None:
+    for name in ("slow", "older"):
+        for i, token in vocabulary(folder / name).items():
+            assert 0 <= i < MOST_TOKENS
+            assert isinstance(token, str)
     alike = recipe(folder)
     merge_and_compare({**alike, "models": alike["models"][:1]}, folder / "plain")
     tokens = {"<y>": {"source": str(folder / "two")}, "a": {"source": {"kind": "zero"}}}
@@ -159,13 +163,13 @@ def _damage_sentence(rng: Random, folder: Path) -> None:
     place = folder / rng.choice(("base", "one", "two"))
     kind = rng.random()
     if kind < 0.6:
-        damage_json(rng, place / "modules.json")
+        damage_content(rng, place / "modules.json")
     elif kind < 0.75:
-        damage_json(rng, rng.choice(_json_files(place)))
+        damage_content(rng, rng.choice(_json_files(place)))
     elif kind < 0.9:
-        damage_header(rng, place / "2_Dense" / "model.safetensors")
+        damage_content(rng, place / "2_Dense" / "model.safetensors")
     else:
-        damage_files(rng, rng.choice([path for path in place.rglob("*") if path.is_file()]))
+        damage_files(rng, rng.choice(sorted(path for path in place.rglob("*") if path.is_file())))
 
 
 def _read_sentence(folder: Path) -> None:

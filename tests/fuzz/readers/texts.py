@@ -23,8 +23,8 @@ from epimer.report.write import make_report
 from epimer.tasks.conversations import find_layout
 from epimer.tasks.data import open_data
 from fuzz.harness import Reader
-from fuzz.mutations import NAMES, YAML_LITERALS, as_text, mutated, mutated_bytes, mutated_json
-from fuzz.readers.models import damage_header, write_models
+from fuzz.mutations import NAMES, YAML_LITERALS, as_text, damage_content, mutated, mutated_bytes
+from fuzz.readers.models import write_models
 from fuzz.readers.sidecars import WORDS, tokenizer
 
 # recipes
@@ -151,7 +151,7 @@ def _build_suite(folder: Path) -> None:
 
 def _damage_suite(rng: Random, folder: Path) -> None:
     if rng.random() < 0.1:
-        damage_header(rng, folder / "head.safetensors")
+        damage_content(rng, folder / "head.safetensors")
     else:
         (folder / "suite.yaml").write_bytes(yaml_text(rng, [SUITE]))
 
@@ -205,20 +205,9 @@ def _damage_data(rng: Random, folder: Path) -> None:
     )
     (folder / "which").write_text(name)
     if name == "images":
-        path = rng.choice(sorted((folder / "images").rglob("*.*")))
-        path.write_bytes(mutated_bytes(rng, path.read_bytes()))
-        return
-    path = folder / name
-    data = path.read_bytes()
-    if name == "rows.jsonl" and rng.random() < 0.8:
-        lines = data.splitlines()
-        i = rng.randrange(len(lines))
-        lines[i] = mutated_json(rng, lines[i])
-        path.write_bytes(b"\n".join(lines))
-    elif name == "rows.json":
-        path.write_bytes(mutated_json(rng, data))
+        damage_content(rng, rng.choice(sorted((folder / "images").rglob("*.*"))))
     else:
-        path.write_bytes(mutated_bytes(rng, data))
+        damage_content(rng, folder / name)
 
 
 def _read_data(folder: Path) -> None:
@@ -258,9 +247,10 @@ def _build_records(folder: Path) -> None:
 
 
 def _damage_records(rng: Random, folder: Path) -> None:
-    path = rng.choice(sorted((folder / "records").iterdir()))
-    path.write_bytes(mutated_json(rng, path.read_bytes()))
-    for other in (folder / "records").iterdir():  # the damaged one alone, so that it is quick, or with one other
+    files = sorted((folder / "records").iterdir())
+    path = rng.choice(files)
+    damage_content(rng, path)
+    for other in files:  # the damaged one alone, so that it is quick, or with one other
         if other != path and rng.random() < 0.95:
             other.unlink()
 

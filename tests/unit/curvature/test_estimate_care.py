@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import epimer
+from cases import cross_entropy
 from epimer.errors import CurvatureError
 from oracle import gradients, near
 
@@ -18,10 +19,6 @@ KINDS = ("diagonal", "kronecker", "samples", "ekfac")
 
 # torch's own forward-mode derivatives, when they are first used
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-
-
-def cross_entropy(outputs, targets):
-    return functional.cross_entropy(outputs, targets, reduction="none")
 
 
 class Model(nn.Module):

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import epimer
+from cases import matrices, measure
 from dense import matrix_of
 from oracle import Case, factors, fisher, gradients, layer_uses, near
 
@@ -172,15 +173,6 @@ def case(request):
     return build(CASES[request.param])
 
 
-def measure(case, kind, **options):
-    return epimer.estimate_curvature(case.model, case.batches, case.loss, kind=kind, **{"labels": "true"} | options)
-
-
-def matrices(case):
-    out = {*case.no_factors, *case.left_out}
-    return {name for name, p in case.model.named_parameters() if p.dim() > 1 and name not in out}
-
-
 def test_the_diagonal_is_the_mean_squared_gradient(case):
     found, s = measure(case, "diagonal"), gradients(case.model, case.batches, case.loss)
     assert set(found) == set(s) - set(case.left_out)
@@ -194,7 +186,7 @@ def test_kronecker_factors_are_second_moments_in_the_stored_orientation(case, se
     found = measure(case, "kronecker", sequence=sequence)
     uses, transposed = layer_uses(case.model, case.batches, case.loss)
     masks = None if case.real is None else [row for inputs, _ in case.batches for row in case.real(inputs)]
-    assert set(found) == matrices(case)
+    assert set(found) == matrices(case).keys()
     for name in found:
         of_gradients, of_inputs = factors(uses[name], sequence, masks)
         assert found[name].inputs == (0 if name in transposed else 1)
@@ -206,7 +198,7 @@ def test_kronecker_factors_are_second_moments_in_the_stored_orientation(case, se
 def test_samples_and_ekfac_have_the_whole_gradients(case):
     samples, ekfac = measure(case, "samples"), measure(case, "ekfac")
     s = gradients(case.model, case.batches, case.loss)
-    assert set(samples) == set(ekfac) == matrices(case)
+    assert set(samples) == set(ekfac) == matrices(case).keys()
     for name in samples:
         m, n = len(s[name][0]), s[name][0][0].numel()
         if m * n < 100:

@@ -8,14 +8,11 @@ from torch import nn
 from torch.nn import functional
 
 import epimer
+from cases import cross_entropy
 from epimer.curvature.basis import save_basis
 from epimer.errors import CurvatureError, EpimerWarning, TensorError
 
 CLASSES = 3
-
-
-def cross_entropy(outputs, targets):
-    return functional.cross_entropy(outputs, targets, reduction="none")
 
 
 def measure(model, batches, loss=cross_entropy, kind="diagonal", labels="true", **options):

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import epimer
+from cases import draw
 from epimer.errors import CurvatureError
 from oracle import each, near
 
@@ -16,10 +17,6 @@ pytestmark = [
 ]
 
 CLASSES = 3
-
-
-def draw(*shape):
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def cross_entropy(outputs, targets):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import epimer
+from cases import cross_entropy
 from epimer.curvature.collectors import Collector
 from epimer.curvature.kinds import KINDS, Kind
 from epimer.errors import CurvatureError, ParameterError
@@ -87,10 +88,6 @@ class MLP(nn.Module):
 
 
 WEIGHTS = ("first.weight", "second.weight")
-
-
-def cross_entropy(outputs, targets):
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
 def data(seed=7, sizes=(20, 30)):

@@ -5,17 +5,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import epimer
+from cases import cross_entropy
 from epimer.curvature import collectors
 from epimer.errors import CurvatureError
 from epimer.geometry.aggregator import stretched_mean
 from oracle import near
-
-
-def cross_entropy(outputs, targets):
-    return functional.cross_entropy(outputs, targets, reduction="none")
 
 
 class Wide(nn.Module):

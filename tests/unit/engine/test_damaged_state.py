@@ -25,13 +25,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # where this file is run as 
 
 import epimer
 from commands import assert_refused, run
-from damage import damaged_bytes, damaged_data, damaged_json, damaged_lines, damaged_safetensors
 from epimer.checkpoints import open_checkpoint
-from epimer.checkpoints.journal import Journal as JournalFile
 from epimer.checkpoints.writer import Draft
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.kept_inputs import KeptInputs
 from epimer.errors import EpimerError, OutputError
+from fuzz.mutations import damage_content, mutated_bytes, mutated_journal
 
 SHAPES = {"0.weight": (12, 10), "0.bias": (12,), "2.weight": (8, 12), "2.bias": (8,)}
 CASES = 20
@@ -150,38 +149,14 @@ class Journal(State):
     def damage(self, folder, rng):
         root = folder / ".out.epimer"
         journal, (shard,) = root / "journal.jsonl", root.glob("model/*.safetensors")
-        lines = journal.read_bytes().splitlines(keepends=True)
-        if not self.checksums:
-            return forge(journal, [json.loads(line[line.index(b"{") :]) for line in lines], rng)
-        match rng.randrange(8):
-            case 0:
-                shard.write_bytes(damaged_bytes(shard.read_bytes(), rng))
-            case 1:
-                journal.write_bytes(b"".join(damaged_lines(lines, rng)))
-            case 2:
-                journal.write_bytes(damaged_bytes(journal.read_bytes(), rng))
-            case _:
-                i = rng.randrange(len(lines))
-                lines[i] = damaged_line(lines[i], rng)
-                journal.write_bytes(b"".join(lines))
+        if self.checksums and rng.random() < 0.1:
+            shard.write_bytes(mutated_bytes(rng, shard.read_bytes()))
+        else:
+            journal.write_bytes(mutated_journal(rng, journal.read_bytes(), forged=not self.checksums))
 
     def use(self, folder):
         epimer.merge(self.recipe(self.method, **self.more), folder / "out", progress=False, workers=1)
         return contents(folder / "out")
-
-
-def forge(journal: Path, entries: list[dict], rng: random.Random) -> None:
-    """Write a journal of damaged entries whose lines verify."""
-    forged = JournalFile(journal, entries[0]["key"])
-    forged.begin()
-    notes = [entry for entry in entries if "note" in entry]  # a method's own values, which only its checksum tells
-    forged.append([*notes, *damaged_data([entry for entry in entries[1:] if entry not in notes], rng)])
-
-
-def damaged_line(line: bytes, rng: random.Random) -> bytes:
-    """Return a line of a journal with damage to the values of its JSON."""
-    start = line.index(b"{")
-    return line[:start] + json.dumps(damaged_data(json.loads(line[start:]), rng)).encode() + b"\n"
 
 
 class JournalWithPrepass(Journal):
@@ -209,8 +184,7 @@ class Record(State):
         epimer.merge(self.recipe(), folder / "out", progress=False)
 
     def damage(self, folder, rng):
-        file = folder / "out" / "epimer.json"
-        file.write_bytes(damaged_json(file.read_bytes(), rng))
+        damage_content(rng, folder / "out" / "epimer.json")
 
     def use(self, folder):
         return epimer.merge(self.recipe(), folder / "out", progress=False).lasting()
@@ -271,9 +245,7 @@ class Measured(State):
     def damage(self, folder, rng):
         files = [folder / "c1" / name for name in ("curvature.json", "curvature.safetensors")]
         files = [*files, *files, folder / "c1" / "inputs.safetensors"]
-        file = rng.choice(files)
-        damaged = damaged_json if file.suffix == ".json" else damaged_safetensors
-        file.write_bytes(damaged(file.read_bytes(), rng))
+        damage_content(rng, rng.choice(files))
 
     def use(self, folder):
         curvature = epimer.Curvature.load(folder / "c1")
@@ -328,9 +300,7 @@ class Basis(State):
         epimer.make_basis(self.recipe("epimer_free"), folder / "basis", kind=self.kind, rank=2, progress=False)
 
     def damage(self, folder, rng):
-        file = folder / "basis" / rng.choice(("basis.json", "basis.safetensors", "basis.safetensors"))
-        damaged = damaged_json if file.suffix == ".json" else damaged_safetensors
-        file.write_bytes(damaged(file.read_bytes(), rng))
+        damage_content(rng, folder / "basis" / rng.choice(("basis.json", "basis.safetensors", "basis.safetensors")))
 
     def use(self, folder):
         epimer.merge(self.recipe_in(folder), folder / "out", progress=False)

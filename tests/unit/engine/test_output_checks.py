@@ -1,5 +1,6 @@
 """No output holds what its dtype cannot: every way to make a tensor refuses it by name; what is lost in one is told."""
 
+import json
 import warnings
 
 import pytest
@@ -63,6 +64,26 @@ def test_every_method_keeps_its_output_in_range(method):
         assert all(bool(W.isfinite().all()) for W in merged.values() if W.is_floating_point())
         assert merged["block.0.weight"].dtype == torch.float16
         assert not torch.equal(merged["block.0.weight"], base["block.0.weight"])
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "tsv"])
+def test_factors_of_an_adapter_that_leave_their_dtype_are_refused(tmp_path, method):
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["layer"], "bias": "none"}
+    (tmp_path / "base").mkdir()
+    safetensors.torch.save_file({"layer.weight": torch.zeros(24, 16)}, tmp_path / "base" / "model.safetensors")
+    for t in range(2):
+        generator, folder = torch.Generator().manual_seed(t), tmp_path / f"lora{t}"
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        factors = {"A": torch.randn(2, 16, generator=generator), "B": torch.randn(24, 2, generator=generator)}
+        named = {f"base_model.model.layer.lora_{side}.weight": W for side, W in factors.items()}
+        safetensors.torch.save_file(named, folder / "adapter_model.safetensors")
+    models = [{"model": f"{tmp_path / 'base'}+{tmp_path / f'lora{t}'}"} for t in range(2)]
+    recipe = {"merge_method": method, "base_model": str(tmp_path / "base"), "models": models, "output": "lora"}
+    recipe |= {"out_dtype": "float16", "parameters": {"scale": 1e10}}
+    with pytest.raises(epimer.TensorError, match=r"'layer\.weight' does not fit in torch\.float16; lower scale"):
+        epimer.merge(recipe, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_change_that_is_lost_in_the_outputs_dtype_is_told_by_tensor(tmp_path):

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.memory import Cached
-from epimer.engine.parcels import LARGE, map_tensor, pack, pack_walk, read_tensor, unpack
-from epimer.engine.ray import PROCESS, check_address, run_job, task_memory
+from epimer.engine import ray as ray_engine
+from epimer.engine.parcels import LARGE, Scratch, map_tensor, pack, pack_walk, read_tensor, unpack
+from epimer.engine.ray import PROCESS, check_address, run_job, task_memory, versions
 from epimer.methods.registry import describe_method
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
@@ -53,15 +54,32 @@ def test_paths_hold_elsewhere_and_methods_go_by_name(tmp_path, monkeypatch):
 
 def test_a_walk_with_tensors_in_memory_makes_the_folder_that_they_go_by(tmp_path):
     W = torch.randn(LARGE)
-    back = unpack(pack_walk({"corrections": {"a": W}}, tmp_path / "scratch"))
+    back = unpack(pack_walk({"corrections": {"a": W}}, Scratch(tmp_path / "scratch")))
     assert torch.equal(back["corrections"]["a"], W)
-    pack_walk({"nothing": torch.zeros(2)}, tmp_path / "other")
+    pack_walk({"nothing": torch.zeros(2)}, Scratch(tmp_path / "other"))
     assert [path.name for path in tmp_path.iterdir()] == ["scratch"]
 
 
 def test_a_worker_with_other_versions_is_refused(tmp_path):
     sent = run_job(0, [], "walk", tmp_path, "cpu", 1, ("0.0.1", "1.0.0"))
     with pytest.raises(epimer.ParameterError, match=r"has epimer .*, the driver epimer 0.0.1 and torch 1.0.0; install"):
+        raise unpack(sent)
+
+
+def test_a_worker_with_too_little_memory_says_so_with_what_to_do(tmp_path, monkeypatch):
+    class Greedy:
+        jobs = (SimpleNamespace(name="layers.0.weight"),)
+
+        def read(self, job):
+            return None
+
+        def work(self, job, loaded, device):
+            return torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(ray_engine, "_walk", ("walk", Greedy()))
+    sent = run_job(0, [], "walk", tmp_path, "cpu", 1, versions())
+    expected = rf"{os.uname().nodename} has too little memory for 'layers.0.weight'; set --max-memory lower, or take"
+    with pytest.raises(epimer.OutputError, match=expected):
         raise unpack(sent)
 
 
@@ -114,12 +132,12 @@ def test_a_model_in_a_store_is_sent_as_its_address(tmp_path):
 
 def test_what_other_machines_lack_is_refused_in_one_line(tmp_path):
     with pytest.raises(epimer.ParameterError, match=r"cannot be sent to other machines \(.*; use --engine local"):
-        pack_walk({"function": lambda: 1}, tmp_path)
+        pack_walk({"function": lambda: 1}, Scratch(tmp_path))
     with open(os.devnull) as file, pytest.raises(epimer.ParameterError, match="cannot be sent to other machines"):
-        pack_walk(file, tmp_path)
+        pack_walk(file, Scratch(tmp_path))
     mine = type("Mine", (), {"__module__": "__main__"})
     with pytest.raises(epimer.ParameterError, match="'Mine' is code of this process, which other machines do not have"):
-        pack_walk(mine, tmp_path)
+        pack_walk(mine, Scratch(tmp_path))
     missing = tmp_path / "missing"
     with pytest.raises(epimer.OutputError, match=r"missing cannot be written on .*start from a folder that every"):
         pack(torch.zeros(LARGE), missing, "0", load=read_tensor)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 import epimer
 from epimer.engine import merge
 from epimer.engine.merge import MergeWalk
+from epimer.engine.options import RunOptions
 from epimer.errors import TensorError
 from epimer.plan.memory import STREAMED
 from epimer.plan.merge import open_models, plan_recipe
@@ -117,3 +118,31 @@ def test_a_merge_that_does_not_fit_its_dtype_is_refused(tmp_path):
     save_models(tmp_path, torch.bfloat16, widen)
     with pytest.raises(TensorError, match="'vector'"):
         epimer.merge(recipe_of(tmp_path, "task_arithmetic", {"scale": 3}), tmp_path / "out", progress=False)
+
+
+def test_a_gpu_is_planned_with_the_whole_of_what_is_read_for_it(tmp_path, monkeypatch):
+    """It merges no rows as they are read: every part is in memory whole, of all models and the result."""
+    states = save_models(tmp_path, torch.float32)
+    recipe, folder = open_recipe(recipe_of(tmp_path, "task_arithmetic"))
+    plan = plan_recipe(recipe, open_models(recipe, folder=folder))
+    read, sizes = merge.read_tensors, {}
+
+    def counted(participants, job, rows=None, **options):
+        tensors = read(participants, job, rows, **options)
+        sizes[job.key] = sum(W.nbytes for W in (tensors.base, *tensors.models))
+        return tensors
+
+    monkeypatch.setattr(merge, "read_tensors", counted)
+    gpu = MergeWalk(plan, [job.on(torch.device("cuda")) for job in plan.parts])
+    monkeypatch.setattr(gpu, "_in_chunks", lambda job, device: False)  # as on a GPU
+    for batch in gpu.jobs:
+        results = [W for _, W, _ in gpu.work(batch, gpu.read(batch), torch.device("cpu"))]
+        held = sum(sizes[job.key] for job in batch.jobs) + sum(W.nbytes for W in results)
+        assert held < batch.memory
+        assert batch.memory < 1.5 * held or batch.name == "bias"
+    assert sizes.keys() == states[0].keys()
+    cpu = {batch.name: batch.memory for batch in MergeWalk(plan, plan.parts).jobs}
+    assert all(batch.memory >= cpu[batch.name] for batch in gpu.jobs)
+    monkeypatch.setattr("epimer.engine.memory.available_memory", lambda: 0)
+    monkeypatch.setattr("epimer.engine.options.worker_devices", lambda *options: [torch.device("cuda")])
+    assert RunOptions("cuda").start(plan.parts).memory == max(batch.memory for batch in gpu.jobs)

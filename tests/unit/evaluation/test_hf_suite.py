@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-import yaml
 from torch.nn.functional import cross_entropy
 
 import epimer
@@ -32,13 +31,8 @@ def made(tmp_path_factory):
     return root
 
 
-def write(path, suite):
-    path.write_text(yaml.safe_dump(suite, sort_keys=False))
-    return path
-
-
 def test_states_are_copied_into_one_network_per_task(made):
-    suite = read_suite(write(made / "suite.yaml", tiny.suite_of()))
+    suite = read_suite(tiny.write_suite(made / "suite.yaml"))
     assert not any(name.startswith(("classifier.", "cls.")) for name in suite.base)
     task = suite.tasks[0]
     networks = []
@@ -62,9 +56,9 @@ def test_a_base_of_another_shape_and_models_of_another_kind(made, tmp_path):
         ("mlm", "animal has 'bert.pooler.dense.bias', 'bert.pooler.dense.weight', which the base lacks"),
     ):
         with pytest.raises(epimer.RecipeError, match=words):
-            read_suite(write(made / "other.yaml", tiny.suite_of(base=str(tmp_path / base))))
+            read_suite(tiny.write_suite(made / "other.yaml", tiny.suite_of(base=str(tmp_path / base))))
     own = ["classifier.*", "bert.pooler.*"]
-    suite = read_suite(write(made / "other.yaml", tiny.suite_of(base=str(tmp_path / "mlm"), classifier=own)))
+    suite = read_suite(tiny.write_suite(made / "other.yaml", tiny.suite_of(base=str(tmp_path / "mlm"), classifier=own)))
     assert not any("pooler" in name for name in suite.base)
     network = suite.network(suite.base, suite.tasks[0])
     own = transformers.BertForSequenceClassification.from_pretrained(made / "animal")
@@ -84,7 +78,7 @@ def test_curvature_has_the_names_on_disk(made, tmp_path):
         data = {split: str(made / f"{task}-{split}.jsonl") for split in tiny.COUNTS} | {"text": "sentence"}
         tasks.append({"model": task, "head": f"{task}.safetensors", "data": data})
     suite = {"base": "animal", "task": "text-classification", "tasks": tasks}
-    bench = Bench(read_suite(write(tmp_path / "suite.yaml", suite)), samples=16)
+    bench = Bench(read_suite(tiny.write_suite(tmp_path / "suite.yaml", suite)), samples=16)
     measured = bench.curvature("diagonal")[1]
     assert set(measured) <= set(bench.suite.base)
     model = transformers.BertModel.from_pretrained(tmp_path / "pace")
@@ -151,7 +145,7 @@ def test_images_and_running_statistics(tmp_path):
             Image.fromarray(pixels[-1]).save(tmp_path / "test" / label / f"{j}.png")
     tasks = [{"name": name, "model": name, "data": {"test": "test"}} for name in ("one", "two")]
     suite = {"base": "base", "task": "image-classification", "metric": "loss", "batch_size": 4, "tasks": tasks}
-    read = read_suite(write(tmp_path / "suite.yaml", suite), keep=False)
+    read = read_suite(tiny.write_suite(tmp_path / "suite.yaml", suite), keep=False)
     assert any(name.endswith("running_var") for name in read.base)
     wrote = evaluate(read, str(tmp_path / "two")).to_dict()
     x = torch.tensor(np.stack(pixels)).permute(0, 3, 1, 2) / 255

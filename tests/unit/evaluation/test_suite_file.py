@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import yaml
 
 import epimer
 
@@ -21,18 +20,13 @@ def made(tmp_path_factory):
     return root
 
 
-def write(path, suite):
-    path.write_text(yaml.safe_dump(suite, sort_keys=False))
-    return path
-
-
 def test_what_a_file_says(made):
     described = tiny.suite_of(batch_size=5, max_length=12, dtype="float64")
     described["tasks"][0]["metric"] = "loss"
     described["tasks"][0]["doubtful"] = "its test set is shifted"
     described["tasks"][1]["classifier"] = "bert.pooler.*"
     del described["tasks"][1]["name"]
-    found = read_suite_file(write(made / "said.yaml", described))
+    found = read_suite_file(tiny.write_suite(made / "said.yaml", described))
     one, two = found.tasks
     assert (found.name, found.batch, found.max_length, found.dtype) == ("words", 5, 12, torch.float64)
     assert (one.metric, two.metric, two.name) == ("loss", "accuracy", "pace")
@@ -42,7 +36,7 @@ def test_what_a_file_says(made):
     assert {split: len(table) for split, table in one.tables.items()} == tiny.COUNTS
     assert one.model == str(made / "animal")
     del described["name"]
-    assert read_suite_file(write(made / "said.yaml", described)).name == "said"
+    assert read_suite_file(tiny.write_suite(made / "said.yaml", described)).name == "said"
 
 
 def test_splits_of_one_dataset(made, tmp_path):
@@ -53,7 +47,7 @@ def test_splits_of_one_dataset(made, tmp_path):
     data = {"dataset": "set", "subset": "small", "train": "train", "val": "validation", "test": "test"}
     suite = tiny.suite_of(base=str(made / "base"))
     suite["tasks"] = [{"model": str(made / "pace"), "data": data | {"text": "sentence"}}]
-    (entry,) = read_suite_file(write(tmp_path / "suite.yaml", suite)).tasks
+    (entry,) = read_suite_file(tiny.write_suite(tmp_path / "suite.yaml", suite)).tasks
     assert {split: len(table) for split, table in entry.tables.items()} == tiny.COUNTS
     for change, words in (
         ({"val": "holdout"}, r"suite.yaml:12: .*no split 'holdout'"),
@@ -61,7 +55,7 @@ def test_splits_of_one_dataset(made, tmp_path):
     ):
         suite["tasks"][0]["data"] = data | {"text": "sentence"} | change
         with pytest.raises(epimer.RecipeError, match=words):
-            read_suite_file(write(tmp_path / "suite.yaml", suite))
+            read_suite_file(tiny.write_suite(tmp_path / "suite.yaml", suite))
 
 
 @pytest.mark.parametrize(

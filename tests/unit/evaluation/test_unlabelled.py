@@ -17,16 +17,12 @@ from epimer.plan.participants import align
 transformers = pytest.importorskip("transformers")
 
 from epimer.checkpoints import open_checkpoint  # noqa: E402
-from tiny import SIZES, TASKS, TEXT, encode, make_classifiers, read_jsonl, save_tokenizer  # noqa: E402
+from tiny import TASKS, encode, make_classifiers, make_llamas, read_jsonl, save_tokenizer  # noqa: E402
 
 COUNT = 22
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
+pytestmark = pytest.mark.usefixtures("no_progress_bars")
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +37,7 @@ def made(tmp_path_factory) -> Path:
         state = load_file(root / task / "model.safetensors")
         head = {part: state[f"classifier.{part}"] for part in ("weight", "bias")}
         save_file(head, root / f"{task}-head.safetensors")
-    for seed, name in enumerate(("base", *TASKS)):
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **TEXT, tie_word_embeddings=True))
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for W in model.parameters():
-                W += 0.3 * seed * torch.randn(W.shape)
-        model.save_pretrained(root / "llama" / name)
-        save_tokenizer(root / "llama" / name)
+    make_llamas(root / "llama", ("base", *TASKS), 0.3)
     return root
 
 

@@ -11,6 +11,7 @@ from epimer.geometry.linalg import (
     conjugate_gradients,
     gram,
     newton_schulz_polar,
+    nonfinite,
     polar,
     sandwich,
     solve_spd,
@@ -134,3 +135,16 @@ def test_a_sandwich_from_half_of_a_symmetric_matrix_is_the_dense_product(n: int)
     X = torch.randn(n, n, generator=generator, dtype=torch.float64)
     U = torch.randn(n, 6, generator=generator, dtype=torch.float64)
     assert close(sandwich(X + X.T, U), U.T @ (X + X.T) @ U, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_what_is_not_finite_is_counted_wherever_it_is_and_what_is_large_is_not(dtype):
+    """Whatever the sum of the entries does: Inf and -Inf in it, or beyond the dtype without any."""
+    largest = torch.finfo(dtype).max
+    W = torch.full((3, 1001), 0.5 * largest, dtype=torch.float64)
+    assert nonfinite(W.to(dtype)) == 0
+    for values in ([float("nan")], [float("inf")], [float("-inf")], [float("inf"), float("-inf")]):
+        for place in (0, 1500, 3002 - len(values)):
+            V = W.reshape(-1).clone()
+            V[place : place + len(values)] = torch.tensor(values, dtype=torch.float64)
+            assert nonfinite(V.to(dtype).reshape(3, 1001)) == len(values)

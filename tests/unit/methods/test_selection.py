@@ -91,3 +91,28 @@ def test_every_departure_from_mergekit_is_one(name):
     ours, theirs = (epimer.merge_state_dicts(tensors[0], tensors[1:], name, compat=c) for c in (None, "mergekit"))
     assert not torch.equal(ours["w"], theirs["w"]) or not torch.equal(ours["v"], theirs["v"])
     assert row.mergekit.summary.startswith(f"{name} as mergekit 0.1.5 has it: ")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "power"), [(torch.float32, power) for power in (-60, -100, 60, 100)] + [(torch.float64, -660)]
+)
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_the_unit_of_the_weights_does_not_matter_to_sce(dtype, power, share):
+    """A power of two changes no digit: squares of entries neither vanish nor overflow."""
+    models = [{"w": D.to(dtype)} for D in TAU]
+    moved = [{"w": torch.ldexp(model["w"], torch.tensor(power))} for model in models]
+    zero = {"w": torch.zeros(SHAPE, dtype=dtype)}
+    expected, merged = (epimer.merge_state_dicts(zero, ms, "sce", select_topk=share)["w"] for ms in (models, moved))
+    assert torch.equal(merged, torch.ldexp(expected, torch.tensor(power)))
+
+
+@pytest.mark.parametrize("method", ["ram", "ramplus_tl"])
+def test_what_no_model_moved_by_epsilon_is_told_and_with_epsilon_zero_kept(method):
+    """Below epsilon an entry counts as not moved, whatever the unit of the weights: that is the method."""
+    models = [{"w": 1e-9 * D.float()} for D in TAU]
+    zero = {"w": torch.zeros(SHAPE)}
+    with pytest.warns(epimer.EpimerWarning, match="the merge equals its base"):
+        lost = epimer.merge_state_dicts(zero, models, method)
+    assert lost.record.tensors["w"].unchanged
+    kept = epimer.merge_state_dicts(zero, models, method, epsilon=0)["w"]
+    torch.testing.assert_close(1e9 * kept, TAU.mean(0).float(), rtol=1e-6, atol=1e-6)

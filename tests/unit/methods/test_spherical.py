@@ -163,3 +163,27 @@ def test_karcher_of_opposite_directions_is_finite():
     models = [{"w": torch.tensor([x, 0.0], dtype=torch.float64)} for x in (3.0, 1.0, -1.0)]
     near(epimer.merge_state_dicts(None, models, "karcher")["w"], torch.tensor([5 / 3, 0.0], dtype=torch.float64))
     epimer.merge_state_dicts(None, models[1:], "karcher")
+
+
+@pytest.mark.parametrize("power", [-30, -60, -120, 60])
+def test_the_unit_of_the_weights_does_not_matter_to_karcher(power):
+    """Tensors shorter than `tol` have a direction all the same, unless the others are far longer."""
+    generator = torch.Generator().manual_seed(0)
+    models = [{"w": torch.randn(6, 5, generator=generator)} for _ in range(3)]
+    moved = [{"w": torch.ldexp(model["w"], torch.tensor(power))} for model in models]
+    expected, merged = (epimer.merge_state_dicts(None, ms, "karcher")["w"] for ms in (models, moved))
+    assert torch.equal(merged, torch.ldexp(expected, torch.tensor(power)))
+    short = [{"w": 1e-6 * models[0]["w"]}, *models[1:]]
+    rest = epimer.merge_state_dicts(None, models[1:], "karcher")["w"]
+    direction = epimer.merge_state_dicts(None, short, "karcher")["w"]
+    near(direction / direction.norm(), rest / rest.norm(), 1e-5)
+
+
+def test_karcher_goes_on_to_the_last_digit_where_tol_is_zero():
+    generator = torch.Generator().manual_seed(1)
+    models = [{"w": torch.randn(4, 3, generator=generator).double()} for _ in range(2)]
+    mean, same = (epimer.merge_state_dicts(None, ms, "karcher", tol=0)["w"] for ms in (models, models[:1] * 2))
+    units = [model["w"] / model["w"].norm() for model in models]
+    middle = (units[0] + units[1]) / (units[0] + units[1]).norm()
+    near(mean, middle * (models[0]["w"].norm() + models[1]["w"].norm()) / 2)
+    near(same, models[0]["w"])

@@ -1,6 +1,7 @@
 """Rows of embeddings and heads follow tokens, not places, where tokenizers differ."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import epimer
 from epimer.api import plan_merge
+from epimer.checkpoints import tokenizer_files
 from epimer.curvature.format import Provenance, model_fingerprint
 from epimer.errors import EpimerError
 from epimer.recipe.load import load_recipe
@@ -271,6 +273,68 @@ def test_a_chat_template_is_written_where_both_readers_look(merge, models, tmp_p
         (tmp_path / name / "chat_template.jinja").write_text("{{ theirs }}")
     merge("plain", "added", "long", chat_template="auto", tokenizer_source="union")
     assert written() == ("{{ theirs }}", "{{ theirs }}")
+
+
+@pytest.mark.parametrize("many", ["pad_to_multiple_of", "a gap between ids"])
+def test_tables_have_few_rows_to_spare(models, tmp_path, many):
+    """A recipe of one line, or a tokenizer of a few tokens, cannot ask for tables that no memory holds."""
+    recipe = {"merge_method": "linear", "models": [{"model": str(tmp_path / name)} for name in ("added", "long")]}
+    if many == "pad_to_multiple_of":
+        recipe["tokenizer"] = {"source": "union", "pad_to_multiple_of": 10**6}
+    else:
+        save(tmp_path, "gap", WORDS)
+        tokenizer = json.loads((tmp_path / "gap" / "tokenizer.json").read_text())
+        tokenizer["model"]["vocab"]["c"] = 10**6
+        (tmp_path / "gap" / "tokenizer.json").write_text(json.dumps(tokenizer))
+        recipe["tokenizer_source"] = str(tmp_path / "gap")
+    with pytest.raises(EpimerError, match=r"rows to spare; take a smaller pad_to_multiple_of, or a tokenizer without"):
+        plan_merge(recipe)
+
+
+def bytecodes(module, function):
+    """Return how many bytecodes of a module's own code a function runs."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["added tokens", "pieces with scores"])
+def test_the_work_of_a_union_grows_with_its_tokens_alone(tmp_path, kind):
+    def joined(n):
+        """Return a function that joins a tokenizer of one word with one of `n` more."""
+        for name, words in (("base", []), ("more", [f"<{i}>" for i in range(n)])):
+            folder = tmp_path / f"{name}-{n}"
+            folder.mkdir()
+            flags = [{"id": 1 + i, "content": word} for i, word in enumerate(words)]
+            pieces = [["a", -1.0], *([word, -2.0 - i] for i, word in enumerate(words))]
+            scored = {"model": {"type": "Unigram", "vocab": pieces}, "added_tokens": []}
+            added = {"model": {"type": "BPE", "vocab": {"a": 0}}, "added_tokens": flags}
+            (folder / "tokenizer.json").write_text(json.dumps(added if kind == "added tokens" else scored))
+        tokens = {0: "a"} | {1 + i: word for i, word in enumerate(words)}
+        return lambda: tokenizer_files.with_tokens(tmp_path / f"base-{n}", tokens, dict.fromkeys(words, folder))
+
+    made = json.loads(joined(3)()["tokenizer.json"])
+    if kind == "added tokens":
+        assert made["added_tokens"] == [{"id": 1 + i, "content": f"<{i}>"} for i in range(3)]
+    else:
+        assert made["model"]["vocab"] == [["a", -1.0], ["<0>", -2.0], ["<1>", -3.0], ["<2>", -4.0]]
+    few, many = (bytecodes(tokenizer_files, joined(n)) for n in (100, 400))
+    assert few > 100
+    assert many < 5 * few, "four times the tokens, and sixteen times the work"
 
 
 def test_what_can_be_wrong(merge, models, tmp_path):

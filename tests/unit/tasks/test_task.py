@@ -34,11 +34,7 @@ GPT2 = {"n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2, **VOCABULARY
 VISION = {**SIZES, **PIXELS, "projection_dim": 12}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
+pytestmark = pytest.mark.usefixtures("no_progress_bars")
 
 
 def bert_config(**more):

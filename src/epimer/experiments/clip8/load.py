@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import open_file
 from epimer.checkpoints.hub import fetch_repo
 from epimer.errors import CheckpointError, DataError, EpimerError, ParameterError, listed, nearest
-from epimer.evaluation.suite import State as AnyState
 from epimer.evaluation.suite import Suite, SuiteTask
 from epimer.experiments.clip8.heads import Networks, vision_state, zero_shot_head
 from epimer.experiments.clip8.images import ImageSplit, card_names, label_names, split_rows
@@ -49,20 +48,8 @@ def load(
     models and datasets by their hub ids, with or without the organisation; what they lack comes from the hub. The seed
     chooses the samples of the training split that are for validation, and those that a limit takes.
     """
-    for name, value, known in (("variant", variant, VARIANTS), ("family", family, FAMILY_SOURCES)):
-        if value not in known:
-            raise ParameterError(
-                f"The {name!r} parameter of clip8 must be one of {', '.join(known)}. Got {value!r} instead."
-                f"{nearest(value, known)}"
-            )
-    if limit is not None and limit < 1:
-        raise ParameterError(f"The 'limit' parameter of clip8 must be at least 1. Got {limit} instead.")
+    _check_settings(variant, family, limit, checkpoints)
     sizes = VARIANTS[variant]
-    if family == "task_vectors" and checkpoints is None:
-        raise CheckpointError(
-            "the task_vectors family is not on the hub; download its checkpoints and give their folder with "
-            f"--checkpoints (it should hold {sizes.folder}/zeroshot.pt and {sizes.folder}/MNIST/finetuned.pt)."
-        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     open_model = partial(open_checkpoint, progress=progress)
     clip, tokenizer, processor = _load_clip(_open(open_model, sizes.base, checkpoints))
@@ -86,9 +73,6 @@ def load(
             for split, rows in split_rows(len(train), len(test), limit=limit, seed=seed).items()
         }
 
-    def network(state: AnyState, task: SuiteTask) -> nn.Module:
-        return networks(state, task.head["weight"])
-
     return Suite(
         name=f"clip8 ViT-{variant}, {family} checkpoints" + (f", {limit} samples a split" if limit else ""),
         base=base,
@@ -97,12 +81,30 @@ def load(
             SuiteTask(task.title, classes[task.name], splits(task), {"weight": heads[task.name].to(device)})
             for task in TASKS
         ],
-        network=network,
+        network=lambda state, task: networks(state, task.head["weight"]),
         batch=BATCH,
         untrained="zero-shot",
         published=PUBLISHED[variant],
         remarks=remarks(family),
     )
+
+
+def _check_settings(variant: str, family: str, limit: int | None, checkpoints: Path | None) -> None:
+    """Refuse a variant, a family or a limit that clip8 does not have."""
+    for name, value, known in (("variant", variant, VARIANTS), ("family", family, FAMILY_SOURCES)):
+        if value not in known:
+            raise ParameterError(
+                f"The {name!r} parameter of clip8 must be one of {', '.join(known)}. Got {value!r} instead."
+                f"{nearest(value, known)}"
+            )
+    if limit is not None and limit < 1:
+        raise ParameterError(f"The 'limit' parameter of clip8 must be at least 1. Got {limit} instead.")
+    if family == "task_vectors" and checkpoints is None:
+        folder = VARIANTS[variant].folder
+        raise CheckpointError(
+            "the task_vectors family is not on the hub; download its checkpoints and give their folder with "
+            f"--checkpoints (it should hold {folder}/zeroshot.pt and {folder}/MNIST/finetuned.pt)."
+        )
 
 
 def _locate(name: str, folder: Path | None) -> str:
