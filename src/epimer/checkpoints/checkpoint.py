@@ -172,7 +172,7 @@ def allocate_with_bytes(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tenso
         return torch.empty(shape, dtype=dtype), memoryview(b"")
     size = count * dtype.itemsize
     paged = size >= LARGE and hasattr(mmap, "MADV_HUGEPAGE")
-    buffer = _PAGES.take(size) if paged else memoryview(np.empty(size, np.uint8))
+    buffer = _PAGES.take(size) if paged else np.empty(size, np.uint8).data
     return torch.frombuffer(buffer, dtype=dtype, count=count).reshape(shape), buffer[:size]
 
 
