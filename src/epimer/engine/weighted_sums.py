@@ -23,7 +23,7 @@ def add_weighted_sum(
     """Write θ0 + scale · Σ weights_t (θ_t - θ0) to `result`, and return whether every entry of it is finite.
 
     Every operation is rounded to `precision` on its own, in the order of `weighted_sum`, so that an entry does not
-    depend on where in a tensor it lies. A part at a time goes through memory that never leaves the processor's cache.
+    depend on where in a tensor it lies. A block at a time goes through the same memory.
 
     Args:
         result: on the CPU, in the dtype to write.
