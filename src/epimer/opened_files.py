@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,12 +56,23 @@ class OpenedFile:
     def fill(self, buffer: memoryview, offset: int) -> None:
         """Read as many bytes as a buffer has, from an offset on."""
         with self.open(buffering=0) as file:
-            file.seek(offset)
-            while buffer:
-                count = file.readinto(buffer[:PART])  # type: ignore[attr-defined]
-                if not count:
-                    raise self.failure(f"{self.where} ends too early: it was cut while being read; copy it again.")
-                buffer = buffer[count:]
+            self._fill(file, buffer, offset)
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytearray]:
+        """Read some ranges of bytes, each given by its start and its end."""
+        parts = [bytearray(stop - start) for start, stop in ranges]
+        with self.open(buffering=0) as file:
+            for part, (start, _) in zip(parts, ranges, strict=True):
+                self._fill(file, memoryview(part), start)
+        return parts
+
+    def _fill(self, file: BinaryIO, buffer: memoryview, offset: int) -> None:
+        file.seek(offset)
+        while buffer:
+            count = file.readinto(buffer[:PART])  # type: ignore[attr-defined]
+            if not count:
+                raise self.failure(f"{self.where} ends too early: it was cut while being read; copy it again.")
+            buffer = buffer[count:]
 
     def _note(self, handle: int) -> None:
         now = os.fstat(handle)

@@ -335,6 +335,23 @@ def test_an_upload_of_large_files_that_fails_is_told_in_one_line(hub, epimer, tm
     assert len(hub.repos["org/merged"].commits) == 1
 
 
+def test_a_merge_goes_to_the_hub_as_to_a_folder(hub, epimer, tmp_path):
+    write_recipe(tmp_path, "org/model")
+    command = ["merge", "recipe.yaml", "hf://org/merged", "--quiet"]
+    local, refused, first, second = (
+        *epimer(["merge", "recipe.yaml", "out", "--quiet"], command),
+        *epimer(command, command, HF_TOKEN="good"),
+    )
+    assert local[0] == first[0] == second[0] == 0, (local, first, second)
+    assert refused[0] == 2
+    assert refused[2].endswith("org/merged; log in with a token that may: hf auth login; nothing was merged\n")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert hub.repos["org/merged"].commits[-1] == files
+    assert not list(tmp_path.glob(".merged-*")), "what was staged is gone"
+    (wrong,) = epimer(["merge", "recipe.yaml", "hf://merged", "--quiet"], HF_TOKEN="good")
+    assert "error: merged is no repository to push to; expected ORG/NAME" in wrong[2]
+
+
 def test_who_may_not_push_is_told_to_log_in(hub, epimer, tmp_path):
     write_recipe(tmp_path, "org/model")
 

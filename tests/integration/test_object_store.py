@@ -193,8 +193,6 @@ def test_what_is_wrong_is_one_line(store, models, monkeypatch):
     refused("memory://bucket", "memory://bucket/base/model.safetensors is not a whole safetensors file")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     refused("gs://bucket", "gs://bucket/base needs the package gcsfs; install it with: pip install 'epimer[gcs]'")
-    hub = run("merge", _written(recipe(models)), "hf://me/model")
-    assert_refused(hub, "hf://me/model cannot be written: merge into a folder, then: hf upload me/model FOLDER")
 
 
 # a server that speaks S3

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,10 +162,18 @@ def header(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Allocate uninitialised memory for a tensor; large ones get pages that others no longer need, or new ones."""
-    size = math.prod(shape) * dtype.itemsize
-    if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(_PAGES.take(size), dtype=dtype, count=math.prod(shape)).reshape(shape)
+    return allocate_with_bytes(shape, dtype)[0]
+
+
+def allocate_with_bytes(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, memoryview]:
+    """Allocate as `allocate` does; return the tensor and the bytes that it lies in."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype), memoryview(b"")
+    size = count * dtype.itemsize
+    paged = size >= LARGE and hasattr(mmap, "MADV_HUGEPAGE")
+    buffer = _PAGES.take(size) if paged else np.empty(size, np.uint8).data
+    return torch.frombuffer(buffer, dtype=dtype, count=count).reshape(shape), buffer[:size]
 
 
 def release_unused_pages() -> None:
@@ -191,7 +200,8 @@ class Pages:
     def take(self, size: int) -> memoryview:
         """Return at least `size` bytes, which come back when the last tensor on them is gone."""
         with self._lock:
-            place = next((i for i, pages in enumerate(self._free) if size <= len(pages) <= 2 * size), None)
+            fitting = [i for i, pages in enumerate(self._free) if size <= len(pages) <= 2 * size]
+            place = min(fitting, key=lambda i: len(self._free[i]), default=None)
             pages = self._free.pop(place) if place is not None else None
         if pages is None:
             try:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, allocate, header, is_text, nbytes, sample_ranges
+from epimer.checkpoints.checkpoint import Checkpoint, Rows, allocate_with_bytes, header, is_text, nbytes, sample_ranges
 from epimer.errors import CheckpointError
 from epimer.json_values import RepeatedKeyError, json_value
 from epimer.opened_files import OpenedFile
@@ -58,8 +58,8 @@ class SafetensorsFile(Checkpoint):
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         header, start, _ = self._part(name, rows)
-        W = allocate(header.shape, header.dtype)
-        self.file.fill(memoryview(as_bytes(W)), start)
+        W, data = allocate_with_bytes(header.shape, header.dtype)
+        self.file.fill(data, start)
         return W
 
     def prefetch(self, name: str, rows: Rows = None) -> None:
@@ -79,10 +79,7 @@ class SafetensorsFile(Checkpoint):
     def sample(self, name: str) -> bytes:
         entry = self.entries[self.ties.get(name, name)]
         ranges = sample_ranges(entry.stop - entry.start)
-        buffers = [bytearray(stop - start) for start, stop in ranges]
-        for buffer, (start, _) in zip(buffers, ranges, strict=True):
-            self.file.fill(memoryview(buffer), entry.start + start)
-        return b"".join(buffers)
+        return b"".join(self.file.read([(entry.start + start, entry.start + stop) for start, stop in ranges]))
 
 
 def as_bytes(W: Tensor) -> Any:

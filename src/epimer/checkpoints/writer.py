@@ -38,7 +38,7 @@ from epimer.errors import DataError, OutputError
 from epimer.records import TensorRecord, checked
 
 OURS = ("journal.jsonl", "model", "old", "gone")
-FLUSH_BYTES = 1 << 28
+FLUSH_BYTES = 1 << 26  # so that little is left to sync when the last tensor is written
 FLUSH_SECONDS = 1.0
 PART = 1 << 18  # bytes per write call: on ext4, calls of 2 MB were seen to take several times as long
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @app.command(cls=MergeCommand)
 def merge(
     recipe: options.Recipe,
-    out: Annotated[str | None, argument("The model folder to make, here or in a store (s3://…, gs://…).")] = None,
+    out: Annotated[str | None, argument("The model folder to make, here or in a store (s3://…, hf://…).")] = None,
     dry_run: Annotated[bool, option("Print the plan and its problems, do nothing.", "--dry-run")] = False,
     device: options.Device = "auto",
     engine: options.Engine = "local",

@@ -189,7 +189,7 @@ class KroneckerCollector(Collector):
         numbers = sum(side * side for name in wide for side in self.shapes[name])
         size = f"{numbers * self.dtype.itemsize / 1e9:.2f} GB; they are kept at most {WIDEST} wide"
         problem = f"{listed(wide)} will have no Kronecker factors, which would take {size}"
-        remedy = "measure in a basis instead: `epimer basis`, then --basis (basis=)"
+        remedy = "measure in a basis instead: `epimer basis RECIPE BASIS`, then --basis BASIS (basis=)"
         warn(EpimerWarning(f"{problem}. Methods that need them refuse such a matrix; {remedy}."))
 
     def numbers(self, name: str) -> int:

@@ -26,7 +26,7 @@ from epimer.machine import available_memory
 
 SHARE = 0.6  # of the free memory that sums may take; the model's activations take the rest
 WRITTEN = 2  # times that curvature which is measured on disk is written: as it is finished, and when it is saved
-BASIS = "in a basis they are small: `epimer basis`, then --basis (basis=)"
+BASIS = "in a basis of the models to merge they are small: `epimer basis RECIPE BASIS`, then --basis BASIS (basis=)"
 
 
 @dataclass(frozen=True)

@@ -406,5 +406,6 @@ def _stem(plan: Plan) -> str:
 def _key(plan: Plan, shards: list[Shard], device: str, threads: int) -> str:
     """Return a hash of all that the bytes of a half-made output depend on."""
     state = [one.checkpoint.state for one in plan.participants.all] + [one.state for one in plan.measured_files]
-    how = [plan.request, state, [shard.size for shard in shards], device, threads, torch.__version__]
+    sizes = [shard.size for shard in shards]
+    how = [plan.request, state, sizes, len(plan.parts), device, threads, torch.__version__]
     return hashlib.blake2b(json.dumps(how).encode(), digest_size=16).hexdigest()

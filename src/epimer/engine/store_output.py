@@ -1,7 +1,7 @@
-"""Merge into an object store: the folder is made on this disk, then uploaded; its record appears last.
+"""Merge into an object store or the hub: the folder is made on this disk, then uploaded; its record appears last.
 
-An object store has no renaming of folders. Files are uploaded next to their place and then copied within the store, the
-config and the record last, so that a folder with epimer.json is complete.
+The hub takes a folder in one commit. An object store has no renaming of folders: files are uploaded next to their place
+and then copied within the store, the config and the record last, so that a folder with epimer.json is complete.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from epimer.checkpoints.hub_upload import check_upload, upload_folder
 from epimer.checkpoints.object_store import all_files, explain_store_errors, filesystem, is_store
 from epimer.engine.adapter_output import write_adapter
 from epimer.engine.options import RunOptions
@@ -21,12 +22,15 @@ from epimer.plan.jobs import Plan
 from epimer.records import MergeRecord
 
 LAST = ("config.json", RECORD)
+HUB = "hf://"
 
 
 def write_output(
     plan: Plan, out: str | os.PathLike[str], run: RunOptions, *, overwrite: bool, **options: Any
 ) -> MergeRecord:
     """Carry out a plan into a folder here or, where `out` is an address, in an object store; options of write_merge."""
+    if str(out).startswith(HUB):
+        return merge_into_hub(plan, str(out), run, **options)
     if is_store(str(out)):
         return merge_into_store(plan, str(out), run, overwrite=overwrite, **options)
     return write_folder(plan, Path(out), run, overwrite=overwrite, **options)
@@ -47,8 +51,6 @@ def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool =
     The folder is made in the current folder first, and removed once it is uploaded; a killed run is taken up.
     """
     url = url.rstrip("/")
-    if url.startswith("hf://"):
-        raise OutputError(f"{url} cannot be written: merge into a folder, then: hf upload {url[5:]} FOLDER")
     fs, path = filesystem(url, OutputError)
     plan.check()
     with explain_store_errors(url, "written", OutputError):
@@ -60,14 +62,34 @@ def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool =
         check_store(fs, path, url, old or stopped, overwrite=overwrite or ours)
         if not ours and all_files(fs, beside(path)):
             fs.rm(beside(path), recursive=True)
-    digest = hashlib.blake2b(url.encode(), digest_size=6).hexdigest()
-    staged = Path.cwd() / f".{path.rpartition('/')[2]}-{digest}.epimer-upload"
+    staged = staging_folder(url)
     record = write_folder(plan, staged, run, overwrite=True, **options)  # what is staged is ours
     with explain_store_errors(url, "written", OutputError):
         check_store(fs, path, url, old or stopped, overwrite=overwrite or ours)
         upload(fs, staged, path)
     shutil.rmtree(staged)
     return record
+
+
+def merge_into_hub(plan: Plan, url: str, run: RunOptions, **options: Any) -> MergeRecord:
+    """Carry out a plan into the current folder, and upload that to a repository of the hub in one commit.
+
+    The repository is made where there is none; what it held before stays in its history.
+    """
+    url = url.rstrip("/")
+    repo, staged = url.removeprefix(HUB), staging_folder(url)
+    plan.check()
+    check_upload(repo)
+    record = write_folder(plan, staged, run, overwrite=True, **options)  # what is staged is ours
+    upload_folder(staged, repo, progress=run.progress)
+    shutil.rmtree(staged)
+    return record
+
+
+def staging_folder(url: str) -> Path:
+    """Return the folder in the current one that is made before it is uploaded to an address."""
+    digest = hashlib.blake2b(url.encode(), digest_size=6).hexdigest()
+    return Path.cwd() / f".{url.rpartition('/')[2]}-{digest}.epimer-upload"
 
 
 def upload(fs: Any, folder: Path, path: str) -> None:

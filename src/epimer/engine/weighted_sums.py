@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from epimer.checkpoints.checkpoint import allocate
 from epimer.geometry.linalg import LowRank, dense, nonfinite
-
-PART = 1 << 18  # entries at a time: few enough for the cache, and so many that workers do not wait for the interpreter
+from epimer.plan.memory import STREAMED
 
 
 def add_weighted_sum(
@@ -23,7 +23,7 @@ def add_weighted_sum(
     """Write θ0 + scale · Σ weights_t (θ_t - θ0) to `result`, and return whether every entry of it is finite.
 
     Every operation is rounded to `precision` on its own, in the order of `weighted_sum`, so that an entry does not
-    depend on where in a tensor it lies. A part at a time goes through memory that never leaves the processor's cache.
+    depend on where in a tensor it lies. A block at a time goes through the same memory.
 
     Args:
         result: on the CPU, in the dtype to write.
@@ -33,16 +33,23 @@ def add_weighted_sum(
         scale: multiplies the sum.
         precision: of all arithmetic.
     """
-    columns = [torch.split(dense(W).reshape(-1), PART) for W in models]
-    starts = None if base is None else torch.split(base.reshape(-1), PART)
-    scratch = torch.empty(3, min(PART, result.numel()), dtype=precision)
+    given = [] if base is None else [base]
+    given += [W if W.shape == result.shape else W.reshape(result.shape) for W in map(dense, models)]
+    if result.numel() <= STREAMED:  # any call, even one that only takes a view, makes workers wait for each other
+        blocks = [(result, *given)]
+    else:
+        blocks = list(zip(*(torch.split(W.reshape(-1), STREAMED) for W in (result, *given)), strict=True))
+    converted = base is not None and base.dtype != precision
+    rooms = allocate((3 if converted else 2, *blocks[0][0].shape), precision).unbind()
     finite = True
-    for i, target in enumerate(torch.split(result.reshape(-1), PART)):
-        total, term, start = scratch[:, : len(target)].unbind()
-        W0 = None if starts is None else in_precision(starts[i], start)
-        for t, (column, weight) in enumerate(zip(columns, weights, strict=True)):
+    for target, *parts in blocks:
+        total, term, *start = rooms if target.shape == rooms[0].shape else [room[: len(target)] for room in rooms]
+        W0 = None if base is None else parts.pop(0)
+        if W0 is not None and converted:
+            W0 = start[0].copy_(W0)
+        for t, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             D = term if t else total
-            x = in_precision(column[i], D)
+            x = in_precision(part, D)
             if W0 is not None and not isinstance(models[t], LowRank):
                 x = torch.sub(x, W0, out=D)
             torch.mul(x, weight, out=D)

@@ -19,7 +19,7 @@ from epimer.geometry.decompositions import cholesky, eigh, of_task, qr, solve_tr
 from epimer.geometry.linalg import SMALL_EIGH, Delta, LowRank, gram, rounding_share, small_eigh
 
 BLOCK = 16  # the search space's columns are a multiple of this, which matrix products like
-FIRST_LOOK, LARGEST = 3.5, 24  # columns of a block Krylov space per triple wanted, and blocks of it at most
+FIRST_LOOK, LARGEST = 3.5, 32  # columns of a block Krylov space per triple wanted, and blocks of it at most
 FIRST_POWERS = 2  # products with AᵀA before the first look at the spectrum
 ROUNDS = 6  # of filtering before a matrix is decomposed exactly
 DEGREES = 12  # of one filter at most
@@ -182,7 +182,7 @@ def _lanczos(A_mn: Tensor, k: int, tolerance: float) -> tuple[Tensor, Tensor, Te
     b = -(-k // (2 * BLOCK)) * BLOCK
     check = max(3, math.ceil(FIRST_LOOK * k / b))
     product = _gram_product(A_mn, 4 * check * b)
-    Q = A_mn.new_empty(n, min(3 * n // 4, LARGEST * b) // b * b)
+    Q = A_mn.new_empty(n, min(7 * n // 8, LARGEST * b) // b * b)
     H = A_mn.new_zeros(Q.shape[1], Q.shape[1], dtype=torch.float64)
     block = _orthonormal(_orthonormal(product(random_start(n, b).to(A_mn))))  # once leaves what is nearly dependent
     for step in range(1, Q.shape[1] // b + 1):

@@ -44,6 +44,7 @@ from epimer.plan.time import Speeds, Work, seconds, times, work_of
 from epimer.recipe.model import Recipe, depths
 
 PART = 1 << 28  # a job that takes more memory than this is divided if it can be
+STREAMED_PART = 1 << 26  # as is one that is streamed and reads and writes more, so that workers finish together
 
 SettingsOf = Callable[[str, float], tuple[MethodOptions, list[float]]]
 """a tensor's name and depth -> the method's options and the weights of the models for it"""
@@ -156,8 +157,8 @@ class Job:
             return [self]
         if self.stacked and self.rows is None:
             return self.members()
-        size = self.reads + self.writes if self.streams else self.memory
-        return self._divided(-(-size // PART)) if self.entrywise else [self]
+        size, most = (self.reads + self.writes, STREAMED_PART) if self.streams else (self.memory, PART)
+        return self._divided(-(-size // most)) if self.entrywise else [self]
 
     def members(self) -> list[Job]:
         """Return a job for each matrix of a stack."""

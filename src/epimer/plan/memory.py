@@ -28,7 +28,7 @@ CHECKED = {"kronecker": 3 * 8, "ekfac": 8}  # bytes per entry of a factor while 
 RANK = 256  # from where on lower ranks are proposed where none is set
 STORED = 4  # bytes per entry of curvature in a folder
 SCRAPS, SCRAP_CHUNKS = 2.2, 8  # what the heap keeps of chunks that come and go: times their own size, and at least
-STREAMED = 1 << 20  # entries that are read at a time where entries stand alone
+STREAMED = 1 << 20  # entries that are read and summed at a time where entries stand alone
 METHOD = "merge_method"  # what another method is called among settings
 
 Smaller = tuple[str, Any, int]
@@ -120,7 +120,9 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
         working = workspace_bytes(method, load)
         if W.numel() > CHUNK and method.merge is not average:  # which has one place for its sums, and frees nothing
             working = int(SCRAPS * working) + SCRAP_CHUNKS * CHUNK * size
-        return int(MARGIN * (share * (inputs.to_read + W.nbytes) + held + working))
+        blocks = 2 if W.dtype == inputs.dtype else 3  # in working precision: of a model, of their sum and of the base
+        sums = blocks * min(W.numel(), STREAMED) * size if method.merge is average else 0
+        return int(MARGIN * (share * (inputs.to_read + W.nbytes) + max(held + working, sums)))
     reads = 0 if inputs.curvature.in_memory else inputs.curvature.bytes
     widest = max(load.shape)
     checked = min(widest, WIDE) if kind == "kronecker" else widest  # wide factors are checked where they are used

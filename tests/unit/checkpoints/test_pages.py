@@ -56,6 +56,16 @@ def test_a_small_tensor_does_not_get_the_memory_of_a_much_larger_one():
     assert (pages.kept, len(small)) == (100_000, 1000)
 
 
+def test_of_what_fits_the_smallest_is_used():
+    pages = Pages(1 << 20)
+    wide, narrow = tensor_on(pages, 8000), tensor_on(pages, 4000)
+    places = wide.data_ptr(), narrow.data_ptr()
+    del wide
+    del narrow
+    first = tensor_on(pages, 4000)
+    assert (tensor_on(pages, 8000).data_ptr(), first.data_ptr()) == places
+
+
 def test_what_waits_is_given_back_when_asked_and_what_is_in_use_is_not():
     pages = Pages(1 << 20)
     kept, gone = tensor_on(pages, 4096).fill_(7), tensor_on(pages, 5000)

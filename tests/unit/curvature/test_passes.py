@@ -146,9 +146,8 @@ def test_what_fits_neither_memory_nor_disk_is_refused_before_any_data_is_read(mo
         raise AssertionError("data was read")
         yield
 
-    with pytest.raises(
-        CurvatureError, match=r"the curvature takes 0\.00 GB.*disk at .* are free\. In a basis.*--basis"
-    ):
+    command = r"In a basis .*: `epimer basis RECIPE BASIS`, then --basis BASIS \(basis=\)\."
+    with pytest.raises(CurvatureError, match=rf"the curvature takes 0\.00 GB.*disk at .* are free\. {command}"):
         measure(case, "kronecker", batches(), scratch=tmp_path)
 
 

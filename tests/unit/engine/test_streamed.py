@@ -14,6 +14,7 @@ from epimer.errors import TensorError
 from epimer.plan.memory import STREAMED
 from epimer.plan.merge import open_models, plan_recipe
 from epimer.recipe.load import open_recipe
+from epimer.records.verification import Outcome
 
 SHAPES = {"table": (STREAMED // 1000 * 2 + 77, 1000), "row": (1, STREAMED + 3), "vector": (STREAMED + 5,), "bias": (9,)}
 WEIGHTS = [0.2, 0.5, 0.3]
@@ -146,3 +147,19 @@ def test_a_gpu_is_planned_with_the_whole_of_what_is_read_for_it(tmp_path, monkey
     monkeypatch.setattr("epimer.engine.memory.available_memory", lambda: 0)
     monkeypatch.setattr("epimer.engine.options.worker_devices", lambda *options: [torch.device("cuda")])
     assert RunOptions("cuda").start(plan.parts).memory == max(batch.memory for batch in gpu.jobs)
+
+
+def test_a_large_streamed_tensor_is_divided_among_workers_and_has_the_same_bytes(tmp_path, monkeypatch):
+    states = save_models(tmp_path, torch.bfloat16)
+    monkeypatch.setattr("epimer.plan.jobs.STREAMED_PART", 1 << 22)
+    recipe, folder = open_recipe(recipe_of(tmp_path, "average"))
+    rows = [job.rows for job in plan_recipe(recipe, open_models(recipe, folder=folder)).parts if job.name == "table"]
+    assert len(rows) > 2
+    assert [first for first, _ in rows] == [0, *(stop for _, stop in rows[:-1])]
+    assert rows[-1][1] == len(states[0]["table"])
+    epimer.merge(recipe_of(tmp_path, "average"), tmp_path / "out", progress=False, workers=2)
+    expected = epimer.merge_state_dicts(None, states[1:], "average", weights=WEIGHTS)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
+    checks = epimer.verify(tmp_path / "out", files_only=True).checks
+    assert [check.outcome for check in checks if check.part in ("files", "tensors")] == [Outcome.OK, Outcome.OK]

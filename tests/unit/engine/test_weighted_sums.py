@@ -4,25 +4,27 @@ import pytest
 import torch
 
 from epimer.engine.weighted_sums import add_weighted_sum
-from epimer.geometry.linalg import CHUNK, LowRank, weighted_sum
+from epimer.geometry.linalg import LowRank, weighted_sum
+from epimer.plan.memory import STREAMED
 
-SIZE = CHUNK + 77
+SIZE = STREAMED + 77
 WEIGHTS = [0.2, 0.5, 0.3]
 
 
-def tensors(dtype):
+def tensors(dtype, shape=(SIZE,)):
     torch.manual_seed(0)
-    return [torch.randn(SIZE).to(dtype) for _ in range(4)]
+    return [torch.randn(shape).to(dtype) for _ in range(4)]
 
 
+@pytest.mark.parametrize("shape", [(SIZE,), (77, 3), ()])
 @pytest.mark.parametrize("scale", [1.0, 0.7])
 @pytest.mark.parametrize("based", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_it_has_the_bytes_of_the_plain_expression_and_is_near_float64(dtype, based, scale):
-    base, *models = tensors(dtype)
+def test_it_has_the_bytes_of_the_plain_expression_and_is_near_float64(dtype, based, scale, shape):
+    base, *models = tensors(dtype, shape)
     precision = torch.float64 if dtype == torch.float64 else torch.float32
-    start = base.to(precision) if based else torch.zeros(SIZE, dtype=precision)
-    result = torch.empty(SIZE, dtype=dtype)
+    start = base.to(precision) if based else torch.zeros(shape, dtype=precision)
+    result = torch.empty(shape, dtype=dtype)
     assert add_weighted_sum(result, base if based else None, models, WEIGHTS, scale, precision)
     plain = scale * weighted_sum([W.to(precision) - start for W in models], WEIGHTS) + start
     assert torch.equal(result, plain.to(dtype))
@@ -32,11 +34,12 @@ def test_it_has_the_bytes_of_the_plain_expression_and_is_near_float64(dtype, bas
     assert (result.double() - exact).abs().max() <= 6 * torch.finfo(dtype).eps / 2 * largest
 
 
-def test_factors_are_differences_from_the_base():
-    base, B, A = torch.randn(6, 5), torch.randn(6, 2), torch.randn(2, 5)
-    result = torch.empty(6, 5)
+@pytest.mark.parametrize("shape", [(6, 5), (6, 5, 1, 1)])
+def test_factors_are_differences_from_the_base(shape):
+    base, B, A = torch.randn(shape), torch.randn(6, 2), torch.randn(2, 5)
+    result = torch.empty(shape)
     assert add_weighted_sum(result, base, [LowRank(B, A), base + 1], [0.5, 0.25], 1.0, torch.float32)
-    torch.testing.assert_close(result, base + 0.5 * (B @ A) + 0.25)
+    torch.testing.assert_close(result, base + 0.5 * (B @ A).reshape(shape) + 0.25)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -3e38, 1e5])

@@ -50,6 +50,15 @@ def test_searched_triples_are_within_their_tolerance(shape, power, noise):
     assert mean_angle(svd.V, Vh[:12].T) < 2 * error + 1e-5  # what it says of itself is true
 
 
+@pytest.mark.parametrize(("shape", "k"), [((512, 2048), 60), ((400, 400), 48)])
+def test_many_triples_of_pure_noise_are_searched_within_the_tolerance(shape, k):
+    A = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    [svd], [error] = top_svds([A], k)
+    assert 0 < error <= SVD_TOLERANCE  # 0 where it was decomposed instead
+    _, _, Vh = torch.linalg.svd(A.double(), full_matrices=False)
+    assert mean_angle(svd.V, Vh[:k].T) < 2 * error + 1e-5
+
+
 def test_a_stack_is_searched_like_its_matrices(monkeypatch):
     matrices = [decaying(300, 400, 0.7, 0.3, seed) for seed in range(3)]
     alone = [top_svd(A, 10) for A in matrices]
