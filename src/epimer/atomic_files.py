@@ -129,7 +129,11 @@ def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterato
                 remove_folder(draft)
                 raise
             finally:
-                keep_old_or_new(out, old, gone)
+                try:
+                    keep_old_or_new(out, old, gone)
+                except KeyboardInterrupt:  # the new folder stands, or the old one again: nothing is left beside it
+                    keep_old_or_new(out, old, gone)
+                    raise
 
 
 def recover_folder(out: Path) -> None:

@@ -204,3 +204,22 @@ def test_a_link_in_the_place_of_a_draft_is_refused(tmp_path, kind, name, target)
         write(kind, tmp_path / "out")
     assert (tmp_path / name).is_symlink()
     assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_an_interrupt_while_the_replaced_folder_is_removed_leaves_the_new_one_alone(tmp_path, monkeypatch):
+    out, removals, rmdir = tmp_path / "out", [], Path.rmdir
+    with atomic_folder(out, "made.json") as draft:
+        (draft / "made.json").write_text("old")
+
+    def interrupted(folder):
+        removals.append(folder)
+        if len(removals) == 1:
+            raise KeyboardInterrupt
+        rmdir(folder)
+
+    monkeypatch.setattr(Path, "rmdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_folder(out, "made.json", overwrite=True) as draft:
+        (draft / "made.json").write_text("new")
+    assert removals[0] == tmp_path / ".out.epimer-gone"
+    assert list(tmp_path.iterdir()) == [out]
+    assert (out / "made.json").read_text() == "new"
