@@ -131,7 +131,14 @@ def same_as_the_model(recipe: dict, tmp_path: Path) -> dict[str, epimer.TensorRe
     record = epimer.merge({**recipe, "output": "lora"}, tmp_path / "lora", progress=False)
     base = recipe["base_model"]
     whole, read = open_checkpoint(str(tmp_path / "whole")), open_checkpoint(f"{base}+{tmp_path / 'lora'}")
+    dense = [
+        {n: one.read(n) for n in one.headers} for one in map(open_checkpoint, (m["model"] for m in recipe["models"]))
+    ]
+    start, weights = open_checkpoint(base), [model["parameters"]["weight"] for model in recipe["models"]]
+    before = {name: start.read(name) for name in start.headers}
+    expected = epimer.merge_state_dicts(before, dense, recipe["merge_method"], weights=weights)
     for name in whole.headers:
+        assert torch.allclose(whole.read(name), expected[name], rtol=1e-9, atol=1e-9), name
         assert torch.allclose(read.read(name), whole.read(name), rtol=1e-9, atol=1e-9), name
     network = load(base)
     before = logits_of(network)

@@ -160,6 +160,23 @@ def test_no_dense_matrix_is_formed_and_no_base_weight_read(adapters, tmp_path, m
     assert max(largest) <= 3 * RANK + 6
 
 
+def test_a_module_that_an_adapter_brings_as_the_base_has_it_is_written_whole(tmp_path):
+    """It has no factors; PEFT refuses those of rank 0."""
+    model = save_base(tmp_path / "base", llama)
+    for t, whole in enumerate((None, ["lm_head"])):
+        torch.manual_seed(t)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=whole, init_lora_weights=False)
+        peft.get_peft_model(copied(model), config).save_pretrained(tmp_path / str(t))
+    base = {name: W.double() for name, W in load_file(tmp_path / "base" / "model.safetensors").items()}
+    states = [unloaded(model, tmp_path / str(t), torch.float64) for t in range(2)]
+    models = [{"model": f"{tmp_path / 'base'}+{tmp_path / str(t)}"} for t in range(2)]
+    given = {"merge_method": "tsv", "base_model": str(tmp_path / "base"), "models": models, "output": "lora"}
+    epimer.merge(given, tmp_path / "out", progress=False)
+    expected = epimer.merge_state_dicts(base, [{n: state[n] for n in base} for state in states], "tsv")
+    assert_close(unloaded(model, tmp_path / "out", torch.float64), expected, base, 3e-6)
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["modules_to_save"] == ["lm_head"]
+
+
 def save_curvature(given: Adapters, folder: Path, kind: str) -> list[dict[str, Metric]]:
     """Save random curvature of every matrix that a method may merge, one folder per model; return it too."""
     inputs_first, found = "transformer.h.0.attn.c_attn.weight" in given.base, []

@@ -16,7 +16,7 @@ from epimer.curvature.collectors import NOT_TWO_SIDED, Collector
 from epimer.curvature.kinds import tensors_of
 from epimer.curvature.model_calls import attempt
 from epimer.curvature.per_sample_gradients import SampleGradients, agree
-from epimer.curvature.recorder import UNKNOWN, Recorder
+from epimer.curvature.recorder import PARAMETRISED, UNKNOWN, Recorder
 from epimer.errors import CurvatureError, EpimerError, EpimerWarning, LeftOutWarning, listed, warn
 from epimer.geometry.metric import Metric
 from epimer.machine import out_of_memory
@@ -26,6 +26,7 @@ from epimer.tasks.batches import Batch
 from epimer.tasks.labels import Labels, SampleError, check_sum, every_second, find_logits, plain_loss
 
 FEW = 4  # samples on which the layouts are checked
+TOGETHER = "a sample's output depends on the other samples of its batch"
 LOSS_SCALE = 1024.0  # where gradients are in float16 and small ones would underflow
 
 
@@ -46,6 +47,7 @@ class Measurement:
         self.divisible = False  # whether a batch can be taken apart into its samples
         self.squares = False  # whether inputs of shape [N, N] belong to all of them
         self.one_by_one = False  # whether batches are taken apart, as a layer mixes their samples
+        self.last: tuple[int, Tensor | None] = (0, None)  # samples of the first batch, and the last one's logits alone
         self.incomplete: set[str] = set()  # parameters that mix samples, of which a batch is missing
         self.most: int | None = None  # samples of a batch that memory holds, where it did not hold more
         self.added = False  # whether the batch in work is in the sums already, in part
@@ -109,7 +111,8 @@ class Measurement:
             if name in self.refused or stored_name(name) != name:  # these are warned of before measuring
                 continue
             shape = self.recorder.parameters[name].shape
-            if is_matrix(name, shape) if why == UNKNOWN else name not in self.not_matrices:
+            of_matrix = is_matrix(name, shape) if why == UNKNOWN else why == PARAMETRISED and len(shape) > 1
+            if of_matrix or (why != UNKNOWN and name not in self.not_matrices):
                 reasons.setdefault(why, []).append(name)
         if reasons:
             parts = "; ".join(f"{listed(names)} ({why})" for why, names in reasons.items())
@@ -150,11 +153,27 @@ class Measurement:
         mixed = [name for name in found if name not in self.refused and name not in self.not_matrices]
         if not mixed or not self.divisible or self.one_by_one:
             return False
-        self.one_by_one = True
         for name in found:
             del self.recorder.unsupported[name]
-        problem = f"{listed(mixed)} mix the samples of a batch (routing, or padding that is cut)"
+        self._go_on_one_by_one(f"{listed(mixed)} mix the samples of a batch (routing, or padding that is cut)")
+        return True
+
+    def _go_on_one_by_one(self, problem: str) -> None:
+        self.one_by_one = True
         warn(EpimerWarning(f"{problem}, so the model is measured with batches of one sample."))
+
+    def _last_differs(self, batch: Batch, outputs: Any) -> bool:
+        """Whether the last sample of the first batch has other logits there than alone; go on one by one then.
+
+        Routing with a limited capacity leaves out the last tokens of a batch, and none of two samples.
+        """
+        (N, alone), self.last = self.last, (0, None)
+        logits = find_logits(outputs)
+        if N != batch.N or self.one_by_one or alone is None or logits is None or alone.shape != logits[-1:].shape:
+            return False
+        if agree(logits[-1:], alone):
+            return False
+        self._go_on_one_by_one(TOGETHER)
         return True
 
     def _measure(self, batch: Batch) -> bool:
@@ -164,7 +183,7 @@ class Measurement:
         """
         with self.recorder.recording(batch.N), torch.enable_grad():
             outputs = batch.run(self.model)
-            if self._take_one_by_one():
+            if self._take_one_by_one() or self._last_differs(batch, outputs):
                 return False
             if not self.seen:
                 check_sum(self.labels.loss_fn, outputs, batch.targets, batch.N)
@@ -202,13 +221,16 @@ class Measurement:
             return
         if batch.N > 1:
             logits = find_logits(outputs)
-            self.labels.check_independent(self.model, two, outputs)
+            self.divisible, self.squares = True, variant.squares
+            self.last = batch.N, find_logits(attempt(partial(variant.part(batch.N - 1, batch.N).run, self.model)))
+            if self.labels.interact(self.model, two, outputs):
+                self._go_on_one_by_one(TOGETHER)
+                return
             for label in dict.fromkeys(self.recorder.shared_outputs):
                 expanded = find_logits(self._with_expanded(label, two))
                 if logits is not None and expanded is not None and agree(logits, expanded):
                     self.recorder.expanded.add(label)
             self._check_layouts(variant.part(0, FEW))
-            self.divisible, self.squares = True, variant.squares
             self._take_one_by_one()
 
     def _probe(self, batch: Batch) -> Any:

@@ -404,7 +404,8 @@ class Recorder:
                 except Exception:  # a layer that does not work as its class says
                     self.unsupported |= dict.fromkeys(layer.names.values(), ELSEWHERE)
                     return
-                rounding = 1e-3 if g.dtype in (torch.float32, torch.float64) else 5e-2
+                dtypes = {g.dtype, *(p.dtype for p in layer.module.parameters())}  # a router may cast its weight
+                rounding = 1e-3 if dtypes <= {torch.float32, torch.float64} else 5e-2
                 for name, (total, size) in totals.items():
                     before, slack = self._totals.get(name, (0.0, 0.0))
                     self._totals[name] = total + before, slack + rounding * size

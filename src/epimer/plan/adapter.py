@@ -120,9 +120,8 @@ def whole_tensors(plan: Plan) -> WholeTensors:
 def _with_network_names(plan: Plan, changed: list[Job]) -> tuple[Plan, set[str], set[str], Network | None]:
     """Return the plan with the network's names of tensors, the changed ones that it lacks, those of no linear layer.
 
-    Also the network, where it was asked.
-
-    Adapters tell the names of what they change or bring. Where whole models change more, transformers tells all.
+    Also the network. Adapters tell the names of what they change or bring. Where whole models change more, transformers
+    tells all; else no network is built.
     """
     brought, donor = _brought_names(plan), plan.participants.donor
     others = [job.name for job in changed if _update(plan, job)[0] is None and job.name not in brought]
@@ -187,8 +186,9 @@ def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
     linear = update is not None or (is_matrix(job.name, W.shape) and job.name.endswith(".weight"))
     if dense and (_brought(plan, job) or not linear):
         return None
-    m, n = len(W), W.numel() // len(W)
-    most = _most(plan, job, m, n)
+    most = _most(plan, job, len(W), W.numel() // len(W))
+    if not most:  # an adapter brings it as the base has it
+        return None
     transposed = update.transposed if update is not None else job.inputs == 0
     return LoraModule(
         module=plan.network_names.get(job.name, job.name).removesuffix(".weight") if update is None else update.module,
@@ -207,20 +207,20 @@ def _expert_job(plan: Plan, stack: ExpertStack, rank: int | None) -> Job:
     PEFT's factors have one rank for all experts. Tensors that are rows of one expert (gate and up) have it together:
     adapters change them by one A, in whose space the merge stays where it is made in the space of the factors.
     """
-    changed = [job for job in plan.jobs if job.name in stack.parts and job.method is not None]
-    members = [member for job in changed for member in _members(job, stack.parts[job.name])]
+    merged = [job for job in plan.jobs if job.name in stack.parts and job.method is not None]
+    members = [member for job in merged for member in _members(job, stack.parts[job.name])]
     members.sort(key=lambda member: (member[1].number, member[1].outputs))
     first, part = members[0]
     outputs, inputs = max(part.outputs[1] for _, part in members), first.shape[1 - part.inputs_first]
-    dense = any(None in _ranks(plan, job) for job in changed)
-    thin = not dense and all(map(_thin, changed))
+    dense = any(None in _ranks(plan, job) for job in merged)
+    thin = not dense and all(map(_thin, merged))
     if thin:
-        each = [dict(zip(job.models, _ranks(plan, job), strict=True)) for job in changed]
+        each = [dict(zip(job.models, _ranks(plan, job), strict=True)) for job in merged]
         most = sum(max(known.get(t) or 0 for known in each) for t in {t for known in each for t in known})
     else:
         apart = len({part.outputs for _, part in members})
-        most = apart * max(_most(plan, job, *job.shape[-2:]) for job in changed)
-    dtypes = [dtype for job in changed for dtype in _update(plan, job)[1]]
+        most = apart * max(_most(plan, job, *job.shape[-2:]) for job in merged)
+    dtypes = [dtype for job in merged for dtype in _update(plan, job)[1]]
     lora = LoraModule(
         module=stack.module,
         shape=(outputs, inputs),
@@ -233,7 +233,7 @@ def _expert_job(plan: Plan, stack: ExpertStack, rank: int | None) -> Job:
     jobs = [_factor_job(plan, job, replace(lora, rank=_most(plan, job, *job.shape[-2:]))) for job, _ in members]
     whole = 0 if thin else 2 * outputs * inputs * first.precision.itemsize
     return replace(
-        changed[0],
+        merged[0],
         lora=lora,
         experts=tuple((job, part) for job, (_, part) in zip(jobs, members, strict=True)),
         reads=sum(job.reads for job in jobs),
@@ -312,8 +312,9 @@ def _unbounded(plan: Plan, jobs: list[Job]) -> RecipeError:
         why = f"{plan.method.name} in the full space does not keep the rank of adapters"
     else:
         why = f"{plan.method.name} does not keep the rank of adapters"
-    remedy = "give lora_rank, which keeps so many leading directions and tells the error, or take task_arithmetic, tsv "
-    return RecipeError(f"output: lora: {why}, so {job.name!r} has no exact one; {remedy}or epimer_free.")
+    other = "remove 'output', for a whole model" if dense else "take task_arithmetic, tsv or epimer_free"
+    remedy = f"give lora_rank, which keeps so many leading directions and tells the error, or {other}"
+    return RecipeError(f"output: lora: {why}, so {job.name!r} has no exact one; {remedy}.")
 
 
 def _tied(plan: Plan) -> set[str]:

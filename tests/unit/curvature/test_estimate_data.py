@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import epimer
 from cases import CLASSES, Flattened, build, cross_entropy, draw, labels, measure
-from epimer.errors import CurvatureError, ParameterError
+from epimer.errors import CurvatureError, EpimerWarning, ParameterError
 from oracle import gradients, near
 
 
@@ -41,7 +41,7 @@ def test_the_model_runs_once_for_each_batch_and_a_few_times_more(size):
     case.model.register_forward_hook(lambda *_: runs.append(1))
     batches = list(zip(ids.split(size), targets.split(size), strict=True))
     measure(case, "diagonal", batches)
-    assert len(runs) <= len(batches) + 6
+    assert len(runs) <= len(batches) + 7
 
 
 @pytest.mark.parametrize("samples", [1, 3, 4, 5, 7, 9])
@@ -236,15 +236,43 @@ def test_what_cannot_be_measured_is_refused(model, batches, words):
         epimer.estimate_curvature(model, batches, cross_entropy)
 
 
-def test_samples_that_see_each_other_are_refused():
-    class Centred(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, CLASSES)
+class Centred(nn.Module):
+    """Takes a part of the batch's mean from every sample."""
 
-        def forward(self, x):
-            y = self.layer(x)
-            return y - y.mean(0)
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, CLASSES)
 
-    with pytest.raises(CurvatureError, match="depends on the other samples"):
-        epimer.estimate_curvature(Centred(), [(torch.randn(5, 4), labels(5))], cross_entropy)
+    def forward(self, x):
+        y = self.layer(x)
+        return y - 0.5 * y.mean(0)
+
+
+class Limited(nn.Module):
+    """Has room for the first four samples of a batch only; the others pass by its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        y = torch.where(torch.arange(len(x))[:, None] < 4, self.layer(x), 0)
+        return self.head(x + y)
+
+
+@pytest.mark.parametrize("kind", [Centred, Limited])
+@pytest.mark.parametrize("loss", [cross_entropy, lambda outputs, y: cross_entropy(outputs, y).sum()])
+def test_samples_that_see_each_other_are_measured_with_batches_of_one(kind, loss):
+    torch.manual_seed(0)
+    model, x, y = kind(), torch.randn(7, 4), labels(7)
+    options = {"kind": "diagonal", "labels": "true", "progress": False}
+    with pytest.warns(EpimerWarning, match="depends on the other samples of its batch, so .* batches of one sample"):
+        found = epimer.estimate_curvature(model, [(x, y)], loss, **options)
+    squares = {name: torch.zeros_like(W) for name, W in model.named_parameters()}
+    for n in range(7):
+        gradients = torch.autograd.grad(loss(model(x[n : n + 1]), y[n : n + 1]).sum(), list(model.parameters()))
+        for name, g in zip(squares, gradients, strict=True):
+            squares[name] += g.square() / 7
+    assert found.keys() == squares.keys()
+    for name, F in squares.items():
+        torch.testing.assert_close(found[name].F, F, rtol=1e-5, atol=1e-8)

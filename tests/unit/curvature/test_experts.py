@@ -289,3 +289,57 @@ def test_routers_are_measured_as_linear_layers(family):
             squares[name] = squares[name] + g.square() / 4
     for name in routers:
         assert torch.allclose(measured[name].F, squares[name], rtol=1e-6, atol=1e-12), name
+
+
+def deepseek() -> nn.Module:
+    """A model whose routers multiply in float32, whatever their weights are."""
+    torch.manual_seed(0)
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    widths = {"intermediate_size": 10, "moe_intermediate_size": 10, "num_key_value_heads": 2, "initializer_range": 0.4}
+    config = transformers.DeepseekV3Config(**SIZES | sizes | ranks | widths, pad_token_id=0)
+    return transformers.DeepseekV3ForCausalLM._from_config(config, experts_implementation="eager").eval()
+
+
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_routers_that_cast_their_weights_are_measured(dtype):
+    model = deepseek().to(dtype)
+    rows = [padded([row]) for row in texts()]
+    found = measured(model, rows, "diagonal")
+    assert not [name for name in found.provenance.left_out if ".experts" not in name]
+    square = torch.zeros(model.get_parameter(ROUTER).shape)
+    for inputs, targets in rows:
+        loss = sample_losses(model(**inputs), targets).sum()
+        square += torch.autograd.grad(loss, model.get_parameter(ROUTER))[0].float().square() / len(rows)
+    near = {"rtol": 1e-4, "atol": 1e-9} if dtype != torch.bfloat16 else {"rtol": 0.05, "atol": 1e-4}
+    torch.testing.assert_close(found[ROUTER].F.float(), square, **near)
+
+
+def test_capacity_for_a_whole_batch_is_measured_with_batches_of_one():
+    """NLLB's experts take a number of tokens of the batch, first come first served, and leave out the rest."""
+    torch.manual_seed(0)
+    sides = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sides |= {"encoder_ffn_dim": 10, "decoder_ffn_dim": 10, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
+    routing = {
+        "num_experts": 3,
+        "expert_capacity": 6,
+        "second_expert_policy": "all",
+        "moe_eval_capacity_token_fraction": -1.0,
+    }
+    config = transformers.NllbMoeConfig(
+        vocab_size=19, d_model=12, **sides, **routing, pad_token_id=0, decoder_start_token_id=2, init_std=0.4
+    )
+    model = transformers.NllbMoeForConditionalGeneration(config).double().eval()
+    generator = torch.Generator().manual_seed(3)
+    ids, labels = (torch.randint(3, 19, (6, 5), generator=generator) for _ in range(2))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    ones = [{name: value[n : n + 1] for name, value in batch.items()} for n in range(6)]
+    with pytest.warns(EpimerWarning, match="depends on the other samples of its batch"):
+        found = epimer.estimate_curvature(model, [batch], kind="diagonal", labels="true", progress=False)
+    alone = epimer.estimate_curvature(model, ones, kind="diagonal", labels="true", progress=False)
+    assert found.keys() == alone.keys()
+    for name in found:
+        torch.testing.assert_close(found[name].F, alone[name].F, rtol=1e-6, atol=1e-12)
