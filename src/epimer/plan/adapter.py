@@ -10,7 +10,7 @@ import torch
 from epimer.checkpoints.adapter_files import LoraModule, adapters_of
 from epimer.checkpoints.checkpoint import is_embedding, nbytes
 from epimer.checkpoints.expert_factors import ExpertPart
-from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config
+from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config, network_name
 from epimer.checkpoints.vocabulary import Aligned
 from epimer.errors import EpimerError, RecipeError, TensorError, listed
 from epimer.methods.frechet import FrechetOptions
@@ -20,7 +20,6 @@ from epimer.plan.jobs import Job, Plan
 from epimer.plan.time import Work
 from epimer.tasks.module_names import Network, find_network
 
-INNER = (".modules_to_save.default.", ".modules_to_save.", ".base_layer.", ".original_module.")
 OTHER_TOKENS = (
     "output: lora: an adapter has the base's tokens, and the merge has others; write tokenizer_source: base, or remove "
     "'output'."
@@ -143,9 +142,7 @@ def _brought_names(plan: Plan) -> dict[str, str]:
     for model in plan.participants.models:
         for adapter in adapters_of(model.checkpoint):
             for name, key in adapter.brought.items():
-                for inner in INNER:
-                    key = key.replace(inner, ".")
-                names.setdefault(name, key.removeprefix(PREFIX))
+                names.setdefault(name, network_name(key))
     return names
 
 

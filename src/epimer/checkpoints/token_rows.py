@@ -1,0 +1,54 @@
+"""Rows of a table that an adapter trained alone, as PEFT stores them for `trainable_token_indices`.
+
+The file holds the trained rows themselves (PEFT calls them a delta), adapter_config.json which rows of the table they
+are: one list, or a list for every module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epimer.checkpoints.checkpoint import Rows
+
+STORED = ".token_adapter.trainable_tokens_delta"
+
+
+class TokenRows(NamedTuple):
+    """Which rows of a table an adapter has, and where its file has them."""
+
+    key: str
+    indices: tuple[int, ...]
+
+    def put_into(self, W: Tensor, trained: Tensor, rows: Rows) -> Tensor:
+        """Return a table, or the rows `rows` of it, with the trained rows in their places."""
+        start, stop = (0, len(W)) if rows is None else rows
+        here = [(place, index - start) for place, index in enumerate(self.indices) if start <= index < stop]
+        places, indices = torch.tensor(here, dtype=torch.long).reshape(-1, 2).T
+        return W.index_copy(0, indices, trained[places].to(W.dtype))
+
+
+def token_indices(config: Mapping[str, Any], module: str) -> object:
+    """Return what adapter_config.json gives as the rows of a module, found by the end of its name as PEFT does."""
+    given = config.get("trainable_token_indices")
+    if not isinstance(given, dict):
+        return given
+    fitting = [indices for name, indices in given.items() if module.endswith(name)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def indices_problem(indices: object, trained: Tensor, table: Tensor) -> str | None:
+    """Say why these are not the indices of trained rows in a table, given the headers of both; None if they are."""
+    if not isinstance(indices, list) or any(type(index) is not int for index in indices):
+        return f"trainable_token_indices is {indices!r}, expected a list of rows"
+    if trained.dim() != 2 or table.dim() != 2 or trained.shape != (len(indices), table.shape[1]):
+        return f"the file has rows of shape {tuple(trained.shape)} for {len(indices)} of a table {tuple(table.shape)}"
+    if len({*indices}) < len(indices):
+        twice = next(index for index in indices if indices.count(index) > 1)
+        return f"trainable_token_indices has row {twice} twice"
+    if outside := [index for index in indices if not 0 <= index < len(table)]:
+        return f"trainable_token_indices has row {outside[0]}, but the base's table has rows 0 to {len(table) - 1}"
+    return None

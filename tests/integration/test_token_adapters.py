@@ -1,0 +1,149 @@
+"""Adapters with rows of a table (`trainable_token_indices`) are read as PEFT merges them, and merged as tables are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import epimer
+from epimer.checkpoints import open_checkpoint
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from adapters import PEFT_REMARKS, SIZES, TOKENS, copied, gpt2, save_adapter, save_base, unloaded  # noqa: E402
+
+pytestmark = [*PEFT_REMARKS, pytest.mark.usefixtures("no_progress_bars")]
+
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROWS = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+
+
+def untied() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **TOKENS))
+
+
+def tied() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **TOKENS, tie_word_embeddings=True))
+
+
+def save(folder: Path, build, *configs: dict) -> tuple[nn.Module, dict]:
+    """Save a base and adapters of it; return the base and a recipe of them."""
+    model = save_base(folder / "base", build)
+    for t, config in enumerate(configs):
+        save_adapter(model, folder / f"adapter{t}", seed=t + 1, **{"target_modules": ["q_proj"], **config})
+    models = [{"model": f"{folder / 'base'}+{folder / f'adapter{t}'}"} for t in range(len(configs))]
+    return model, {"merge_method": "task_arithmetic", "base_model": str(folder / "base"), "models": models}
+
+
+def states(model: nn.Module, folder: Path, count: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Return the base in float64, and what PEFT makes of it with every adapter."""
+    base = {name: W.double() for name, W in model.state_dict().items()}
+    return base, [unloaded(model, folder / f"adapter{t}", torch.float64) for t in range(count)]
+
+
+def loaded(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    return type(model).from_pretrained(folder).state_dict()
+
+
+ALONE = {
+    "untied": (untied, [3, 1, 59], {TABLE: [1, 3, 59], HEAD: []}),
+    "tied": (tied, [3, 1, 59], {TABLE: [1, 3, 59], HEAD: [1, 3, 59]}),
+    "table and head": (untied, {"embed_tokens": [5], "lm_head": [4, 2]}, {TABLE: [5], HEAD: [2, 4]}),
+    "the same rows of a tied head": (tied, {"embed_tokens": [5], "lm_head": [5]}, {TABLE: [5], HEAD: [5]}),
+    "a table of another name": (gpt2, [7, 2], {"transformer.wte.weight": [2, 7], HEAD: [2, 7]}),
+}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("name", ALONE)
+def test_one_adapter_is_what_peft_merges(name, kind, tmp_path):
+    build, indices, rows = ALONE[name]
+    targets = ["c_attn"] if build is gpt2 else ["q_proj", "down_proj"]
+    model, recipe = save(tmp_path, build, {"target_modules": targets, "trainable_token_indices": indices})
+    if kind == "bin":  # in which the head is stored as well, as the same tensor
+        (tmp_path / "base" / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+    epimer.merge(recipe, tmp_path / "out", progress=False)
+    found, expected = loaded(model, tmp_path / "out"), unloaded(model, tmp_path / "adapter0")
+    for tensor, before in model.state_dict().items():
+        torch.testing.assert_close(found[tensor], expected[tensor], atol=1e-6, rtol=0)
+        if tensor in rows:
+            assert (found[tensor] != before).any(dim=1).nonzero().flatten().tolist() == rows[tensor]
+
+
+def test_some_rows_are_read_as_of_the_whole_table(tmp_path):
+    save(tmp_path, untied, {"trainable_token_indices": [40, 3, 12]})
+    opened = open_checkpoint(f"{tmp_path / 'base'}+{tmp_path / 'adapter0'}")
+    rows = load_file(tmp_path / "adapter0" / "adapter_model.safetensors")[ROWS]
+    table = load_file(tmp_path / "base" / "model.safetensors")[TABLE]
+    table[40], table[3], table[12] = rows
+    for block in (None, (0, 60), (0, 3), (3, 4), (4, 12), (10, 41), (41, 60)):
+        assert torch.equal(opened.read(TABLE, block), table if block is None else table[slice(*block)])
+
+
+def test_a_head_that_is_stored_as_a_copy_of_the_table_follows_it(tmp_path):
+    model, recipe = save(tmp_path, tied, {"trainable_token_indices": [3, 1]})
+    path = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, HEAD: tensors[TABLE].clone()}, path, metadata={"format": "pt"})
+    epimer.merge(recipe, tmp_path / "out", progress=False)
+    found, expected = loaded(model, tmp_path / "out"), unloaded(model, tmp_path / "adapter0")
+    assert not torch.equal(expected[HEAD], model.state_dict()[HEAD])
+    for tensor in (TABLE, HEAD):
+        torch.testing.assert_close(found[tensor], expected[tensor], atol=1e-6, rtol=0)
+
+
+def test_rows_on_rows(tmp_path):
+    """The adapter on top has the last word on rows that both have."""
+    _, recipe = save(tmp_path, untied, {"trainable_token_indices": [3, 1]}, {"trainable_token_indices": [3, 8]})
+    both = open_checkpoint(f"{recipe['models'][0]['model']}+{tmp_path / 'adapter1'}").read(TABLE)
+    below, above = (load_file(tmp_path / f"adapter{t}" / "adapter_model.safetensors")[ROWS] for t in range(2))
+    assert torch.equal(both[[3, 1, 8]], torch.stack([above[0], below[1], above[1]]))
+
+
+def test_rows_of_a_bfloat16_table_keep_their_own_digits(tmp_path):
+    model = save_base(tmp_path / "base", untied, torch.bfloat16)
+    save_adapter(model, tmp_path / "adapter", target_modules=["q_proj"], trainable_token_indices=[3, 1])
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    fine = torch.randn(2, 32, generator=torch.Generator().manual_seed(4))
+    save_file({**load_file(path), ROWS: fine}, path)
+    table = open_checkpoint(f"{tmp_path / 'base'}+{tmp_path / 'adapter'}").read(TABLE)
+    assert torch.equal(table[[3, 1]], fine)
+    assert torch.equal(table[4:].bfloat16(), model.state_dict()[TABLE][4:])
+
+
+# --- merges ---------------------------------------------------------------------------------------------------------
+
+SEVERAL = [{"trainable_token_indices": [3, 1, 59]}, {"trainable_token_indices": [8, 3]}, {"target_modules": ["v_proj"]}]
+
+
+@pytest.mark.parametrize("build", [untied, tied])
+def test_the_task_vectors_of_several_add_up(build, tmp_path):
+    model, recipe = save(tmp_path, build, *SEVERAL)
+    epimer.merge(recipe, tmp_path / "out", progress=False)
+    base, made = states(model, tmp_path, 3)
+    found = loaded(model, tmp_path / "out")
+    for name, W in base.items():
+        expected = W + sum(state[name] - W for state in made)
+        torch.testing.assert_close(found[name].double(), expected, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert (found[TABLE] != base[TABLE]).any(dim=1).nonzero().flatten().tolist() == [1, 3, 8, 59]
+
+
+@pytest.mark.parametrize("build", [untied, tied])
+@pytest.mark.parametrize("method", ["average", "tsv", "epimer_free"])
+def test_tables_are_averaged_by_default(build, method, tmp_path):
+    model, recipe = save(tmp_path, build, *SEVERAL)
+    epimer.merge({**recipe, "merge_method": method}, tmp_path / "out", progress=False)
+    base, made = states(model, tmp_path, 3)
+    found = loaded(model, tmp_path / "out")
+    for name in (TABLE, HEAD):
+        expected = sum(state[name] for state in made) / 3
+        torch.testing.assert_close(found[name].double(), expected, atol=1e-6, rtol=0)
+    assert (found[TABLE] != base[TABLE]).any(dim=1).sum() == 4
