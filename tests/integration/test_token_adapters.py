@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import epimer
 from epimer.checkpoints import open_checkpoint
+from epimer.tasks.loading import CAUSAL_LM, load_model
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -127,7 +128,7 @@ SEVERAL = [{"trainable_token_indices": [3, 1, 59]}, {"trainable_token_indices": 
 @pytest.mark.parametrize("build", [untied, tied])
 def test_the_task_vectors_of_several_add_up(build, tmp_path):
     model, recipe = save(tmp_path, build, *SEVERAL)
-    epimer.merge(recipe, tmp_path / "out", progress=False)
+    epimer.merge({**recipe, "parameters": {"weight": 1}}, tmp_path / "out", progress=False)
     base, made = states(model, tmp_path, 3)
     found = loaded(model, tmp_path / "out")
     for name, W in base.items():
@@ -147,3 +148,103 @@ def test_tables_are_averaged_by_default(build, method, tmp_path):
         expected = sum(state[name] for state in made) / 3
         torch.testing.assert_close(found[name].double(), expected, atol=1e-6, rtol=0)
     assert (found[TABLE] != base[TABLE]).any(dim=1).sum() == 4
+
+
+@pytest.mark.parametrize("build", [untied, tied])
+@pytest.mark.parametrize("rank", [None, 4])
+def test_rows_are_not_written_into_adapters(build, rank, tmp_path):
+    _, recipe = save(tmp_path, build, *SEVERAL)
+    given = {**recipe, "output": "lora"} if rank is None else {**recipe, "output": "lora", "lora_rank": rank}
+    with pytest.raises(epimer.EpimerError, match=r"models\[0\].*trainable_token_indices.*remove 'output'") as error:
+        epimer.merge(given, tmp_path / "out", progress=False)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_network_that_curvature_is_measured_of_has_the_rows(tmp_path):
+    model, recipe = save(tmp_path, tied, {"trainable_token_indices": [3, 1]})
+    opened = open_checkpoint(recipe["models"][0]["model"])
+    measured, _, _ = load_model(opened, CAUSAL_LM, None, "auto", torch.float32, progress=False)
+    expected = unloaded(model, tmp_path / "adapter0")
+    for name, W in measured.state_dict().items():
+        torch.testing.assert_close(W, expected[name], atol=1e-6, rtol=0)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def without_rows(tensors: dict[str, Tensor]) -> None:
+    del tensors[ROWS]
+
+
+def of_shape(*shape: int):
+    return lambda tensors: tensors.update({ROWS: torch.ones(shape)})
+
+
+def with_factors(tensors: dict[str, Tensor]) -> None:
+    table = ROWS.partition(".token_adapter")[0]
+    tensors |= {f"{table}.lora_embedding_A": torch.ones(4, 60), f"{table}.lora_embedding_B": torch.ones(32, 4)}
+
+
+def kept(tensors: dict[str, Tensor]) -> None:
+    pass
+
+
+DAMAGED = {
+    "twice": ([3, 3], kept, "row 3 twice"),
+    "negative": ([3, -1], kept, "row -1, but the base's table has rows 0 to 59"),
+    "beyond the table": ([60, 3], kept, "row 60, but the base's table has rows 0 to 59"),
+    "no numbers": (["3", 1], kept, "expected a list of rows"),
+    "true": ([True, 3], kept, "expected a list of rows"),
+    "a number": (3, kept, "expected a list of rows"),
+    "none": (None, kept, "expected a list of rows"),
+    "of another module": ({"lm_head": [3, 1]}, kept, "expected a list of rows"),
+    "of two modules": ({"embed_tokens": [3, 1], "model.embed_tokens": [3, 2]}, kept, "expected a list of rows"),
+    "one more": ([3, 1, 2], kept, "shape (2, 32) for 3 of a table (60, 32)"),
+    "narrow rows": ([3, 1], of_shape(2, 31), "shape (2, 31) for 2 of a table (60, 32)"),
+    "a vector": ([3, 1], of_shape(64), "shape (64,) for 2"),
+    "no rows": ([3, 1], without_rows, "trainable_token_indices, but no rows of a table in its file"),
+    "no rows of the head": ({"embed_tokens": [3, 1], "lm_head": [3, 1]}, kept, "no rows of lm_head in its file"),
+    "factors too": ([3, 1], with_factors, "both factors and rows"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_adapter_is_refused_in_one_line(name, tmp_path):
+    indices, change, words = DAMAGED[name]
+    _, recipe = save(tmp_path, untied, {"trainable_token_indices": [3, 1]})
+    config, weights = (tmp_path / "adapter0" / file for file in ("adapter_config.json", "adapter_model.safetensors"))
+    config.write_text(json.dumps({**json.loads(config.read_text()), "trainable_token_indices": indices}))
+    tensors = load_file(weights)
+    change(tensors)
+    save_file(tensors, weights)
+    with pytest.raises(epimer.CheckpointError) as alone:
+        open_checkpoint(recipe["models"][0]["model"])
+    with pytest.raises(epimer.EpimerError) as merged:
+        epimer.merge(recipe, tmp_path / "out", progress=False)
+    for error in (alone, merged):
+        assert words in str(error.value)
+        assert str(tmp_path / "adapter0") in str(error.value)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_a_longer_vocabulary_are_refused(tmp_path):
+    """As after tokens were added: PEFT saves the resized table too."""
+    model, recipe = save(tmp_path, untied)
+    longer = copied(model)
+    longer.resize_token_embeddings(64, mean_resizing=False)
+    save_adapter(longer, tmp_path / "adapter", target_modules=["q_proj"], trainable_token_indices=[62, 3])
+    with pytest.raises(epimer.CheckpointError, match=r"\(64, 32\).*\(60, 32\)|row 62.*0 to 59"):
+        open_checkpoint(f"{recipe['base_model']}+{tmp_path / 'adapter'}")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_rows_of_a_tied_head_alone_are_refused(kind, tmp_path):
+    """PEFT computes with a head of its own, and merges the rows into the table too."""
+    model, recipe = save(tmp_path, tied, {"trainable_token_indices": {"lm_head": [3]}})
+    if kind == "bin":
+        (tmp_path / "base" / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+    with pytest.raises(epimer.CheckpointError, match="lm_head"):
+        open_checkpoint(recipe["models"][0]["model"])

@@ -220,8 +220,7 @@ class Adapted(Checkpoint):
                 raise self._refuse(f"has both factors and rows (trainable_token_indices) of {name!r}")
             update = self._update(module, name, parts[A], parts[B], embedding=embedding)
             self.updates[name] = self._with_lengths(module, update, magnitudes.get(module))
-        if self.config.get("trainable_token_indices") and not self.tokens:
-            raise self._refuse("has trainable_token_indices, but no rows in its file")
+        self._check_tokens()
         if not self.updates and not self.replaced and not self.tokens:
             raise CheckpointError(f"{self.where} changes nothing: it holds no LoRA factors; save the adapter again.")
         self._untie()
@@ -246,6 +245,16 @@ class Adapted(Checkpoint):
         if self.model_config.get("tie_word_embeddings") and is_embedding(name):
             heads = [head for head in self.base.headers if head.endswith(HEADS) and self.base.ties.get(head) != name]
             self.tokens |= {head: self.tokens[name] for head in heads if self.base.equal(head, self.base, name)}
+
+    def _check_tokens(self) -> None:
+        """Refuse an adapter whose file lacks rows that its config names, other than those of a head that follows."""
+        given = self.config.get("trainable_token_indices") or {}
+        modules = [rows.key.removesuffix(STORED) for rows in self.tokens.values()]
+        shared = {*self.base.ties, *self.tokens}
+        for name in given if isinstance(given, dict) else [""]:
+            own = [W for W in self.base.headers if W.endswith(f"{name}.weight") and W not in shared]
+            if not any(module.endswith(name) for module in modules) and (own or not modules):
+                raise self._refuse(f"has trainable_token_indices, but no rows of {name or 'a table'} in its file")
 
     def _experts(self, module: str, A: str, B: str) -> bool:
         """Note the factors of a parameter that `target_parameters` names; return whether they are of one.

@@ -6,6 +6,7 @@ are: one list, or a list for every module.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -43,12 +44,11 @@ def token_indices(config: Mapping[str, Any], module: str) -> object:
 def indices_problem(indices: object, trained: Tensor, table: Tensor) -> str | None:
     """Say why these are not the indices of trained rows in a table, given the headers of both; None if they are."""
     if not isinstance(indices, list) or any(type(index) is not int for index in indices):
-        return f"trainable_token_indices is {indices!r}, expected a list of rows"
+        return f"trainable_token_indices is {repr(indices)[:40]}, expected a list of rows"
     if trained.dim() != 2 or table.dim() != 2 or trained.shape != (len(indices), table.shape[1]):
         return f"the file has rows of shape {tuple(trained.shape)} for {len(indices)} of a table {tuple(table.shape)}"
-    if len({*indices}) < len(indices):
-        twice = next(index for index in indices if indices.count(index) > 1)
-        return f"trainable_token_indices has row {twice} twice"
+    if twice := [index for index, count in Counter(indices).items() if count > 1]:
+        return f"trainable_token_indices has row {twice[0]} twice"
     if outside := [index for index in indices if not 0 <= index < len(table)]:
         return f"trainable_token_indices has row {outside[0]}, but the base's table has rows 0 to {len(table) - 1}"
     return None

@@ -63,6 +63,8 @@ def plan_adapter(plan: Plan) -> Plan:
         return replace(plan, jobs=[], problems=[RecipeError(OTHER_TOKENS)])
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
+    if rows := [problem for job in changed if (problem := _token_rows(plan, job)) is not None]:
+        return replace(plan, jobs=[], problems=rows[:1])
     plan, absent, other, network = _with_network_names(plan, changed)
     stacks = expert_stacks(plan, [job.name for job in changed], network)
     if stacks is None:
@@ -173,6 +175,18 @@ def _brought(plan: Plan, job: Job) -> bool:
         if any(stored in adapter.brought for adapter in adapters_of(model.checkpoint)):
             return True
     return False
+
+
+def _token_rows(plan: Plan, job: Job) -> RecipeError | None:
+    """Return why a tensor is not written of which an adapter has some rows; None where none has."""
+    for t in job.models:
+        model = plan.participants.models[t]
+        stored = model.stored.get(job.name, job.name)
+        if any(adapter.ties.get(stored, stored) in adapter.tokens for adapter in adapters_of(model.checkpoint)):
+            why = f"{model.label} has rows of {job.name!r} of its own (trainable_token_indices)"
+            remedy = "which are not written into adapters; remove 'output', for a whole model"
+            return RecipeError(f"output: lora: {why}, {remedy}.")
+    return None
 
 
 def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
