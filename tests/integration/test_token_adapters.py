@@ -177,8 +177,8 @@ def without_rows(tensors: dict[str, Tensor]) -> None:
     del tensors[ROWS]
 
 
-def of_shape(*shape: int):
-    return lambda tensors: tensors.update({ROWS: torch.ones(shape)})
+def of_shape(*shape: int, dtype: torch.dtype = torch.float32):
+    return lambda tensors: tensors.update({ROWS: torch.ones(shape, dtype=dtype)})
 
 
 def with_factors(tensors: dict[str, Tensor]) -> None:
@@ -200,9 +200,10 @@ DAMAGED = {
     "none": (None, kept, "expected a list of rows"),
     "of another module": ({"lm_head": [3, 1]}, kept, "expected a list of rows"),
     "of two modules": ({"embed_tokens": [3, 1], "model.embed_tokens": [3, 2]}, kept, "expected a list of rows"),
-    "one more": ([3, 1, 2], kept, "shape (2, 32) for 3 of a table (60, 32)"),
-    "narrow rows": ([3, 1], of_shape(2, 31), "shape (2, 31) for 2 of a table (60, 32)"),
-    "a vector": ([3, 1], of_shape(64), "shape (64,) for 2"),
+    "one more": ([3, 1, 2], kept, "shape (2, 32), for 3 of a table of shape (60, 32)"),
+    "narrow rows": ([3, 1], of_shape(2, 31), "shape (2, 31), for 2 of a table of shape (60, 32)"),
+    "a vector": ([3, 1], of_shape(64), "shape (64,), for 2"),
+    "integers": ([3, 1], of_shape(2, 32, dtype=torch.int64), "torch.int64 of shape (2, 32)"),
     "no rows": ([3, 1], without_rows, "trainable_token_indices, but no rows of a table in its file"),
     "no rows of the head": ({"embed_tokens": [3, 1], "lm_head": [3, 1]}, kept, "no rows of lm_head in its file"),
     "factors too": ([3, 1], with_factors, "both factors and rows"),
@@ -248,3 +249,23 @@ def test_rows_of_a_tied_head_alone_are_refused(kind, tmp_path):
         torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
     with pytest.raises(epimer.CheckpointError, match="lm_head"):
         open_checkpoint(recipe["models"][0]["model"])
+
+
+def test_rows_of_a_table_with_a_head_of_its_own_that_was_tied_are_refused(tmp_path):
+    model, recipe = save(tmp_path, tied, {"trainable_token_indices": [3, 1]})
+    (tmp_path / "base" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+    path = tmp_path / "adapter0" / "adapter_model.safetensors"
+    save_file({**load_file(path), "base_model.model.lm_head.weight": torch.ones(60, 32)}, path)
+    with pytest.raises(epimer.CheckpointError, match=r"trainable_token_indices.*lm_head.*merge_and_unload"):
+        open_checkpoint(recipe["models"][0]["model"])
+
+
+def test_a_table_that_was_saved_along_is_read_too(tmp_path):
+    """PEFT stores the whole table beside its rows where it is asked to."""
+    model, recipe = save(tmp_path, untied, {"trainable_token_indices": [3, 1]})
+    path, table = tmp_path / "adapter0" / "adapter_model.safetensors", torch.rand(60, 32)
+    save_file({**load_file(path), ROWS.replace("trainable_tokens_delta", "base_layer.weight"): table}, path)
+    expected = unloaded(model, tmp_path / "adapter0")[TABLE]
+    assert torch.equal(expected[4:], table[4:])
+    assert torch.equal(open_checkpoint(recipe["models"][0]["model"]).read(TABLE), expected)

@@ -72,6 +72,7 @@ class Adapted(Checkpoint):
         self.brought: dict[str, str] = {}
         """name -> the tensor of the adapter that stands for it, even where it equals the base's"""
         self.tokens: dict[str, TokenRows] = {}
+        """name of a table, or of a head that is a copy of it -> the rows of it that the adapter has"""
         self._match()
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
@@ -304,6 +305,9 @@ class Adapted(Checkpoint):
     def _untie(self) -> None:
         """Drop ties of which only one side is replaced; refuse where the other side is not stored."""
         self.ties = {n: t for n, t in self.ties.items() if self.replaced.get(n) == self.replaced.get(t)}
+        for name, twin in self.base.ties.items():
+            if name not in self.ties and (name in self.tokens or twin in self.tokens):
+                raise self._refuse(f"has rows of {twin!r} (trainable_token_indices) and a {name!r} of its own")
         tables = [name for name in self.replaced if is_embedding(name)]
         if tables and head_is_table(self.base):
             raise self._refuse(f"brings its own {tables[0]!r}, which the base also uses as its head")

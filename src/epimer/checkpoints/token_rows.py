@@ -19,10 +19,12 @@ STORED = ".token_adapter.trainable_tokens_delta"
 
 
 class TokenRows(NamedTuple):
-    """Which rows of a table an adapter has, and where its file has them."""
+    """Which rows of a table an adapter has."""
 
     key: str
+    """the name of the trained rows, k x d"""
     indices: tuple[int, ...]
+    """the row of the table that each of them is"""
 
     def put_into(self, W: Tensor, trained: Tensor, rows: Rows) -> Tensor:
         """Return a table, or the rows `rows` of it, with the trained rows in their places."""
@@ -45,8 +47,10 @@ def indices_problem(indices: object, trained: Tensor, table: Tensor) -> str | No
     """Say why these are not the indices of trained rows in a table, given the headers of both; None if they are."""
     if not isinstance(indices, list) or any(type(index) is not int for index in indices):
         return f"trainable_token_indices is {repr(indices)[:40]}, expected a list of rows"
-    if trained.dim() != 2 or table.dim() != 2 or trained.shape != (len(indices), table.shape[1]):
-        return f"the file has rows of shape {tuple(trained.shape)} for {len(indices)} of a table {tuple(table.shape)}"
+    fits = table.dim() == 2 and trained.shape == (len(indices), table.shape[1])
+    if not fits or not trained.is_floating_point():
+        given = f"{trained.dtype} of shape {tuple(trained.shape)}"
+        return f"the file has rows, {given}, for {len(indices)} of a table of shape {tuple(table.shape)}"
     if twice := [index for index, count in Counter(indices).items() if count > 1]:
         return f"trainable_token_indices has row {twice[0]} twice"
     if outside := [index for index in indices if not 0 <= index < len(table)]:
