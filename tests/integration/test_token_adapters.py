@@ -120,6 +120,16 @@ def test_rows_of_a_bfloat16_table_keep_their_own_digits(tmp_path):
     assert torch.equal(table[4:].bfloat16(), model.state_dict()[TABLE][4:])
 
 
+def test_a_table_that_was_saved_along_is_read_too(tmp_path):
+    """PEFT stores the whole table beside its rows where it is asked to."""
+    model, recipe = save(tmp_path, untied, {"trainable_token_indices": [3, 1]})
+    path, table = tmp_path / "adapter0" / "adapter_model.safetensors", torch.rand(60, 32)
+    save_file({**load_file(path), ROWS.replace("trainable_tokens_delta", "base_layer.weight"): table}, path)
+    expected = unloaded(model, tmp_path / "adapter0")[TABLE]
+    assert torch.equal(expected[4:], table[4:])
+    assert torch.equal(open_checkpoint(recipe["models"][0]["model"]).read(TABLE), expected)
+
+
 # --- merges ---------------------------------------------------------------------------------------------------------
 
 SEVERAL = [{"trainable_token_indices": [3, 1, 59]}, {"trainable_token_indices": [8, 3]}, {"target_modules": ["v_proj"]}]
@@ -150,12 +160,52 @@ def test_tables_are_averaged_by_default(build, method, tmp_path):
     assert (found[TABLE] != base[TABLE]).any(dim=1).sum() == 4
 
 
+INTO_ADAPTERS = {
+    "untied": (untied, SEVERAL, {"model.embed_tokens": [1, 3, 8, 59]}),
+    "tied": (tied, SEVERAL, {"model.embed_tokens": [1, 3, 8, 59]}),
+    "table and head": (
+        untied,
+        [{"trainable_token_indices": {"embed_tokens": [5], "lm_head": [4, 2]}}, {"trainable_token_indices": [7]}],
+        {"model.embed_tokens": [5, 7], "lm_head": [2, 4]},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "average"])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("name", INTO_ADAPTERS)
+def test_rows_become_rows_of_one_adapter(name, kind, method, tmp_path):
+    build, configs, indices = INTO_ADAPTERS[name]
+    model, recipe = save(tmp_path, build, *configs)
+    if kind == "bin":
+        (tmp_path / "base" / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+    given = {**recipe, "merge_method": method, "output": "lora", "parameters": {"weight": 1}}
+    epimer.merge(given, tmp_path / "out", progress=False)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["trainable_token_indices"] == indices
+    base, made = states(model, tmp_path, len(configs))
+    share = 1 if method == "task_arithmetic" else 1 / len(configs)
+    found = unloaded(model, tmp_path / "out", torch.float64)
+    for tensor, W in base.items():
+        expected = W + share * sum(state[tensor] - W for state in made)
+        torch.testing.assert_close(found[tensor], expected, atol=1e-6, rtol=0, msg=lambda m, n=tensor: f"{n}: {m}")
+    assert not torch.equal(found[TABLE], base[TABLE])
+    assert epimer.verify(tmp_path / "out", sample=None).verified
+
+
 @pytest.mark.parametrize("build", [untied, tied])
-@pytest.mark.parametrize("rank", [None, 4])
-def test_rows_are_not_written_into_adapters(build, rank, tmp_path):
-    _, recipe = save(tmp_path, build, *SEVERAL)
-    given = {**recipe, "output": "lora"} if rank is None else {**recipe, "output": "lora", "lora_rank": rank}
-    with pytest.raises(epimer.EpimerError, match=r"models\[0\].*trainable_token_indices.*remove 'output'") as error:
+@pytest.mark.parametrize(
+    ("method", "other"),
+    [
+        ("ties", {"trainable_token_indices": [8]}),  # whose threshold is that of the whole table
+        ("average", {"target_modules": ["q_proj", "embed_tokens"]}),
+    ],
+)
+def test_rows_are_not_written_where_the_merge_changes_others(build, method, other, tmp_path):
+    _, recipe = save(tmp_path, build, {"trainable_token_indices": [3, 1]}, other)
+    given = {**recipe, "merge_method": method, "output": "lora", "lora_rank": 4}
+    with pytest.raises(epimer.EpimerError, match=r"trainable_token_indices.*remove 'output'") as error:
         epimer.merge(given, tmp_path / "out", progress=False)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
@@ -259,13 +309,3 @@ def test_rows_of_a_table_with_a_head_of_its_own_that_was_tied_are_refused(tmp_pa
     save_file({**load_file(path), "base_model.model.lm_head.weight": torch.ones(60, 32)}, path)
     with pytest.raises(epimer.CheckpointError, match=r"trainable_token_indices.*lm_head.*merge_and_unload"):
         open_checkpoint(recipe["models"][0]["model"])
-
-
-def test_a_table_that_was_saved_along_is_read_too(tmp_path):
-    """PEFT stores the whole table beside its rows where it is asked to."""
-    model, recipe = save(tmp_path, untied, {"trainable_token_indices": [3, 1]})
-    path, table = tmp_path / "adapter0" / "adapter_model.safetensors", torch.rand(60, 32)
-    save_file({**load_file(path), ROWS.replace("trainable_tokens_delta", "base_layer.weight"): table}, path)
-    expected = unloaded(model, tmp_path / "adapter0")[TABLE]
-    assert torch.equal(expected[4:], table[4:])
-    assert torch.equal(open_checkpoint(recipe["models"][0]["model"]).read(TABLE), expected)

@@ -85,6 +85,8 @@ class Job:
     """whether its tensors can be read and merged some rows at a time, by a CPU; its memory is that of such rows"""
     lora: LoraModule | None = None
     """the layer of an adapter that it is written to, as factors; None where the tensor itself is written"""
+    tokens: tuple[int, ...] = ()
+    """the rows of a table that are merged and written alone, to an adapter; the result has these"""
     experts: tuple[tuple[Job, ExpertPart], ...] = ()
     """the jobs of all experts where that layer is a parameter that holds them, and where in it their matrices lie"""
 
@@ -117,7 +119,9 @@ class Job:
     @property
     def skip(self) -> int:
         """Bytes of the tensor before this part."""
-        return 0 if self.rows is None else self.rows[0] * nbytes(self.template[:1])
+        if self.rows is None:
+            return 0
+        return (self.tokens.index(self.rows[0]) if self.tokens else self.rows[0]) * nbytes(self.template[:1])
 
     @property
     def writes(self) -> int:
@@ -154,6 +158,9 @@ class Job:
         """Divide a stack into its matrices, and a wide tensor whose entries do not depend on each other into blocks."""
         if self.lora is not None:
             return [self]
+        if self.tokens:
+            parts = self.members()
+            return [replace(part, rows=(row, row + 1)) for part, row in zip(parts, self.tokens, strict=True)]
         if self.stacked and self.rows is None:
             return self.members()
         size = self.reads + self.writes if self.streams else self.memory
