@@ -97,16 +97,22 @@ def test_a_head_that_is_stored_as_a_copy_of_the_table_follows_it(tmp_path):
     epimer.merge(recipe, tmp_path / "out", progress=False)
     found, expected = loaded(model, tmp_path / "out"), unloaded(model, tmp_path / "adapter0")
     assert not torch.equal(expected[HEAD], model.state_dict()[HEAD])
+    epimer.merge({**recipe, "output": "lora"}, tmp_path / "lora", progress=False)
+    again = unloaded(model, tmp_path / "lora")
     for tensor in (TABLE, HEAD):
         torch.testing.assert_close(found[tensor], expected[tensor], atol=1e-6, rtol=0)
+        torch.testing.assert_close(again[tensor], expected[tensor], atol=1e-6, rtol=0)
 
 
 def test_rows_on_rows(tmp_path):
     """The adapter on top has the last word on rows that both have."""
-    _, recipe = save(tmp_path, untied, {"trainable_token_indices": [3, 1]}, {"trainable_token_indices": [3, 8]})
-    both = open_checkpoint(f"{recipe['models'][0]['model']}+{tmp_path / 'adapter1'}").read(TABLE)
+    model, recipe = save(tmp_path, untied, {"trainable_token_indices": [3, 1]}, {"trainable_token_indices": [3, 8]})
+    stacked = f"{recipe['models'][0]['model']}+{tmp_path / 'adapter1'}"
+    both = open_checkpoint(stacked).read(TABLE)
     below, above = (load_file(tmp_path / f"adapter{t}" / "adapter_model.safetensors")[ROWS] for t in range(2))
     assert torch.equal(both[[3, 1, 8]], torch.stack([above[0], below[1], above[1]]))
+    epimer.merge({**recipe, "models": [{"model": stacked}], "output": "lora"}, tmp_path / "out", progress=False)
+    torch.testing.assert_close(unloaded(model, tmp_path / "out")[TABLE], both, atol=1e-6, rtol=0)
 
 
 def test_rows_of_a_bfloat16_table_keep_their_own_digits(tmp_path):
@@ -132,7 +138,11 @@ def test_a_table_that_was_saved_along_is_read_too(tmp_path):
 
 # --- merges ---------------------------------------------------------------------------------------------------------
 
-SEVERAL = [{"trainable_token_indices": [3, 1, 59]}, {"trainable_token_indices": [8, 3]}, {"target_modules": ["v_proj"]}]
+SEVERAL = [
+    {"trainable_token_indices": [3, 1, 59]},
+    {"trainable_token_indices": [8, 4, 3]},
+    {"target_modules": ["v_proj"]},
+]
 
 
 @pytest.mark.parametrize("build", [untied, tied])
@@ -144,7 +154,7 @@ def test_the_task_vectors_of_several_add_up(build, tmp_path):
     for name, W in base.items():
         expected = W + sum(state[name] - W for state in made)
         torch.testing.assert_close(found[name].double(), expected, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-    assert (found[TABLE] != base[TABLE]).any(dim=1).nonzero().flatten().tolist() == [1, 3, 8, 59]
+    assert (found[TABLE] != base[TABLE]).any(dim=1).nonzero().flatten().tolist() == [1, 3, 4, 8, 59]
 
 
 @pytest.mark.parametrize("build", [untied, tied])
@@ -157,12 +167,12 @@ def test_tables_are_averaged_by_default(build, method, tmp_path):
     for name in (TABLE, HEAD):
         expected = sum(state[name] for state in made) / 3
         torch.testing.assert_close(found[name].double(), expected, atol=1e-6, rtol=0)
-    assert (found[TABLE] != base[TABLE]).any(dim=1).sum() == 4
+    assert (found[TABLE] != base[TABLE]).any(dim=1).sum() == 5
 
 
 INTO_ADAPTERS = {
-    "untied": (untied, SEVERAL, {"model.embed_tokens": [1, 3, 8, 59]}),
-    "tied": (tied, SEVERAL, {"model.embed_tokens": [1, 3, 8, 59]}),
+    "untied": (untied, SEVERAL, {"model.embed_tokens": [1, 3, 4, 8, 59]}),
+    "tied": (tied, SEVERAL, {"model.embed_tokens": [1, 3, 4, 8, 59]}),
     "table and head": (
         untied,
         [{"trainable_token_indices": {"embed_tokens": [5], "lm_head": [4, 2]}}, {"trainable_token_indices": [7]}],

@@ -78,7 +78,7 @@ class Adapted(Checkpoint):
     def read(self, name: str, rows: Rows = None) -> Tensor:
         W = self.adapter.read(self.replaced[name], rows) if name in self.replaced else self.base.read(name, rows)
         if (tokens := self.tokens.get(self.ties.get(name, name))) is not None:
-            return tokens.put_into(as_compute_dtype(W), self.adapter.read(tokens.key), rows)
+            return tokens.put_into(as_compute_dtype(W), self.adapter, rows)
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return W

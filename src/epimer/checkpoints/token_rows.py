@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Rows
+from epimer.checkpoints.checkpoint import Checkpoint, Rows
 
 STORED = ".token_adapter.trainable_tokens_delta"
 
@@ -26,12 +26,14 @@ class TokenRows(NamedTuple):
     indices: tuple[int, ...]
     """the row of the table that each of them is"""
 
-    def put_into(self, W: Tensor, trained: Tensor, rows: Rows) -> Tensor:
-        """Return a table, or the rows `rows` of it, with the trained rows in their places."""
+    def put_into(self, W: Tensor, adapter: Checkpoint, rows: Rows) -> Tensor:
+        """Return a table, or the rows `rows` of it, with the trained rows of the adapter's file in their places."""
         start, stop = (0, len(W)) if rows is None else rows
-        here = [(place, index - start) for place, index in enumerate(self.indices) if start <= index < stop]
-        places, indices = torch.tensor(here, dtype=torch.long).reshape(-1, 2).T
-        return W.index_copy(0, indices, trained[places].to(W.dtype))
+        places = [place for place, index in enumerate(self.indices) if start <= index < stop]
+        if not places:
+            return W
+        trained = adapter.read(self.key, (places[0], places[-1] + 1))[[place - places[0] for place in places]]
+        return W.index_copy(0, torch.tensor([self.indices[place] - start for place in places]), trained.to(W.dtype))
 
 
 def token_indices(config: Mapping[str, Any], module: str) -> object:

@@ -71,11 +71,10 @@ def plan_adapter(plan: Plan) -> Plan:
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
     tokens = {job.name: rows for job in changed if (rows := _token_rows(plan, job)) != []}
+    if more := [name for name, rows in tokens.items() if rows is None]:
+        return replace(plan, jobs=[], problems=[RecipeError(OTHER_ROWS.format(more[0]))])
     plan, absent, other, network = _with_network_names(plan, changed)
-    modules = [plan.network_names.get(name, name) for name in tokens]
-    for name, rows in tokens.items():
-        if rows is None or modules.count(plan.network_names.get(name, name)) > 1:
-            return replace(plan, jobs=[], problems=[RecipeError(OTHER_ROWS.format(name))])
+    tables = {plan.network_names.get(name, name): name for name in tokens}  # one of a table and a copy of it
     stacks = expert_stacks(plan, [job.name for job in changed], network)
     if stacks is None:
         return replace(plan, jobs=[], problems=[RecipeError(OTHER_STACKS)])
@@ -99,7 +98,7 @@ def plan_adapter(plan: Plan) -> Plan:
             jobs.append(_factor_job(plan, job, factors[job.name]))
         elif job.name in experts:
             jobs.append(experts[job.name])
-        elif rows := tokens.get(job.name):
+        elif job.name in tables.values() and (rows := tokens[job.name]):
             jobs.append(_token_job(job, rows))
         elif job.name in whole and job.name not in lost:
             jobs.append(job)
@@ -214,11 +213,16 @@ def _token_rows(plan: Plan, job: Job) -> list[int] | None:
 
 
 def _token_job(job: Job, rows: list[int]) -> Job:
-    """Return the job of some rows of a table, for which a table's job is divided."""
+    """Return the job of some rows of a table."""
     share = len(rows) / len(job.template)
-    size = {"reads": int(share * job.reads), "memory": int(share * job.memory) + 1, "work": times(share, job.work)}
-    template = header((len(rows), *job.template.shape[1:]), job.template.dtype)
-    return replace(job, template=template, tokens=tuple(rows), streams=False, **size)
+    return replace(
+        job,
+        tokens=tuple(rows),
+        template=header((len(rows), *job.template.shape[1:]), job.template.dtype),
+        reads=int(share * job.reads),
+        memory=int(share * job.memory) + 1,
+        work=times(share, job.work),
+    )
 
 
 def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:
