@@ -18,7 +18,7 @@ peft = pytest.importorskip("peft")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from adapters import PEFT_REMARKS, SIZES, TOKENS, copied, gpt2, save_adapter, save_base, unloaded  # noqa: E402
+from adapters import PEFT_REMARKS, SIZES, TOKENS, copied, gpt2, llava, save_adapter, save_base, unloaded  # noqa: E402
 
 pytestmark = [*PEFT_REMARKS, pytest.mark.usefixtures("no_progress_bars")]
 
@@ -59,6 +59,7 @@ ALONE = {
     "table and head": (untied, {"embed_tokens": [5], "lm_head": [4, 2]}, {TABLE: [5], HEAD: [2, 4]}),
     "the same rows of a tied head": (tied, {"embed_tokens": [5], "lm_head": [5]}, {TABLE: [5], HEAD: [5]}),
     "a table of another name": (gpt2, [7, 2], {"transformer.wte.weight": [2, 7], HEAD: [2, 7]}),
+    "a language model inside": (llava, [6, 9], {"model.language_model.embed_tokens.weight": [6, 9], HEAD: []}),
 }
 
 
