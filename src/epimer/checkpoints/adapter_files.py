@@ -85,6 +85,7 @@ def adapter_config(
     modules: Sequence[LoraModule],
     whole: Iterable[str],
     biases: Iterable[str],
+    tokens: Mapping[str, Sequence[int]],
     weights: Iterable[str],
     adapters: Sequence[Adapted],
 ) -> dict[str, Any]:
@@ -94,6 +95,7 @@ def adapter_config(
         modules: its layers with factors.
         whole: modules that it brings as they are.
         biases: modules of which it brings the bias alone.
+        tokens: modules of which it brings some rows -> which.
         weights: the names of all weights of the base, to name layers by their last word where all of a name are meant.
         adapters: those it is made of.
     """
@@ -114,6 +116,7 @@ def adapter_config(
         "target_modules": sorted({_last(name) if _last(name) in everywhere else name for name in names}),
         **({"target_parameters": parameters} if parameters else {}),
         "modules_to_save": own or None,
+        **({"trainable_token_indices": tokens} if tokens else {}),
         "bias": "none" if not biased else "lora_only" if {*biased} <= {*names} else "all",
         "fan_in_fan_out": any(one.transposed and not one.table for one in modules),
         "lora_dropout": 0.0,

@@ -16,11 +16,13 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_embedding
 from epimer.checkpoints.expert_factors import ExpertPart, stored_parts
 from epimer.checkpoints.folder import inside, open_file, read_json
+from epimer.checkpoints.token_rows import STORED, TokenRows, indices_problem, token_indices
 from epimer.errors import CheckpointError, listed
 from epimer.geometry.linalg import LowRank, as_compute_dtype
 
 PREFIX = "base_model.model."
 PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+INNER = (".modules_to_save.default.", ".modules_to_save.", ".token_adapter.base_layer.", ".base_layer.")
 MAGNITUDES = (".lora_magnitude_vector", ".lora_magnitude_vector.weight")
 UNSUPPORTED = ("use_qalora", "use_bdlora", "kasa_config", "layer_replication", "monteclora_config")
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base's weights
@@ -28,6 +30,7 @@ CONV1D = ("gpt2", "imagegpt", "openai-gpt", "decision_transformer")  # models wh
 
 REPEATED_GROUP, MOST_REPEATS = re.compile(r"\)[*+{]"), 3
 """what makes a pattern take exponential time, and how many repeats are few enough to take little"""
+HEADS = ("lm_head.weight", "embed_out.weight")
 RENAMED = {"block_sparse_moe": "mlp"}  # words of a file -> what transformers calls them in a network (Mixtral)
 MOVED = ("model", "language_model", "text_model")  # words of names that a network and its file have in different places
 
@@ -68,10 +71,14 @@ class Adapted(Checkpoint):
         self.replaced: dict[str, str] = {}
         self.brought: dict[str, str] = {}
         """name -> the tensor of the adapter that stands for it, even where it equals the base's"""
+        self.tokens: dict[str, TokenRows] = {}
+        """name of a table, or of a head that is a copy of it -> the rows of it that the adapter has"""
         self._match()
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
         W = self.adapter.read(self.replaced[name], rows) if name in self.replaced else self.base.read(name, rows)
+        if (tokens := self.tokens.get(self.ties.get(name, name))) is not None:
+            return tokens.put_into(as_compute_dtype(W), self.adapter, rows)
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return W
@@ -110,7 +117,7 @@ class Adapted(Checkpoint):
 
     def delta_rank(self, name: str, base: Checkpoint) -> int | None:
         """Return the rank of what the adapter adds to a tensor, of a stack to every expert."""
-        if name in self.replaced or self.has_magnitude(name):
+        if name in self.replaced or self.ties.get(name, name) in self.tokens or self.has_magnitude(name):
             return None
         update = self.updates.get(self.ties.get(name, name))
         own = 0 if update is None else self.adapter.headers[update.A].shape[0]
@@ -139,7 +146,7 @@ class Adapted(Checkpoint):
         update = self.updates.get(self.ties.get(name, name))
         stack = update is not None and update.expert is not None and update.expert.number is None
         several = stack and (rows is None or rows[1] - rows[0] != 1)
-        return not several and not self.has_magnitude(name)
+        return not several and not self.has_magnitude(name) and self.ties.get(name, name) not in self.tokens
 
     def has_magnitude(self, name: str) -> bool:
         """Whether a tensor is DoRA's, so that its difference from the base has no factors."""
@@ -160,6 +167,8 @@ class Adapted(Checkpoint):
 
     def sample(self, name: str) -> bytes:
         W = self.adapter.sample(self.replaced[name]) if name in self.replaced else self.base.sample(name)
+        if (tokens := self.tokens.get(self.ties.get(name, name))) is not None:
+            return W + repr(tokens.indices).encode() + self.adapter.sample(tokens.key)
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return W
@@ -175,8 +184,6 @@ class Adapted(Checkpoint):
     def _check_config(self) -> None:
         if (kind := self.config.get("peft_type")) != "LORA":
             raise self._refuse(f"is a {kind} adapter, and only LORA is read")
-        if self.config.get("trainable_token_indices"):
-            raise self._refuse("has rows of an embedding of its own (trainable_token_indices), which are not read")
         if used := [key for key in UNSUPPORTED if self.config.get(key)]:
             raise self._refuse(f"uses {', '.join(used)}, which is not plain LoRA")
         start = self.config.get("init_lora_weights")
@@ -196,12 +203,12 @@ class Adapted(Checkpoint):
                 factors.setdefault(module.removesuffix(part), {})[part] = key
             elif self.config.get("use_dora") and key.endswith(MAGNITUDES):
                 magnitudes[module.partition(MAGNITUDES[0])[0]] = key
+            elif key.endswith(STORED):
+                self._match_tokens(module.removesuffix(STORED), key)
             elif ".lora_" in key:
                 raise self._refuse(f"has {key!r}, which is not plain LoRA")
             elif ".original_module." not in key:
-                for inner in (".modules_to_save.default.", ".modules_to_save.", ".base_layer."):
-                    module = module.replace(inner, ".")
-                self._replace(self._resolve(module, key), key)
+                self._replace(self._resolve(network_name(key), key), key)
         for module, parts in sorted(factors.items(), key=lambda item: -item[0].count(".base_layer")):
             embedding = ".lora_embedding_A" in parts
             A, B = (".lora_embedding_A", ".lora_embedding_B") if embedding else PARTS[:2]
@@ -209,16 +216,46 @@ class Adapted(Checkpoint):
                 raise CheckpointError(f"{self.where} has only one of lora_A and lora_B for {module!r}; save it again.")
             if self._experts(module, parts[A], parts[B]):
                 continue
-            name = self._resolve(f"{module}.weight", parts[A])
-            if name in {*self.base.ties, *self.base.ties.values()}:
-                if any(word in name for word in ("lm_head", "embed_out", "decoder.weight")):
-                    raise self._refuse(f"changes {name!r}, which the base shares with its embeddings")
-                name = self.base.ties.get(name, name)
+            name = self._untied(self._resolve(f"{module}.weight", parts[A]))
+            if name in self.tokens:
+                raise self._refuse(f"has both factors and rows (trainable_token_indices) of {name!r}")
             update = self._update(module, name, parts[A], parts[B], embedding=embedding)
             self.updates[name] = self._with_lengths(module, update, magnitudes.get(module))
-        if not self.updates and not self.replaced:
+        self._check_tokens()
+        if not self.updates and not self.replaced and not self.tokens:
             raise CheckpointError(f"{self.where} changes nothing: it holds no LoRA factors; save the adapter again.")
         self._untie()
+
+    def _untied(self, name: str) -> str:
+        """Return the name under which a changed tensor is kept: of a table that is also the head, the first."""
+        if name not in {*self.base.ties, *self.base.ties.values()}:
+            return name
+        if any(word in name for word in ("lm_head", "embed_out", "decoder.weight")):
+            raise self._refuse(f"changes {name!r}, which the base shares with its embeddings")
+        return self.base.ties.get(name, name)
+
+    def _match_tokens(self, module: str, key: str) -> None:
+        """Note the rows that an adapter has of a table, and of a head that is a copy of it."""
+        name = self._untied(self._resolve(f"{module}.weight", key))
+        indices = token_indices(self.config, module)
+        problem = indices_problem(indices, self.adapter.headers[key], self.base.headers[name])
+        if problem is not None:
+            raise CheckpointError(f"{self.where}: of {module!r} {problem}; is it an adapter of this base?")
+        assert isinstance(indices, list)
+        self.tokens[name] = TokenRows(key, tuple(indices))
+        if self.model_config.get("tie_word_embeddings") and is_embedding(name):
+            heads = [head for head in self.base.headers if head.endswith(HEADS) and self.base.ties.get(head) != name]
+            self.tokens |= {head: self.tokens[name] for head in heads if self.base.equal(head, self.base, name)}
+
+    def _check_tokens(self) -> None:
+        """Refuse an adapter whose file lacks rows that its config names, other than those of a head that follows."""
+        given = self.config.get("trainable_token_indices") or {}
+        modules = [rows.key.removesuffix(STORED) for rows in self.tokens.values()]
+        shared = {*self.base.ties, *self.tokens}
+        for name in given if isinstance(given, dict) else [""]:
+            own = [W for W in self.base.headers if W.endswith(f"{name}.weight") and W not in shared]
+            if not any(module.endswith(name) for module in modules) and (own or not modules):
+                raise self._refuse(f"has trainable_token_indices, but no rows of {name or 'a table'} in its file")
 
     def _experts(self, module: str, A: str, B: str) -> bool:
         """Note the factors of a parameter that `target_parameters` names; return whether they are of one.
@@ -268,6 +305,9 @@ class Adapted(Checkpoint):
     def _untie(self) -> None:
         """Drop ties of which only one side is replaced; refuse where the other side is not stored."""
         self.ties = {n: t for n, t in self.ties.items() if self.replaced.get(n) == self.replaced.get(t)}
+        for name, twin in self.base.ties.items():
+            if name not in self.ties and (name in self.tokens or twin in self.tokens):
+                raise self._refuse(f"has rows of {twin!r} (trainable_token_indices) and a {name!r} of its own")
         tables = [name for name in self.replaced if is_embedding(name)]
         if tables and head_is_table(self.base):
             raise self._refuse(f"brings its own {tables[0]!r}, which the base also uses as its head")
@@ -376,6 +416,13 @@ def _layer_name(name: str) -> str:
     return ".".join(RENAMED.get(part, part) for part in name.split(".") if part not in MOVED)
 
 
+def network_name(key: str) -> str:
+    """Return the network's name of a tensor that an adapter brings."""
+    for inner in INNER:
+        key = key.replace(inner, ".")
+    return key.removeprefix(PREFIX)
+
+
 def model_config(checkpoint: Checkpoint) -> dict[str, object]:
     """Return a checkpoint's config.json, if it has one."""
     folder = checkpoint.folder
@@ -386,7 +433,7 @@ def model_config(checkpoint: Checkpoint) -> dict[str, object]:
 
 def head_is_table(base: Checkpoint) -> bool:
     """Whether a language model uses its table of embeddings as its head too, and so stores no head."""
-    if any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in base.headers):
+    if any(name.endswith(HEADS) for name in base.headers):
         return False
     config = model_config(base)
     names = config.get("architectures")

@@ -54,7 +54,7 @@ def _sidecars(plan: Plan) -> dict[str, bytes]:
     adapters = [one for model in plan.participants.models for one in adapters_of(model.checkpoint)]
     modules = [job.lora for job in plan.jobs if job.lora is not None]
     weights = [name for name, W in plan.participants.template.headers.items() if W.dim() > 1]
-    config = adapter_config(modules, whole.modules, whole.biases, weights, adapters)
+    config = adapter_config(modules, whole.modules, whole.biases, whole.tokens, weights, adapters)
     same = plan.tokenizer == plan.participants.donor.folder and not plan.tokenizer_files
     files = sidecar_files(None, None if same else plan.tokenizer, None)
     return {CONFIG: as_json(config), **files, **plan.tokenizer_files}

@@ -47,7 +47,7 @@ def recompute(
                 continue
             pieces.append(result)
             stage.advance(part.reads, part.key)
-            if part.rows is None or part.rows[1] == len(whole[part.name].template):
+            if part.skip + part.writes == whole[part.name].writes:
                 yield whole[part.name], {keys[part.name]: torch.cat(pieces) if len(pieces) > 1 else result}
                 pieces = []
 
@@ -69,7 +69,10 @@ def difference(plan: Plan, job: Job, stored: Mapping[str, Tensor], computed: Map
         changed = W
     else:
         V, W = (one.double() for one in pairs[0])
-        rounding, changed = eps * W.abs(), W if base is None else W - base.read(job.name).double()
+        rounding, changed = eps * W.abs(), W
+        if base is not None:
+            start = base.read(job.name).double()
+            changed = W - (start[list(job.tokens)] if job.tokens else start)
     excess = ((V - W).abs() - rounding).clamp(min=0)
     gap = float(excess.norm()) / max(float(changed.norm()), 1e-300)
     return gap if gap == gap else float("inf")

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from epimer.checkpoints.adapter_files import LoraModule, adapters_of
-from epimer.checkpoints.checkpoint import is_embedding, nbytes
+from epimer.checkpoints.checkpoint import header, is_embedding, nbytes
 from epimer.checkpoints.expert_factors import ExpertPart
-from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config
+from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config, network_name
+from epimer.checkpoints.token_rows import STORED
 from epimer.checkpoints.vocabulary import Aligned
 from epimer.errors import EpimerError, RecipeError, TensorError, listed
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.rules import is_matrix, matrix_shape
 from epimer.plan.adapter_experts import ExpertStack, expert_stacks
 from epimer.plan.jobs import Job, Plan
-from epimer.plan.time import Work
+from epimer.plan.time import Work, times
 from epimer.tasks.module_names import Network, find_network
 
-INNER = (".modules_to_save.default.", ".modules_to_save.", ".base_layer.", ".original_module.")
 OTHER_TOKENS = (
     "output: lora: an adapter has the base's tokens, and the merge has others; write tokenizer_source: base, or remove "
     "'output'."
@@ -28,6 +28,10 @@ OTHER_TOKENS = (
 OTHER_STACKS = (
     "output: lora: adapters change different stacks of one layer's experts, and transformers could not tell in which "
     "order PEFT has them; install it, or remove 'output'."
+)
+OTHER_ROWS = (
+    "output: lora: rows of {!r} (trainable_token_indices) are written only where it is averaged or summed and no model "
+    "changes other rows; remove 'output', for a whole model."
 )
 FACTORS = 8  # float64 copies of all factors that a merge of them holds at once
 CORES = 24  # the same of a core
@@ -43,6 +47,8 @@ class WholeTensors:
     """modules that are written whole, PEFT's modules_to_save"""
     biases: list[str]
     """modules of which only the bias is written"""
+    tokens: dict[str, tuple[int, ...]]
+    """modules of which only some rows are written -> which, PEFT's trainable_token_indices"""
 
 
 def plan_adapter(plan: Plan) -> Plan:
@@ -64,13 +70,17 @@ def plan_adapter(plan: Plan) -> Plan:
         return replace(plan, jobs=[], problems=[RecipeError(OTHER_TOKENS)])
     rank = plan.recipe.lora_rank
     changed = [job for job in plan.jobs if job.method is not None and job.name not in plan.ties and _changed(plan, job)]
+    tokens = {job.name: rows for job in changed if (rows := _token_rows(plan, job)) != []}
+    if more := [name for name, rows in tokens.items() if rows is None]:
+        return replace(plan, jobs=[], problems=[RecipeError(OTHER_ROWS.format(more[0]))])
     plan, absent, other, network = _with_network_names(plan, changed)
+    tables = {plan.network_names.get(name, name): name for name in tokens}  # one of a table and a copy of it
     stacks = expert_stacks(plan, [job.name for job in changed], network)
     if stacks is None:
         return replace(plan, jobs=[], problems=[RecipeError(OTHER_STACKS)])
     experts = {(job := _expert_job(plan, stack, rank)).name: job for stack in stacks}
     held = {name for job in experts.values() for name in job.names}
-    present = [job for job in changed if job.name not in absent and job.name not in held]
+    present = [job for job in changed if job.name not in {*absent, *held, *tokens}]
     layers = [job for job in present if job.name not in other]
     factors = {job.name: module for job in layers if (module := _module(plan, job, rank)) is not None}
     layers = [job for job in changed if job.name in factors or job.name in held]
@@ -79,7 +89,7 @@ def plan_adapter(plan: Plan) -> Plan:
         return replace(plan, jobs=[], problems=[_unbounded(plan, unbounded)])
     whole = {job.name for job in present if job.name not in factors and _is_parameter(job)}
     tied = _tied(plan)
-    unheld = [job.name for job in changed if job.name not in factors and job.name not in held]
+    unheld = [job.name for job in changed if job.name not in {*factors, *held, *tokens}]
     lost = [name for name in unheld if name not in whole or name in tied]
     whole |= {name for name in _siblings(plan, whole - {*lost}) if name not in factors}
     jobs = []
@@ -88,10 +98,12 @@ def plan_adapter(plan: Plan) -> Plan:
             jobs.append(_factor_job(plan, job, factors[job.name]))
         elif job.name in experts:
             jobs.append(experts[job.name])
+        elif job.name in tables.values() and (rows := tokens[job.name]):
+            jobs.append(_token_job(job, rows))
         elif job.name in whole and job.name not in lost:
             jobs.append(job)
     notes = [*plan.notes]
-    own = [job for job in jobs if job.lora is None and not _brought(plan, job)]
+    own = [job for job in jobs if job.lora is None and not job.tokens and not _brought(plan, job)]
     if own:
         size = sum(job.writes for job in own) / 1e6
         notes.append(f"written whole, not as factors: {listed(job.name for job in own)} ({size:.1f} MB).")
@@ -105,16 +117,21 @@ def plan_adapter(plan: Plan) -> Plan:
 def whole_tensors(plan: Plan) -> WholeTensors:
     """Return under which names the tensors of a planned adapter are written that are not factors."""
     spelled = plan.network_names
+    tokens = dict[str, tuple[int, ...]]()
     targets = {job.lora.module for job in plan.jobs if job.lora is not None}
-    names = [job.name for job in plan.jobs if job.lora is None]
+    names = [job.name for job in plan.jobs if job.lora is None and not job.tokens]
     modules, biases, keys = list[str](), list[str](), dict[str, str]()
+    for job in plan.jobs:
+        if job.tokens:
+            module = spelled.get(job.name, job.name).removesuffix(".weight")
+            tokens[module], keys[job.name] = job.tokens, f"{PREFIX}{module}{STORED}"
     for name in names:
         module, _, parameter = spelled.get(name, name).rpartition(".")
         alone = parameter == "bias" and f"{name.rpartition('.')[0]}.weight" not in names
         (biases if alone else modules).append(module)
         inner = ".base_layer" if module in targets else ""
         keys[name] = f"{PREFIX}{module}{inner}.{parameter}"
-    return WholeTensors(keys, list(dict.fromkeys(modules)), biases)
+    return WholeTensors(keys, list(dict.fromkeys(modules)), biases, tokens)
 
 
 def _with_network_names(plan: Plan, changed: list[Job]) -> tuple[Plan, set[str], set[str], Network | None]:
@@ -143,9 +160,9 @@ def _brought_names(plan: Plan) -> dict[str, str]:
     for model in plan.participants.models:
         for adapter in adapters_of(model.checkpoint):
             for name, key in adapter.brought.items():
-                for inner in INNER:
-                    key = key.replace(inner, ".")
-                names.setdefault(name, key.removeprefix(PREFIX))
+                names.setdefault(name, network_name(key))
+            for name, rows in adapter.tokens.items():
+                names.setdefault(name, network_name(rows.key.replace(STORED, ".weight")))
     return names
 
 
@@ -176,6 +193,36 @@ def _brought(plan: Plan, job: Job) -> bool:
         if any(stored in adapter.brought for adapter in adapters_of(model.checkpoint)):
             return True
     return False
+
+
+def _token_rows(plan: Plan, job: Job) -> list[int] | None:
+    """Return the rows of a table that adapters have rows of; None where the merge may change others as well."""
+    base = plan.participants.base
+    assert base is not None
+    rows, alone = set[int](), job.is_weighted_sum
+    for t in job.models:
+        model = plan.participants.models[t]
+        stored, adapters = model.stored.get(job.name, job.name), adapters_of(model.checkpoint)
+        below = adapters[-1].base if adapters else model.checkpoint
+        alone = alone and below.fingerprint == base.checkpoint.fingerprint
+        for adapter in adapters:
+            name = adapter.ties.get(stored, stored)
+            rows |= {*adapter.tokens[name].indices} if name in adapter.tokens else set()
+            alone = alone and stored not in adapter.replaced and name not in adapter.updates
+    return sorted(rows) if alone or not rows else None
+
+
+def _token_job(job: Job, rows: list[int]) -> Job:
+    """Return the job of some rows of a table."""
+    share = len(rows) / len(job.template)
+    return replace(
+        job,
+        tokens=tuple(rows),
+        template=header((len(rows), *job.template.shape[1:]), job.template.dtype),
+        reads=int(share * job.reads),
+        memory=int(share * job.memory) + 1,
+        work=times(share, job.work),
+    )
 
 
 def _module(plan: Plan, job: Job, rank: int | None) -> LoraModule | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -86,6 +88,8 @@ class Job:
     """whether its tensors can be read and merged some rows at a time, by a CPU; its memory is that of such rows"""
     lora: LoraModule | None = None
     """the layer of an adapter that it is written to, as factors; None where the tensor itself is written"""
+    tokens: tuple[int, ...] = ()
+    """the rows of a table, in their order, that alone are merged and written to an adapter; the result has these"""
     experts: tuple[tuple[Job, ExpertPart], ...] = ()
     """the jobs of all experts where that layer is a parameter that holds them, and where in it their matrices lie"""
 
@@ -118,7 +122,10 @@ class Job:
     @property
     def skip(self) -> int:
         """Bytes of the tensor before this part."""
-        return 0 if self.rows is None else self.rows[0] * nbytes(self.template[:1])
+        if self.rows is None:
+            return 0
+        place = bisect_left(self.tokens, self.rows[0]) if self.tokens else self.rows[0]
+        return place * nbytes(self.template[:1])
 
     @property
     def writes(self) -> int:
@@ -155,6 +162,8 @@ class Job:
         """Divide a stack into its matrices, and a wide tensor whose entries do not depend on each other into blocks."""
         if self.lora is not None:
             return [self]
+        if self.tokens:
+            return self._runs()
         if self.stacked and self.rows is None:
             return self.members()
         size, most = (self.reads + self.writes, STREAMED_PART) if self.streams else (self.memory, PART)
@@ -166,6 +175,16 @@ class Job:
         work, reads = times(1 / count, self.work), self.reads // count
         for e in range(count):
             parts.append(replace(self, template=self.template[e : e + 1], rows=(e, e + 1), reads=reads, work=work))
+        return parts
+
+    def _runs(self) -> list[Job]:
+        """Return a job for each run of neighbouring rows of a table."""
+        parts = []
+        for _, run in groupby(enumerate(self.tokens), key=lambda one: one[1] - one[0]):
+            places, rows = zip(*run, strict=True)
+            share, template = len(rows) / len(self.tokens), self.template[places[0] : places[-1] + 1]
+            reads, work = int(share * self.reads), times(share, self.work)
+            parts.append(replace(self, template=template, rows=(rows[0], rows[-1] + 1), reads=reads, work=work))
         return parts
 
     def blocks(self, entries: int) -> list[Job]:

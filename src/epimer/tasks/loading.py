@@ -296,7 +296,7 @@ def _adapted(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], 
     """
     base, changed = checkpoint, set[str]()
     while isinstance(base, Adapted):
-        changed |= base.updates.keys() | base.replaced.keys()
+        changed |= base.updates.keys() | base.replaced.keys() | base.tokens.keys()
         base = base.base
     names, unmatched, used = match_names(model, base)
     parameters, done = dict(model.named_parameters()), set[str]()
