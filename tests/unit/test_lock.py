@@ -106,7 +106,8 @@ def test_no_file_names_an_address():
 
 def commands(target: str) -> list[str]:
     """Return what `make` would run for a target on a clean clone."""
-    done = subprocess.run(["make", "--dry-run", "--always-make", target], cwd=ROOT, capture_output=True, check=True)
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     return done.stdout.decode().replace("||", "\n").splitlines()
 
 

@@ -39,6 +39,7 @@ from epimer.plan.memory import (
     memory_in_float64,
     memory_of,
     smaller_merges,
+    streamed_rows,
     workload,
 )
 from epimer.plan.participants import Participants, public_recipe
@@ -166,8 +167,11 @@ class Job:
             return self._runs()
         if self.stacked and self.rows is None:
             return self.members()
-        size, most = (self.reads + self.writes, STREAMED_PART) if self.streams else (self.memory, PART)
-        return self._divided(-(-size // most)) if self.entrywise else [self]
+        if not self.entrywise:
+            return [self]
+        if self.streams:
+            return self._divided(-(-(self.reads + self.writes) // STREAMED_PART), streamed_rows(self.template))
+        return self._divided(-(-self.memory // PART))
 
     def members(self) -> list[Job]:
         """Return a job for each matrix of a stack."""
@@ -191,12 +195,14 @@ class Job:
         """Divide what is only read into blocks of rows that have about so many entries."""
         return self._divided(-(-self.template.numel() // entries))
 
-    def _divided(self, count: int) -> list[Job]:
+    def _divided(self, count: int, multiple: int = 1) -> list[Job]:
+        """Return about `count` jobs, each but the last of a multiple of so many rows."""
         count = min(count, len(self.template)) if self.template.dim() else 1
         if count <= 1:
             return [self]
         length, first, parts = len(self.template), self.rows[0] if self.rows else 0, []
         step = -(-length // count)  # one size for all but the last, so that they can use the same memory
+        step = -(-step // multiple) * multiple
         for start in range(0, length, step):
             stop = min(start + step, length)
             reads = self.reads * (stop - start) // length

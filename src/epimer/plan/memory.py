@@ -27,7 +27,7 @@ MARGIN = 1.2  # for what libraries take, and what the heap keeps in pieces too s
 CHECKED = {"kronecker": 3 * 8, "ekfac": 8}  # bytes per entry of a factor while it is checked
 RANK = 256  # from where on lower ranks are proposed where none is set
 STORED = 4  # bytes per entry of curvature in a folder
-SCRAPS, SCRAP_CHUNKS = 2.2, 8  # what the heap keeps of chunks that come and go: times their own size, and at least
+SCRAPS, SCRAP_CHUNKS = 2.8, 10  # what the heap keeps of chunks that come and go: times their own size, and at least
 STREAMED = 1 << 20  # entries that are read and summed at a time where entries stand alone
 METHOD = "merge_method"  # what another method is called among settings
 
@@ -118,11 +118,13 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
     if chunked:
         share = streamed_rows(W) / max(1, len(W)) if inputs.streams else 1.0
         working = workspace_bytes(method, load)
-        if W.numel() > CHUNK and method.merge is not average:  # which has one place for its sums, and frees nothing
-            working = int(SCRAPS * working) + SCRAP_CHUNKS * CHUNK * size
-        blocks = 2 if W.dtype == inputs.dtype else 3  # in working precision: of a model, of their sum and of the base
-        sums = blocks * min(W.numel(), STREAMED) * size if method.merge is average else 0
-        return int(MARGIN * (share * (inputs.to_read + W.nbytes) + max(held + working, sums)))
+        if method.merge is average:  # which has one place for its sums
+            blocks = 2 if W.dtype == inputs.dtype else 3  # in working precision: of a model, of their sum, of the base
+            working = max(working, blocks * min(W.numel(), STREAMED) * size - held)
+        elif W.numel() > CHUNK:
+            working = int(SCRAPS * working)
+        kept = SCRAP_CHUNKS * CHUNK * size if W.numel() > CHUNK else 0
+        return int(MARGIN * (share * (inputs.to_read + W.nbytes) + held + working + kept))
     reads = 0 if inputs.curvature.in_memory else inputs.curvature.bytes
     widest = max(load.shape)
     checked = min(widest, WIDE) if kind == "kronecker" else widest  # wide factors are checked where they are used

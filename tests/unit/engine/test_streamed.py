@@ -134,16 +134,17 @@ def test_a_gpu_is_planned_with_the_whole_of_what_is_read_for_it(tmp_path, monkey
         return tensors
 
     monkeypatch.setattr(merge, "read_tensors", counted)
+    cpu = {batch.name: batch.memory for batch in MergeWalk(plan, plan.parts).jobs}
     gpu = MergeWalk(plan, [job.on(torch.device("cuda")) for job in plan.parts])
     monkeypatch.setattr(gpu, "_in_chunks", lambda job, device: False)  # as on a GPU
     for batch in gpu.jobs:
         results = [W for _, W, _ in gpu.work(batch, gpu.read(batch), torch.device("cpu"))]
         held = sum(sizes[job.key] for job in batch.jobs) + sum(W.nbytes for W in results)
         assert held < batch.memory
-        assert batch.memory < 1.5 * held or batch.name == "bias"
+        assert batch.memory < 1.5 * held or batch.memory == cpu[batch.name]
+        assert batch.memory >= cpu[batch.name]
     assert sizes.keys() == states[0].keys()
-    cpu = {batch.name: batch.memory for batch in MergeWalk(plan, plan.parts).jobs}
-    assert all(batch.memory >= cpu[batch.name] for batch in gpu.jobs)
+    assert any(batch.memory > cpu[batch.name] for batch in gpu.jobs)
     monkeypatch.setattr("epimer.engine.memory.available_memory", lambda: 0)
     monkeypatch.setattr("epimer.engine.options.worker_devices", lambda *options: [torch.device("cuda")])
     assert RunOptions("cuda").start(plan.parts).memory == max(batch.memory for batch in gpu.jobs)
