@@ -60,6 +60,7 @@ class Hub(ThreadingHTTPServer):
         self.chunk: int | None = None  # bytes of a part of it, where it is sent in parts
         self.stored: dict[str, bytes] = {}  # files that LFS stores, and parts of them, by SHA-256
         self.full = False  # whether that store takes no more
+        self.silent = False  # whether it tells no commit
         self.thread = threading.Thread(target=self.serve_forever)
         self.thread.start()
 
@@ -102,7 +103,8 @@ class Answer(BaseHTTPRequestHandler):
             return self.reply(200, json.dumps([self.entry(name, data) for name, data in files.items()]).encode())
         if about:
             siblings = [{"rfilename": name} for name in files]
-            return self.reply(200, json.dumps({"id": about["repo"], "sha": sha, "siblings": siblings}).encode())
+            said = {"id": about["repo"], "sha": None if self.server.silent else sha, "siblings": siblings}
+            return self.reply(200, json.dumps(said).encode())
         assert file
         if file["file"] not in files:
             return self.reply(404, headers={"X-Error-Code": "EntryNotFound"})

@@ -372,3 +372,11 @@ def test_who_may_not_push_is_told_to_log_in(hub, epimer, tmp_path):
     expected = f"error: you may not write to {page}/theirs/merged (403); {login}; "
     assert push("theirs/merged", HF_TOKEN="good") == expected + "out is complete: hf upload theirs/merged out\n"
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == SHAPES.keys()
+
+
+def test_an_answer_that_names_no_commit_is_refused_in_one_line(hub, epimer, tmp_path):
+    write_recipe(tmp_path, "org/model")
+    hub.silent = True
+    ((code, _, err),) = epimer(["merge", "recipe.yaml", "out", "--quiet"])
+    assert (code, err.count("\n")) == (2, 1), err
+    assert "org/model: the hub's answer is not about a repository" in err

@@ -97,7 +97,7 @@ def sensible(text: str, failure: type[EpimerError]) -> Iterator[None]:
         raise
     except http_failures():
         raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError) as error:
         if type(error).__module__.startswith("huggingface_hub"):  # a refusal of its own, which others explain
             raise
         reason = short(str(error))

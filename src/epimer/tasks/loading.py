@@ -38,6 +38,7 @@ VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm",
 Head = Path | Mapping[str, Tensor]
 """a linear head's `weight` and `bias`: a file, or tensors"""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+MOST_LAYERS = 10_000
 
 
 class Output(NamedTuple):
@@ -137,7 +138,10 @@ def read_head(head: Head, dtype: torch.dtype) -> nn.Linear:
 
 
 def check_folder(checkpoint: Checkpoint) -> Path:
-    """Return the folder to load, after checking that it names no code and no adapter that transformers would load."""
+    """Return the folder to load, after checking that it names no code and no adapter that transformers would load.
+
+    Nor may it name more layers than a network has: transformers would build them one by one, for hours.
+    """
     folder, where = checkpoint.folder, checkpoint.where
     if folder is None or not (folder / "config.json").is_file():
         raise CheckpointError(f"{where} has no config.json, so no model can be built; give a model folder or a hub id.")
@@ -148,6 +152,8 @@ def check_folder(checkpoint: Checkpoint) -> Path:
         if (folder / name).exists() and (code := _foreign_code(read_json(inside(folder, name), f"{where}/{name}"))):
             problem = f"{where}/{name} asks for code that is not part of transformers ({code}), which is never run"
             raise CheckpointError(f"{problem}; give a model that transformers knows by itself.")
+    if key := _endless_layers(read_json(inside(folder, "config.json"), f"{where}/config.json")):
+        raise CheckpointError(f"{where}/config.json has {key!r} above {MOST_LAYERS}, which no network has; repair it.")
     return folder
 
 
@@ -160,6 +166,16 @@ def _foreign_code(config: Any) -> str:
             return key
     nested = config if isinstance(config, list) else [value for _, value in entries]
     return next(filter(None, map(_foreign_code, nested)), "")
+
+
+def _endless_layers(config: Any) -> str:
+    """Return the key of a number of layers in a config that no network has, or an empty string."""
+    if not isinstance(config, dict):
+        return ""
+    for key, value in config.items():
+        if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
+            return str(key)
+    return next(filter(None, map(_endless_layers, config.values())), "")
 
 
 def transformers() -> Any:

@@ -778,6 +778,8 @@ DAMAGES = [
     ("config.json", {"parts": [{"_attn_implementation": "a/b"}]}, f"config.json {CODE} (_attn_implementation)"),
     ("config.json", {"model_type": "nonesuch"}, f"the model {LOADED}The checkpoint you are trying to load has model"),
     ("config.json", {"num_hidden_layers": 3}, "lacks 'bert.encoder.layer.2."),
+    ("config.json", {"num_hidden_layers": 10**30}, "config.json has 'num_hidden_layers' above 10000, which no network"),
+    ("config.json", {"text_config": {"n_layers": 10**5}}, "config.json has 'n_layers' above 10000, which no network"),
     ("config.json", {"hidden_size": 18}, f"the model {LOADED}"),
     ("config.json", {"problem_type": "regression"}, "was trained for regression; expected one of two or more classes"),
     ("adapter_config.json", {"peft_type": "LORA"}, "holds adapter_config.json beside a whole model"),
