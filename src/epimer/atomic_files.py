@@ -129,11 +129,7 @@ def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterato
                 remove_folder(draft)
                 raise
             finally:
-                try:
-                    keep_old_or_new(out, old, gone)
-                except KeyboardInterrupt:  # the new folder stands, or the old one again: nothing is left beside it
-                    keep_old_or_new(out, old, gone)
-                    raise
+                keep_old_or_new(out, old, gone)
 
 
 def recover_folder(out: Path) -> None:
@@ -151,7 +147,15 @@ def _beside(out: Path) -> tuple[Path, Path, Path]:
 
 
 def keep_old_or_new(out: Path, old: Path, gone: Path) -> None:
-    """Move the old folder back if the new one did not appear; otherwise remove it, at `gone`."""
+    """Move the old folder back if the new one did not appear; otherwise remove it, at `gone`. Ctrl-C waits for it."""
+    try:
+        _keep_old_or_new(out, old, gone)
+    except KeyboardInterrupt:
+        _keep_old_or_new(out, old, gone)
+        raise
+
+
+def _keep_old_or_new(out: Path, old: Path, gone: Path) -> None:
     remove_folder(gone)
     if old.exists() and not os.path.lexists(out):
         old.rename(out)

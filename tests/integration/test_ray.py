@@ -136,10 +136,13 @@ def test_curvature_of_shards_is_that_of_processes(cluster, here, classifier, tmp
     assert_refused(ran, "--kind ekfac cannot be measured in several parts; give --shards 1")
 
 
-def test_shards_that_a_killed_driver_has_are_not_measured_again(cluster, here, classifier, tmp_path, monkeypatch):
-    """The driver dies between the parts and their sum."""
-    options = ["--engine", "ray", "--address", cluster.address, "--shards", "2"]
-    command = ["curvature", *classifier, "-o", tmp_path / "out", *options]
+def measurement_in_parts(cluster, classifier, out) -> list:
+    """Return the command that measures curvature in two parts."""
+    return ["curvature", *classifier, "-o", out, "--engine", "ray", "--address", cluster.address, "--shards", "2"]
+
+
+def parts_of_a_killed_driver(command, folder, monkeypatch) -> Path:
+    """Return the parts that a driver leaves which dies between them and their sum."""
 
     def die(parts):
         raise KeyboardInterrupt
@@ -147,7 +150,13 @@ def test_shards_that_a_killed_driver_has_are_not_measured_again(cluster, here, c
     with monkeypatch.context() as patch:
         patch.setattr(curvature_shards, "sum_of", die)
         assert run(*command).code == 130
-    (parts,) = tmp_path.glob(".out.epimer-parts-*")
+    (parts,) = folder.glob(".out.epimer-parts-*")
+    return parts
+
+
+def test_shards_that_a_killed_driver_has_are_not_measured_again(cluster, here, classifier, tmp_path, monkeypatch):
+    command = measurement_in_parts(cluster, classifier, tmp_path / "out")
+    parts = parts_of_a_killed_driver(command, tmp_path, monkeypatch)
     times = {path: path.stat().st_mtime_ns for path in parts.glob("part-*/*")}
     assert len(times) >= 4
     measured = []
@@ -322,16 +331,8 @@ def test_a_job_whose_every_worker_is_killed_is_named_with_what_to_do(cluster, he
 
 
 def test_parts_of_another_measurement_go_when_the_output_is_there(cluster, here, classifier, tmp_path, monkeypatch):
-    options = ["--engine", "ray", "--address", cluster.address, "--shards", "2"]
-    command = ["curvature", *classifier, "-o", tmp_path / "out", *options]
-
-    def die(parts):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(curvature_shards, "sum_of", die)
-        assert run(*command).code == 130
-    (parts,) = tmp_path.glob(".out.epimer-parts-*")
+    command = measurement_in_parts(cluster, classifier, tmp_path / "out")
+    parts = parts_of_a_killed_driver(command, tmp_path, monkeypatch)
     handle = os.open(parts, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     assert_refused(run(*command), "another run is writing", "out; wait for it")

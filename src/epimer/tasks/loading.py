@@ -149,11 +149,12 @@ def check_folder(checkpoint: Checkpoint) -> Path:
         problem = "holds adapter_config.json beside a whole model; only one can be meant"
         raise CheckpointError(f"{folder.name} {problem}: remove the other.")
     for name in ("config.json", "tokenizer_config.json", *PROCESSORS):
-        if (folder / name).exists() and (code := _foreign_code(read_json(inside(folder, name), f"{where}/{name}"))):
+        config = read_json(inside(folder, name), f"{where}/{name}") if (folder / name).exists() else {}
+        if code := _foreign_code(config):
             problem = f"{where}/{name} asks for code that is not part of transformers ({code}), which is never run"
             raise CheckpointError(f"{problem}; give a model that transformers knows by itself.")
-    if key := _endless_layers(read_json(inside(folder, "config.json"), f"{where}/config.json")):
-        raise CheckpointError(f"{where}/config.json has {key!r} above {MOST_LAYERS}, which no network has; repair it.")
+        if key := _endless_layers(config):
+            raise CheckpointError(f"{where}/{name} has {key!r} above {MOST_LAYERS}, which no network has; repair it.")
     return folder
 
 
