@@ -99,7 +99,7 @@ def main() -> None:
             row |= {"seconds": seconds, "layers_per_second": options.layers / seconds, "planned": totals}
             row |= {"minutes_of_all_layers": seconds / options.layers * LAYERS / 60}
             rows.append(row)
-            expected = totals.get("seconds", math.nan)
+            expected = totals["seconds"] + totals["starting"]
             speed = f"{row['layers_per_second']:.3f} layers/s, all 32 in {row['minutes_of_all_layers']:.1f} min"
             peaked = f"peak {peak / 1e9:.2f} GB of {options.max_memory}"
             print(f"{method:12} {seconds:7.1f} s (planned {expected:.1f}), {speed}; {peaked}", flush=True)

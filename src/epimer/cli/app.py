@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+STARTED = time.perf_counter()  # close to when the process did
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEPT = "what was finished is kept"
 PATIENCE = 1.0  # seconds in which more signals are taken for the first one: `timeout` sends each of them twice

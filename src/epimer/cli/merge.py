@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from epimer.cli import options, render
-from epimer.cli.app import app, stoppable
+from epimer.cli.app import STARTED, app, stoppable
 from epimer.cli.mergekit_flags import MergeCommand
 from epimer.cli.options import argument, option
 from epimer.errors import EpimerError
@@ -185,6 +186,7 @@ def _print_plan(plan: Plan, run: RunOptions, *, as_json: bool, quiet: bool) -> N
     """Print every tensor's rule and what it costs, then all problems."""
     from epimer.plan.time import seconds
 
+    starting = time.perf_counter() - STARTED
     speeds, workers = run.speeds(), len(run.devices)
     problems = [str(problem) for problem in plan.problems]
     tensors: list[dict[str, Any]] = [
@@ -199,6 +201,7 @@ def _print_plan(plan: Plan, run: RunOptions, *, as_json: bool, quiet: bool) -> N
     costs = ("reads", "writes", "memory")
     if as_json:
         totals = {cost: getattr(plan, cost) for cost in costs} | {"seconds": plan.seconds(speeds, workers)}
+        totals["starting"] = starting
         totals["downloads"] = sum(plan.participants.downloads.values())
         record = {"method": plan.method.name, "tensors": tensors, "totals": totals}
         return render.print_json({**record, "notes": plan.notes, "problems": problems})
@@ -218,8 +221,8 @@ def _print_plan(plan: Plan, run: RunOptions, *, as_json: bool, quiet: bool) -> N
         render.print_text(
             f"{plan.method.name} of {len(plan.participants.models)} models: read {render.size(plan.reads)}, "
             f"write {render.size(plan.writes)}, widest tensor needs {render.size(plan.memory)}, "
-            f"about {plan.seconds(speeds, workers):.2g} s with {workers} at a time"
-            + (", after a pre-pass over the whole model" if plan.method.prepare else "")
+            f"about {plan.seconds(speeds, workers):.2g} s with {workers} at a time, "
+            f"after {starting:.1f} s to start and plan"
         )
         if plan.participants.downloads:
             render.print_text(f"to be downloaded from the hub: {_downloads(plan.participants.downloads)}")

@@ -17,7 +17,7 @@ COUNTERS = 1 << 22  # of bit patterns, for all columns together
 
 
 def kth_magnitudes(
-    rows: Callable[[], Iterable[Iterable[Tensor]]],
+    rows: Callable[[Sequence[int]], Iterable[Iterable[Tensor]]],
     ranks: Sequence[int],
     dtype: torch.dtype,
     workers: int = 1,
@@ -25,6 +25,7 @@ def kth_magnitudes(
 ) -> list[float]:
     """Return, for every column t of `rows`, its ranks[t]-th smallest |value| (from 1), exactly, in little memory.
 
+    `rows` is given the columns that it is to walk over: after the first pass, those whose answer is not known yet.
     Non-negative floats sort like their bit patterns. `guesses` are, per column, two magnitudes that the answer is
     expected between: every pass over `rows` counts what lies below such an interval and how often each pattern in it
     occurs, in groups where it is wide. That leaves one pattern, or a narrower interval, or another one where a guess
@@ -35,11 +36,12 @@ def kth_magnitudes(
     for t, pair in enumerate(guesses or ()):
         low, high = (int(torch.tensor(value, dtype=dtype).view(integer)) for value in pair)
         intervals[t] = (low, high)
-    sure = False
-    while not sure:  # of a guess, too, that is a single number
-        guessed = max(1 << 16, COUNTERS // len(ranks))
-        counts = [_Counts(low, high, guessed if high - low < last else 1 << 16) for low, high in intervals]
-        iterator, lock = iter(rows()), Lock()
+    unknown = list(range(len(ranks)))
+    while unknown:  # a guess that is a single number is counted, too
+        guessed = max(1 << 16, COUNTERS // len(unknown))
+        ends = [intervals[t] for t in unknown]
+        counts = [_Counts(low, high, guessed if high - low < last else 1 << 16) for low, high in ends]
+        iterator, lock = iter(rows(unknown)), Lock()
         work = partial(_count_rows, iterator, lock, counts, dtype, integer)
         if workers == 1:
             work()
@@ -47,8 +49,9 @@ def kth_magnitudes(
             with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
                 for part in [pool.submit(work) for _ in range(workers)]:
                     part.result()
-        intervals = [column.around(rank, last) for column, rank in zip(counts, ranks, strict=True)]
-        sure = all(low == high for low, high in intervals)
+        for t, column in zip(unknown, counts, strict=True):
+            intervals[t] = column.around(ranks[t], last)
+        unknown = [t for t in unknown if intervals[t][0] < intervals[t][1]]
     return [float(torch.tensor(low, dtype=integer).view(dtype)) for low, _ in intervals]
 
 

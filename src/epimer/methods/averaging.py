@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, reduce
@@ -22,7 +22,7 @@ from epimer.methods.options import MethodOptions, Option, per_model
 from epimer.methods.registry import Layer, Method, Prepared, Prepass
 
 BLOCK = 1 << 19  # entries of a model that a pre-pass looks at at a time
-MARGIN = 0.01  # share of all entries by which a sampled rank may be off
+MARGIN = 0.02  # share of all entries by which a sampled rank may be off
 VOTES = 1 << 30  # of all models together in a count of signs, so that any tally fits 32 bits
 SHARES = 1 << 24  # of all weights together, where they are no simple fractions
 
@@ -113,10 +113,10 @@ def norms(prepass: Prepass, options: MethodOptions) -> Prepared:
 def thresholds(prepass: Prepass, options: TiesOptions) -> Prepared:
     """Find, per model, the magnitude that separates the top `density` of all its entries."""
 
-    def deltas() -> Iterator[Iterator[Tensor]]:
+    def deltas(of: Sequence[int]) -> Iterator[Iterator[Tensor]]:
         for _, base, models in prepass.tensors(entries=BLOCK):
             assert base is not None
-            for W0, *parts in zip(*(chunks(W.reshape(-1)) for W in (base, *models)), strict=True):
+            for W0, *parts in zip(*(chunks(W.reshape(-1)) for W in (base, *(models[t] for t in of))), strict=True):
                 yield _differences(W0, parts)
 
     # The authors keep every entry from the cut-th smallest up.

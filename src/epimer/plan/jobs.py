@@ -295,7 +295,7 @@ class Plan:
         return sum(job.writes for job in self.jobs if job.name not in self.ties)
 
     def seconds(self, speeds: Speeds, workers: int) -> float:
-        """Return how long the jobs take `workers` of the given speeds, without pre-passes."""
+        """Return how long the jobs take `workers` of the given speeds, with their share of a pre-pass."""
         each = [seconds(job.work, speeds) for job in self.parts]
         return max(sum(each) / workers, max(each, default=0.0))
 

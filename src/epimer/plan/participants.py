@@ -27,7 +27,8 @@ from epimer.recipe.non_finite import ERROR, skips_tensors
 
 BLOCK = 1 << 22  # entries that are looked at at once
 SAMPLED = 1 << 18  # entries of a model that tell about all of them
-PLACES = 64  # of one tensor where such entries are taken from
+PLACES = 2048  # where such entries are taken from
+LEAST_PLACES = 64  # of one tensor, if it has so many rows
 
 
 @dataclass(frozen=True)
@@ -262,15 +263,18 @@ def sample_rows(
     Every tensor, given by its name, the rows to take it from and what these look like, has the same share of entries.
     """
     share = min(1.0, SAMPLED / sum(W.numel() for _, _, W in tensors))
+    most = max(LEAST_PLACES, PLACES // len(tensors))
     for name, rows, W in tensors:
         length, first = len(W) if W.dim() else 1, rows[0] if rows else 0
-        places = max(1, min(PLACES, round(share * length)))
+        places = max(1, min(most, length, round(share * W.numel())))
         count = max(1, round(share * length / places))
         entries = math.ceil(share * W.numel() / places)
         for i in range(places):
             start = first + (2 * i + 1) * (length - count) // (2 * places)
             part = (start, start + count) if W.dim() else None
-            base, *models = [one.read(name, part).flatten()[:entries].cpu() for one in participants.all]
+            there = [one.read(name, part).flatten() for one in participants.all]
+            right = (2 * i + 1) * max(0, len(there[0]) - entries) // (2 * places)  # as it goes down
+            base, *models = [W[right : right + entries].cpu() for W in there]
             yield (base, models) if participants.base else (None, [base, *models])
 
 

@@ -12,11 +12,11 @@ class Rows:
     """Rows of two columns, x and -2x, that count how often they are read."""
 
     def __init__(self, x, length=7):
-        self.x, self.length, self.passes = x, length, 0
+        self.x, self.length, self.walked = x, length, []
 
-    def __call__(self):
-        self.passes += 1
-        return ((part, -2 * part) for part in self.x.split(self.length))
+    def __call__(self, columns):
+        self.walked.append(list(columns))
+        return ([(part, -2 * part)[t] for t in columns] for part in self.x.split(self.length))
 
 
 def kth(x, k):
@@ -55,7 +55,18 @@ def test_a_good_guess_takes_one_pass_and_none_takes_two():
     guesses = [(0.98 * answer, 1.02 * answer), (1.96 * answer, 2.04 * answer)]
     assert kth_magnitudes(guessed, [k, k], x.dtype, guesses=guesses) == [answer, 2 * answer]
     assert kth_magnitudes(not_guessed, [k, k], x.dtype) == [answer, 2 * answer]
-    assert (guessed.passes, not_guessed.passes) == (1, 2)
+    assert (guessed.walked, not_guessed.walked) == ([[0, 1]], [[0, 1], [0, 1]])
+
+
+def test_later_passes_walk_over_those_columns_alone_whose_guess_was_wrong():
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    k = 80_000
+    answer, rows = kth(x, k), Rows(x, 9999)
+    guesses = [(1.02 * answer, 1.04 * answer), (1.96 * answer, 2.04 * answer)]
+    assert kth_magnitudes(rows, [k, k], x.dtype, guesses=guesses) == [answer, 2 * answer]
+    assert rows.walked[0] == [0, 1]
+    assert rows.walked[1:]
+    assert all(columns == [0] for columns in rows.walked[1:])
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

@@ -1,6 +1,7 @@
 """A plan says how long a merge takes: counts of known arithmetic, and sums over jobs and workers."""
 
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -102,5 +103,7 @@ def test_a_dry_run_tells_the_time(tmp_path):
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     told = json.loads(run("merge", tmp_path / "recipe.yaml", "--dry-run", "--json").out)
     assert 0 < told["totals"]["seconds"] < 10
+    assert told["totals"]["starting"] > 0
     assert told["tensors"][0]["seconds"] >= 0
-    assert "about" in run("merge", tmp_path / "recipe.yaml", "--dry-run").out
+    shown = " ".join(run("merge", tmp_path / "recipe.yaml", "--dry-run").out.split())
+    assert re.search(r"about \S+ s with \d+ at a time, after \S+ s to start and plan", shown)
