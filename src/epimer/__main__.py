@@ -1,5 +1,5 @@
 """`python -m epimer`, which torchrun needs."""
 
-from epimer.cli import main
+from epimer.cli import run
 
-main()
+run()

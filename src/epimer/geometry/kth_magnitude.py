@@ -70,7 +70,7 @@ class _Counts:
         if bits.device.type == "cpu":
             values = bits.numpy()
             less, upto = values < self.low, values <= self.high
-            below, found = int(np.count_nonzero(less)), values[less ^ upto]
+            below, found = int(np.count_nonzero(less)), values[np.flatnonzero(less ^ upto)]  # faster than a mask
         else:
             below, found = int((bits < self.low).sum()), bits[(bits >= self.low) & (bits <= self.high)].cpu().numpy()
         groups = (found - self.low) >> self.shift

@@ -22,7 +22,7 @@ from epimer.methods.options import MethodOptions, Option, per_model
 from epimer.methods.registry import Layer, Method, Prepared, Prepass
 
 BLOCK = 1 << 19  # entries of a model that a pre-pass looks at at a time
-MARGIN = 0.02  # share of all entries by which a sampled rank may be off
+MARGIN = 0.01  # share of all entries by which a sampled rank may be off
 VOTES = 1 << 30  # of all models together in a count of signs, so that any tally fits 32 bits
 SHARES = 1 << 24  # of all weights together, where they are no simple fractions
 

@@ -27,8 +27,8 @@ from epimer.recipe.non_finite import ERROR, skips_tensors
 
 BLOCK = 1 << 22  # entries that are looked at at once
 SAMPLED = 1 << 18  # entries of a model that tell about all of them
-PLACES = 2048  # where such entries are taken from
-LEAST_PLACES = 64  # of one tensor, if it has so many rows
+PLACES = 1024  # where such entries are taken from
+LEAST_PLACES = 4  # of one tensor
 
 
 @dataclass(frozen=True)
