@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def run() -> None:
-    """Run the command line as a process of its own, which ends at once when all is done: Python takes 0.1 s for that."""
+    """Run the command line as a process of its own, which ends at once when all is done: Python takes 0.1 s for it."""
     try:
         main()
     except SystemExit as end:

@@ -205,28 +205,27 @@ class InputGram(Metric):
     """H: D -> DA, A of the layer's inputs (AD where they are dimension 0), which is formed anew for every use."""
 
     form: Callable[[], Tensor]
+    along: Callable[[Tensor], Tensor]
+    """U -> UᵀAU, for which A need not be formed"""
     mean_diagonal: float
     dtype: torch.dtype
     inputs: int
     kind = "kronecker"
 
     def apply(self, D_mn: Tensor) -> Tensor:
-        return self._formed().apply(D_mn)
+        return D_mn @ self.form() if self.inputs else self.form() @ D_mn
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
-        if (V if self.inputs else U) is not None:
-            return self._formed().on_tensor_product(U, V)
-        factor, null = Formed(self.form, self.mean_diagonal), null_share(self.dtype)
-        return KroneckerSum(((1.0, None, factor) if self.inputs else (1.0, factor, None),), null)
+        basis = V if self.inputs else U
+        factor = Formed(self.form, self.mean_diagonal) if basis is None else self.along(basis).double()
+        return KroneckerSum(((1.0, None, factor) if self.inputs else (1.0, factor, None),), null_share(self.dtype))
 
     def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
-        return self._formed().on_tagged(atoms, tolerance)
+        inputs, outputs = (atoms.V, atoms.U) if self.inputs else (atoms.U, atoms.V)
+        return _on_atoms((outputs.T @ outputs).double() * self.along(inputs).double(), atoms)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> InputGram:
         raise AssertionError("made of tensors that are where they are used")
-
-    def _formed(self) -> Kronecker:
-        return Kronecker(A=self.form()) if self.inputs else Kronecker(G=self.form(), inputs=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from epimer.errors import CurvatureError
 from epimer.geometry.checks import check_wide_blocks, check_wide_factor
 from epimer.geometry.frechet import Coordinates, build_problem
-from epimer.geometry.linalg import as_compute_dtype, chunks, mean_of
+from epimer.geometry.linalg import as_compute_dtype, chunks, gram, mean_of, sandwich
 from epimer.geometry.metric import Diagonal, InputGram, Kronecker, Metric
 from epimer.geometry.operator import Elementwise, SubspaceOperator
 from epimer.geometry.solution import Solution
@@ -79,8 +79,15 @@ def regmean(layer: Layer, options: RegMeanOptions) -> Solution:
     its diagonal are checked, and the whole where the sum turns out to be singular or indefinite.
     """
     grams = [_input_gram(layer, t) for t in range(len(layer.metrics))]
+    kept = options.off_diagonal
     metrics: list[Metric] = [
-        InputGram(partial(_shrunk, A, options.off_diagonal), mean_of(A.diagonal().double()), A.dtype, "GA".index(side))
+        InputGram(
+            partial(_shrunk, A, kept),
+            partial(_shrunk_along, side, A, kept),
+            mean_of(A.diagonal().double()),
+            A.dtype,
+            "GA".index(side),
+        )
         for side, A in grams
     ]
     _check(layer, grams, check_wide_blocks)
@@ -102,9 +109,9 @@ def _input_gram(layer: Layer, t: int) -> tuple[str, Tensor]:
 
 def _check(layer: Layer, grams: Sequence[tuple[str, Tensor]], check: Callable[[str, Tensor], None]) -> None:
     """Check every task's Gram matrix, and name the one that is refused."""
-    for t, (side, gram) in enumerate(grams):
+    for t, (side, A) in enumerate(grams):
         try:
-            check(side, gram)
+            check(side, A)
         except CurvatureError as error:
             raise CurvatureError(f"curvature[{t}][{layer.name!r}]: {error}") from None
 
@@ -118,8 +125,9 @@ def wudi(layer: Layer, options: FrechetOptions) -> Solution:
         if not SQUARED[0] < energy < SQUARED[1] and (largest := float(D.abs().max())) > 0:
             D = D / largest  # A does not depend on its size, but the squares would leave their precision
             energy = float(as_compute_dtype(D).square().sum())
-        form = partial(_gram, D, layer.inputs, energy or 1.0)
-        grams.append(InputGram(form, float(energy > 0) / side, D.dtype, layer.inputs))
+        D = D if layer.inputs else D.T
+        form, along = partial(_gram, D, energy or 1.0), partial(_gram_along, D, energy or 1.0)
+        grams.append(InputGram(form, along, float(energy > 0) / side, D.dtype, layer.inputs))
     return frechet(replace(layer, metrics=grams), options)
 
 
@@ -130,9 +138,22 @@ def _shrunk(gram: Tensor, off_diagonal: float) -> Tensor:
     return shrunk
 
 
-def _gram(D: Tensor, inputs: int, energy: float) -> Tensor:
-    """Return DᵀD / energy, or DDᵀ / energy where the layer's inputs are the rows."""
-    return (D.T @ D if inputs else D @ D.T).div_(energy)
+def _shrunk_along(side: str, A: Tensor, off_diagonal: float, U: Tensor) -> Tensor:
+    """Return UᵀAU of a Gram matrix with its off-diagonal entries multiplied by `off_diagonal`."""
+    restricted = off_diagonal * sandwich(A, U).double()
+    restricted += (1 - off_diagonal) * ((U.T * A.diagonal()) @ U).double()
+    check_wide_factor(side, A, restricted)
+    return restricted
+
+
+def _gram(D: Tensor, energy: float) -> Tensor:
+    """Return DᵀD / energy."""
+    return gram(D).div_(energy)
+
+
+def _gram_along(D: Tensor, energy: float, U: Tensor) -> Tensor:
+    """Return UᵀDᵀDU / energy."""
+    return gram((D @ U).double()).div_(energy)
 
 
 METHODS: tuple[Method, ...] = (

@@ -92,12 +92,13 @@ def ramplus_tl(layer: Layer, options: RamPlusOptions) -> Solution:
     """Return what `ram` does, with a model's own entries the stronger, the more of its others it shares here."""
     total, mass, movers = _moved(layer, options.epsilon)
     alone = movers == 1
-    merged = total / torch.where(mass > 0, mass, 1)
+    merged = total.div_(torch.where(mass > 0, mass, 1))
     for D in layer.deltas:
-        own = alone & (D.abs() > options.epsilon)
-        shared = int(((D.abs() > options.epsilon) & ~alone).sum())
-        ratio = min(shared / max(1, int(own.sum())), options.alpha)
-        merged += options.r * ratio * own * D
+        moved = D.abs() > options.epsilon
+        own = moved & alone
+        count = int(torch.count_nonzero(own))
+        ratio = min((int(torch.count_nonzero(moved)) - count) / max(1, count), options.alpha)
+        merged += (D * own).mul_(options.r * ratio)
     return Solution(merged)
 
 

@@ -55,7 +55,7 @@ def test_ramplus_makes_stronger_what_a_model_alone_has_moved():
     expected = (moved * TAU).sum(0) / moved.sum(0).clamp_min(1)
     for t in range(3):
         own, shared = int((moved[t] & alone).sum()), int((moved[t] & ~alone).sum())
-        expected += 0.7 * min(shared / own, 0.9) * (moved[t] & alone) * TAU[t]
+        expected += 0.7 * min(shared / own, 0.9) * (moved[t] & alone).double() * TAU[t]
     near(change("ramplus_tl", epsilon=0.15, r=0.7, alpha=0.9), expected)
 
 
