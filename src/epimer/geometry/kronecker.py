@@ -25,6 +25,7 @@ SINGLE = 1e-6  # relative residual to reach where the curvature is in single pre
 DOUBLE = 1e-10  # the same where it is in float64
 MIXED = 1 << 12  # unknowns from which single precision with corrections is faster than float64
 BEARABLE = 1e30  # size of factors and coefficients up to which, and down to whose inverse, single precision bears them
+SMALL_SHIFT = 0.3  # times the mean diagonal: below it a preconditioner looks at all of the spectrum
 FLOOR = 3e-6  # relative residual that single precision reaches without a correction
 
 
@@ -177,6 +178,34 @@ def _stacked(factors: Sequence[Factor], size: int, like: Tensor) -> Tensor:
 
 def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callable[[Tensor], Tensor]:
     """Return an approximate inverse of X -> Σ c G X A + shift·X, in the shape and precision of `like`.
+
+    Where the shift is small, all of the spectrum counts, elsewhere its largest part.
+    """
+    small = shift < SMALL_SHIFT * _mean_diagonal(terms)
+    return (_along_mean_factors if small else _of_largest)(terms, shift, like)
+
+
+def _along_mean_factors(terms: Sequence[Term], shift: float, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the inverse of the operator's diagonal in coordinates E X Fᵀ, the eigenvectors of its mean factors."""
+    sizes = _sizes(terms)
+    left = [(c * a, G) for (c, _, a), (_, G, _) in zip(sizes, terms, strict=True)]
+    right = [(c * g, A) for (c, g, _), (_, _, A) in zip(sizes, terms, strict=True)]
+    E_pp, F_qq = (small_eigh(_total(*of, like))[1] for of in ((left, like.shape[0]), (right, like.shape[1])))
+    diagonal_pq = torch.full_like(like, shift)
+    for c, G, A in terms:
+        diagonal_pq.addr_(_diagonal_along(G, E_pp), _diagonal_along(A, F_qq), alpha=c)
+    if not float(diagonal_pq.min()) > 0:
+        return _of_largest(terms, shift, like)
+    return lambda r: E_pp @ (E_pp.T @ r @ F_qq).div_(diagonal_pq) @ F_qq.T
+
+
+def _diagonal_along(factor: Factor, U: Tensor) -> Tensor:
+    """Return the diagonal of UᵀMU."""
+    return U.new_ones(U.shape[1]) if factor is None else (_matrix(factor).to(U) @ U).mul_(U).sum(dim=0).clamp_min_(0)
+
+
+def _of_largest(terms: Sequence[Term], shift: float, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the inverse of the largest eigenvalues' part, and of a multiple of the identity in place of the rest.
 
     The curvature of few samples has few large eigenvalues. The largest λ of all terms with their eigenvectors
     W = [e_i ⊗ f_j] are inverted exactly, the rest as if it were its mean diagonal (s, with the shift), by Woodbury's

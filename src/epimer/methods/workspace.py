@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 DOUBLE = 8  # bytes of what is solved and decomposed
 PAIRS = 1 << 21  # entries of the largest temporary of an exact projection of a diagonal, if a row has not more
 STACKED = 1024  # factors up to this size are multiplied by all tasks at once
+SMALL_SHIFT = 0.3  # damping below which a preconditioner has the eigenvectors of mean factors
 LEADING, LEADING_PAIRS = 64, 1024  # of a preconditioner: eigenvectors of a factor, and products of two
 SMALL_PIECES = 1.25  # what the heap keeps of matrices under a megabyte
 PIECE = 1 << 20  # bytes from where on a freed matrix is given back at once
@@ -213,7 +214,8 @@ def kronecker(load: Workload, p: int, q: int) -> int:
 
     Factors that are formed for the merge are held in float64; those of the full space are the curvature itself. Narrow
     ones are stacked in the precision of the solve, with products [G_1 X, G_2 X, …] and their transpose; a wide one is
-    in float64 while it is multiplied. The preconditioner has leading eigenvectors and a matrix of their pairs.
+    in float64 while it is multiplied. The preconditioner has leading eigenvectors and a matrix of their pairs, or all
+    eigenvectors of two factors.
     """
     factors, widest, full = p**2 + q**2, max(p, q) ** 2, load.basis == "full"
     item, stacked = min(DOUBLE, load.itemsize), max(p, q) <= STACKED
@@ -222,6 +224,8 @@ def kronecker(load: Workload, p: int, q: int) -> int:
     leading = item * (load.tasks * (min(p, LEADING) * p + min(q, LEADING) * q) + pairs * (p + q) + 4 * pairs**2)
     stacks = item * load.tasks * (factors + 2 * p * q) if stacked else DOUBLE * widest
     decomposing = (item * load.tasks * factors + item * 4 * widest) if stacked else item * 2 * widest
+    if load.options.damping < SMALL_SHIFT:
+        leading, decomposing = item * (factors + 2 * p * q), decomposing + item * 4 * widest
     points = 0 if full else DOUBLE * load.tasks * p * q
     iterating = stacks + DOUBLE * ITERATE * p * q
     return held + points + leading + max(iterating, decomposing + DOUBLE * 4 * p * q)

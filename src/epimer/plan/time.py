@@ -28,8 +28,8 @@ Work = Counter[str]
 Speeds = dict[str, float]
 """kernel -> seconds per unit"""
 
-STEPS = {"tensor": 20, "full": 50}  # of conjugate gradients at damping 1
-HARDER = {"tensor": 0.3, "full": 0.45}  # they grow with this power of 1 / damping
+STEPS = {"tensor": 20, "full": 80}  # of conjugate gradients at damping 1
+STEPS_ALONG_MEAN = {"tensor": 40, "full": 60}  # at a small one, along the eigenvectors of mean factors
 LOW_RANK = 16  # of the approximation of a diagonal that starts a solve
 CHECKS = 4  # passes over a factor while it is checked
 SORTING = 4  # passes over a model that counting its magnitudes takes as long as
@@ -184,15 +184,20 @@ def kronecker(load: Workload) -> Work:
     full = load.basis == "full"
     p, q = load.shape if full else (load.directions, load.directions)
     product = 2 * load.tasks * p * q * (p + q)
-    where = "full" if full else "tensor"
-    steps = STEPS[where] * max(1.0, (1 / max(load.options.damping, 1e-4)) ** HARDER[where])
+    where, small = "full" if full else "tensor", load.options.damping < workspace.SMALL_SHIFT
+    steps = (STEPS_ALONG_MEAN if small else STEPS)[where]
     steps = min(steps, load.options.iterations or steps)
     wide = max(p, q) > workspace.STACKED
-    eigenvectors = Work(leading=load.tasks * workspace.LEADING * (p * p + q * q))
-    if not wide:
-        eigenvectors = Work(eigen_single=load.tasks * (p**3 + q**3))
     checked = Work(double=load.tasks * (p**3 + q**3) // 3) if wide else Work()
-    return eigenvectors + checked + Work(single=round(steps * product) + workspace.LEADING_PAIRS**3, double=3 * product)
+    if small:
+        step, preparing = product + 4 * p * q * (p + q), Work(eigen_single=p**3 + q**3, single=product)
+    else:
+        step, preparing = product, Work(single=workspace.LEADING_PAIRS**3)
+        if wide:
+            preparing += Work(leading=load.tasks * workspace.LEADING * (p * p + q * q))
+        else:
+            preparing += Work(eigen_single=load.tasks * (p**3 + q**3))
+    return preparing + checked + Work(single=steps * step, double=3 * product)
 
 
 def one_sided(load: Workload) -> Work:
