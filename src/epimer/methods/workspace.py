@@ -240,6 +240,5 @@ def one_sided(load: Workload) -> int:
     if load.basis == "full":
         decomposed = 4 if load.options.damping > 0 else 5
         solving = DOUBLE * max(decomposed * square + 3 * load.entries, 3 * square + 8 * load.entries)
-    else:
-        solving = solve(load)
-    return equation(load, load.itemsize * square + solving)
+        return equation(load, load.itemsize * square + solving)
+    return equation(load, solve(load))
