@@ -57,9 +57,9 @@ class Dequantized(Checkpoint):
         beside = {_module(name): name for name in source.headers if "scale" in name.rpartition(".")[2]}
         if name := next((name for name in bare if beside.get(_module(name), name) != name), None):
             raise CheckpointError(
-                f"{self.where} has {name!r} in FP8 beside {beside[_module(name)]!r}; scales are read where they are called "
-                f"{name + ENDINGS[0]!r} or {name + ENDINGS[1]!r}: rename them if the weight is their product with the "
-                "codes, or dequantise the model, save it in bfloat16, and give that."
+                f"{self.where} has {name!r} in FP8 beside {beside[_module(name)]!r}, and scales are read only as "
+                f"{name + ENDINGS[0]!r} or {name + ENDINGS[1]!r}: rename them if codes times scales are the weights, "
+                "or dequantise the model, save it in bfloat16, and give that."
             )
         if bare and (self.scales or config):
             raise CheckpointError(
