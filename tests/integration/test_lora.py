@@ -228,6 +228,19 @@ def test_adapters_of_tied_models_compute_what_peft_computes(name, kind, tmp_path
     torch.testing.assert_close(found(words).logits, wanted(words).logits, atol=1e-4, rtol=1e-4)
 
 
+def test_an_update_of_a_tied_table_is_said_as_the_live_adapter_computes_something_else(tmp_path):
+    base = save_base(tmp_path / "base", gpt2)
+    save_adapter(base, tmp_path / "adapter", fan_in_fan_out=True, **TIED["an update of the table"])
+    live = peft.PeftModel.from_pretrained(copied(base), tmp_path / "adapter").eval()
+    words = torch.arange(2, 20)[None]
+    logits = live(words).logits
+    assert not torch.allclose(logits, live.merge_and_unload()(words).logits, atol=1e-2)
+    models = [{"model": f"{tmp_path / 'base'}+{tmp_path / 'adapter'}"}]
+    recipe = {"merge_method": "average", "base_model": str(tmp_path / "base"), "models": models}
+    with pytest.warns(UserWarning, match=r"updates 'transformer\.wte\.weight', which the base also uses as its head"):
+        epimer.merge(recipe, tmp_path / "out", progress=False)
+
+
 # --- merges ---------------------------------------------------------------------------------------------------------
 
 

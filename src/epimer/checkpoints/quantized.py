@@ -53,7 +53,15 @@ class Dequantized(Checkpoint):
             )
         codes = {name: W for name, W in source.headers.items() if W.dtype in FLOAT8}
         self.scales = {name: scale for name in codes if (scale := _scale_name(name, source.headers))}
-        if (self.scales or config) and (bare := [name for name in codes if name not in self.scales]):
+        bare = [name for name in codes if name not in self.scales]
+        beside = {_module(name): name for name in source.headers if "scale" in name.rpartition(".")[2]}
+        if name := next((name for name in bare if beside.get(_module(name), name) != name), None):
+            raise CheckpointError(
+                f"{self.where} has {name!r} in FP8 beside {beside[_module(name)]!r}, and scales are read only as "
+                f"{name + ENDINGS[0]!r} or {name + ENDINGS[1]!r}: rename them if codes times scales are the weights, "
+                "or dequantise the model, save it in bfloat16, and give that."
+            )
+        if bare and (self.scales or config):
             raise CheckpointError(
                 f"{self.where} has {len(bare)} weights in FP8 without their scales: {listed(bare)}; expected "
                 f"{bare[0] + ENDINGS[0]!r} beside it: copy all files of the model again."
@@ -145,6 +153,11 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
 
 def _scale_name(name: str, headers: Mapping[str, Tensor]) -> str | None:
     return next((name + ending for ending in ENDINGS if name + ending in headers), None)
+
+
+def _module(name: str) -> str:
+    """Return the name of the module that a tensor belongs to."""
+    return name.rpartition(".")[0]
 
 
 def _of_activations(name: str) -> bool:

@@ -23,6 +23,7 @@ FUNCTION = (
     "*scale_attn*", "scale_embedding", "*normalize_before", "*sliding_window*", "layer_types", "*alibi*",
     "*parallel_attn", "*parallel_residual", "position_embedding_type", "relative_attention_*", "*norm_topk_prob",
     "num_experts_per_tok", "*top_k", "routed_scaling_factor", "is_decoder", "patch_size", "*_stride", "pooling*",
+    "scoring_func", "n_group", "topk_group", "topk_method", "clip_qkv", "*feature_layer",
 )  # fmt: skip
 """patterns of the keys of config.json that change what a model computes with the same weights"""
 SILENT = (

@@ -25,7 +25,7 @@ from epimer.plan.curvature_inputs import (
 )
 from epimer.plan.inputs import check_options, check_weights
 from epimer.plan.jobs import Plan, SettingsOf, plan_jobs
-from epimer.plan.participants import Participants, equal_models, open_participants
+from epimer.plan.participants import Participants, equal_models, open_participants, tied_updates
 from epimer.plan.settings_source import chat_template_files, settings_source
 from epimer.recipe.model import Recipe
 
@@ -75,7 +75,7 @@ def open_models(
     if missing or participants is None:
         raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in missing) + ".")
     problems: list[EpimerError] = []
-    notes += [*equal_models(participants), *agreed_card(participants)[1]]
+    notes += [*equal_models(participants), *tied_updates(participants), *agreed_card(participants)[1]]
     own = tokenizer
     tokenizer, generation = settings_source(participants, recipe.tokenizer_source, tokenizer, notes)
     files = words.files if words.files and (tokenizer is None or vocabulary(tokenizer) != words.tokens) else {}

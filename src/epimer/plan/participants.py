@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints import open_checkpoint
+from epimer.checkpoints.adapter_files import adapters_of
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_embedding
 from epimer.checkpoints.hub import is_hub_id
+from epimer.checkpoints.lora import head_is_table
 from epimer.checkpoints.memory import Cached, Model, StateDict, total_bytes
 from epimer.checkpoints.quantized import dequantized
 from epimer.errors import EpimerError, TensorError
@@ -302,6 +304,19 @@ def equal_models(participants: Participants) -> list[str]:
         if other:
             notes.append(f"{model.label} equals {other[0].label}: it counts twice.")
     return notes
+
+
+def tied_updates(participants: Participants) -> list[str]:
+    """Say which adapters update a table that is also the head: merging moves the head, PEFT's live adapter does not."""
+    return [
+        f"{model.label} updates {name!r}, which the base also uses as its head: merged, both change, as by PEFT's "
+        "merge_and_unload(); an adapter that PEFT has loaded leaves the head as it was, so outputs differ from it."
+        for model in participants.models
+        for adapter in adapters_of(model.checkpoint)
+        for name in adapter.updates
+        if is_embedding(name) and (name in adapter.ties.values() or head_is_table(adapter.base))
+        if not adapter.config.get("ensure_weight_tying")
+    ]
 
 
 def align(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from epimer.checkpoints.sidecar_files import chat_settings, generation_settings
+from epimer.checkpoints.sidecar_files import TOKEN_IDS, chat_settings, generation_settings
 from epimer.checkpoints.tokenizer_files import with_chat_template
 from epimer.errors import listed
 from epimer.plan.participants import Participants
@@ -51,17 +51,23 @@ def _agreed(
     what: str,
     notes: list[str],
 ) -> Path | None:
-    """Return the folder of the first model where all models that have settings agree, else the base's."""
+    """Return the folder of the first model where all models that have settings agree, else the base's.
+
+    Models that end their texts by the same token, which is not the base's, may sample differently: they agree.
+    """
     own = settings(base)
     having = [(label, folder, values) for label, folder in models if (values := settings(folder))]
     differing = [values for _, _, values in having if values != own]
     if not differing:
         return base
     keys = sorted({key for values in differing for key in own.keys() | values if own.get(key) != values.get(key)})
-    if len(differing) == len(having) and all(values == differing[0] for values in differing):
+    disputed = [key for key in keys if any(values.get(key) != differing[0].get(key) for values in differing)]
+    ids_agree = not {*TOKEN_IDS}.isdisjoint(keys) and {*TOKEN_IDS}.isdisjoint(disputed)
+    if len(differing) == len(having) and (ids_agree or not disputed):
         label, folder, _ = having[0]
+        apart = f" on all but {listed(disputed)}" if disputed else ""
         notes.append(
-            f"{what} ({listed(keys)}) {_is(what)} not the base's but {label}'s, as all models agree; "
+            f"{what} ({listed(keys)}) {_is(what)} not the base's but {label}'s, as all models agree{apart}; "
             "write tokenizer_source: base for the base's."
         )
         return folder

@@ -282,3 +282,12 @@ def test_fp8_whose_scales_are_missing_or_do_not_fit_is_refused(tmp_path):
         open_checkpoint(str(tmp_path / "exponents"))
     with pytest.raises(epimer.CheckpointError, match="zero points"):
         open_checkpoint(str(tmp_path / "shifted"))
+
+
+@pytest.mark.parametrize("last", ["scale_weight", "qscale_weight", "scale", "weight_dequant_scale"])
+def test_fp8_with_scales_of_another_name_is_no_plain_numbers(tmp_path, last):
+    state, _ = fp8_state("tensor", 0)
+    scale = WEIGHT.removesuffix("weight") + last
+    save(tmp_path / "other", [{WEIGHT: state[WEIGHT], scale: torch.tensor(0.1)}])
+    with pytest.raises(epimer.CheckpointError, match=f"in FP8 beside '{scale}'.*rename"):
+        open_checkpoint(str(tmp_path / "other"))

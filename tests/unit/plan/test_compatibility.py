@@ -158,3 +158,21 @@ def test_what_is_merged_is_the_mean(tmp_path):
     found, one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "one", "two"))
     for name in SHAPES:
         torch.testing.assert_close(found[name].double(), (one[name].double() + two[name].double()) / 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("scoring_func", ("softmax", "sigmoid")),
+        ("n_group", (1, 8)),
+        ("topk_group", (1, 4)),
+        ("topk_method", ("greedy", "noaux_tc")),
+        ("clip_qkv", (6.0, 8.0)),
+        ("vision_feature_layer", (-2, -1)),
+    ],
+)
+def test_other_routing_clipping_or_image_features_are_refused(tmp_path, key, values):
+    for seed, (name, value) in enumerate(zip(("base", "one", "two"), (*values, values[1]), strict=True)):
+        write(tmp_path / name, seed, {**CONFIG, key: value})
+    with pytest.raises(epimer.CheckpointError, match=f"{key} is "):
+        epimer.merge(recipe(tmp_path), tmp_path / "out", progress=False)

@@ -69,6 +69,16 @@ def test_what_all_models_agree_on_is_taken_and_said(tmp_path, jinja):
     assert "the generation settings ('eos_token_id', 'temperature') are not the base's but models[0]" in notes
 
 
+def test_models_that_only_sample_differently_still_stop_at_their_token(tmp_path):
+    write(tmp_path / "base", 0, BASE)
+    write(tmp_path / "one", 1, CHAT)
+    write(tmp_path / "two", 2, {**CHAT, "generation": {**CHAT["generation"], "top_p": 0.8}})
+    found, notes = written(tmp_path)
+    assert found == FROM_CHAT
+    assert "are not the base's but models[0]" in notes
+    assert "as all models agree on all but 'top_p'" in notes
+
+
 def test_where_they_do_not_agree_it_is_the_base_and_said(tmp_path):
     for seed, (name, settings) in enumerate({"base": BASE, "one": CHAT, "two": OTHER}.items()):
         write(tmp_path / name, seed, settings)
