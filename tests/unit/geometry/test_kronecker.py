@@ -89,6 +89,37 @@ def test_what_single_precision_cannot_solve_is_solved_in_float64(monkeypatch):
     assert relative(solution.value, dense(deltas, metrics, 1e-9)) < 1e-5
 
 
+def test_single_precision_that_stops_early_is_not_the_end_in_float64(monkeypatch):
+    """A residual of 1e-5 counts as converged, but not where 1e-10 can be reached."""
+    deltas, metrics = layer(torch.float64, seed=1)
+    monkeypatch.setattr(kronecker, "MIXED", 1)
+    solution = Mean(1e-10).aggregate(build_problem(Full(torch.float64), metrics, deltas, WEIGHTS))
+    assert solution.residual <= 1e-10
+    assert relative(solution.value, dense(deltas, metrics, 1e-10)) < 1e-4
+
+
+def turned_apart(size, turned):
+    """Return factors of falling spectra, whose eigenvectors are nearly the same for all tasks or not at all."""
+    generator = torch.Generator().manual_seed(0)
+    Q = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+    factors = []
+    for _ in range(2 * TASKS):
+        X = torch.randn(2 * size, size, generator=generator, dtype=torch.float64)
+        X = X * torch.arange(1, size + 1, dtype=torch.float64) ** -0.7
+        if turned:
+            Q = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+        factors.append((Q @ X.T @ X @ Q.T).float())
+    return [Kronecker(A=A, G=G) for A, G in zip(factors[::2], factors[1::2], strict=True)]
+
+
+@pytest.mark.parametrize(("turned", "most"), [(False, 15), (True, 45)])
+def test_little_damping_needs_few_steps_whether_or_not_the_tasks_share_eigenvectors(turned, most):
+    deltas, _ = layer(torch.float32, (64, 64))
+    metrics = turned_apart(64, turned)
+    problem = build_problem(Full(torch.float64), metrics, deltas, WEIGHTS, max_steps=most)
+    assert Mean(1e-2).aggregate(problem).residual < 1e-5
+
+
 def test_an_error_that_the_merge_cannot_feel_ends_the_solve_and_the_record_has_the_residual():
     deltas, metrics = layer(torch.float32)
     problem = build_problem(Full(torch.float64), metrics, deltas, WEIGHTS)
