@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from importlib import import_module
@@ -62,16 +63,20 @@ def main() -> None:
 
 def run() -> None:
     """Run the command line as a process of its own, which ends at once when all is done: Python takes 0.1 s for it."""
+    callers = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    alone = callers in (["__main__"], ["__main__", "runpy", "runpy"])  # no profiler that has yet to write its results
     try:
         main()
     except SystemExit as end:
-        if end.code:
+        if end.code or not alone:
             raise
-    with suppress(OSError):  # nobody reads what is printed, or it has no room: Python says so at its own end
-        sys.stdout.flush()
-        sys.stderr.flush()
-        atexit._run_exitfuncs()
-        os._exit(0)
+    if alone:
+        with suppress(OSError, AttributeError, ValueError):  # a stream is full, unread or closed: Python's own end then
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
 
 def _fail(message: str, code: int) -> None:

@@ -140,8 +140,9 @@ def _shrunk(gram: Tensor, off_diagonal: float) -> Tensor:
 
 def _shrunk_along(side: str, A: Tensor, off_diagonal: float, U: Tensor) -> Tensor:
     """Return UᵀAU of a Gram matrix with its off-diagonal entries multiplied by `off_diagonal`."""
+    diagonal = ((U.T * A.diagonal()) @ U).double()
     restricted = off_diagonal * sandwich(A, U).double()
-    restricted += (1 - off_diagonal) * ((U.T * A.diagonal()) @ U).double()
+    restricted += 0.5 * (1 - off_diagonal) * (diagonal + diagonal.T)  # symmetric beyond the product's rounding
     check_wide_factor(side, A, restricted)
     return restricted
 

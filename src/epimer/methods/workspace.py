@@ -221,11 +221,13 @@ def kronecker(load: Workload, p: int, q: int) -> int:
     item, stacked = min(DOUBLE, load.itemsize), max(p, q) <= STACKED
     held = 0 if full and load.kind != "task-gram" else DOUBLE * load.tasks * factors
     pairs = min(LEADING_PAIRS, p * q)
-    leading = item * (load.tasks * (min(p, LEADING) * p + min(q, LEADING) * q) + pairs * (p + q) + 4 * pairs**2)
+    vectors = item * load.tasks * (min(p, LEADING) * p + min(q, LEADING) * q)
+    leading = vectors + item * (pairs * (p + q) + 4 * pairs**2)
     stacks = item * load.tasks * (factors + 2 * p * q) if stacked else DOUBLE * widest
     decomposing = (item * load.tasks * factors + item * 4 * widest) if stacked else item * 2 * widest
     if load.options.damping < SMALL_SHIFT:
-        leading, decomposing = item * (factors + 2 * p * q), decomposing + item * 4 * widest
+        leading = max(leading, vectors + item * (factors + 2 * p * q))
+        decomposing += item * 4 * widest
     points = 0 if full else DOUBLE * load.tasks * p * q
     iterating = stacks + DOUBLE * ITERATE * p * q
     return held + points + leading + max(iterating, decomposing + DOUBLE * 4 * p * q)

@@ -268,10 +268,11 @@ def sample_rows(
     most = max(LEAST_PLACES, PLACES // len(tensors))
     for name, rows, W in tensors:
         length, first = len(W) if W.dim() else 1, rows[0] if rows else 0
-        places = max(1, min(most, length, round(share * W.numel())))
-        count = max(1, round(share * length / places))
-        entries = math.ceil(share * W.numel() / places)
+        wanted = max(1, round(share * W.numel()))
+        places = max(1, min(most, length, wanted))
+        count = max(1, math.ceil(share * length / places))
         for i in range(places):
+            entries = wanted * (i + 1) // places - wanted * i // places
             start = first + (2 * i + 1) * (length - count) // (2 * places)
             part = (start, start + count) if W.dim() else None
             there = [one.read(name, part).flatten() for one in participants.all]

@@ -1,5 +1,7 @@
 """The command line starts at once, lists its commands in order, and passes on what it is given."""
 
+import os
+import pstats
 import re
 import signal
 import subprocess
@@ -130,6 +132,42 @@ def test_a_signal_that_is_ignored_stays_ignored():
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_command_needs_no_output_to_end_well(closed):
+    command = [sys.executable, "-m", "epimer", "--version"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=lambda: os.close(closed))
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("epimer ") == (closed == 2)
+
+
+LATE = """
+import atexit, sys, threading, time
+from epimer.cli import run
+atexit.register(print, "last")
+def late():
+    time.sleep(0.5)
+    print("late")
+threading.Thread(target=late).start()
+sys.argv = ["epimer", "--version"]
+run()
+"""
+
+
+def test_a_command_ends_after_its_threads_and_what_they_print():
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", LATE]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.split()[-2:] == ["late", "last"]
+
+
+def test_a_profiler_can_write_what_it_saw(tmp_path):
+    profile = tmp_path / "profile"
+    command = [sys.executable, "-m", "cProfile", "-o", str(profile), "-m", "epimer", "--version"]
+    subprocess.run(command, capture_output=True, check=True)
+    assert any(function == "main" for _, _, function in pstats.Stats(str(profile)).stats)
 
 
 def default_signals():

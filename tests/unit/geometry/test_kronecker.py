@@ -1,11 +1,13 @@
 """Sums of Kronecker products are solved in few steps, as exactly as the merge can tell, against dense float64."""
 
+import numpy as np
 import pytest
 import torch
 
 from epimer.geometry import kronecker
 from epimer.geometry.aggregator import Anchored, Mean
 from epimer.geometry.frechet import MERGE_TOLERANCE, build_problem
+from epimer.geometry.kronecker import Formed, KroneckerSum
 from epimer.geometry.metric import Kronecker
 from epimer.geometry.subspace import Full
 
@@ -87,6 +89,37 @@ def test_what_single_precision_cannot_solve_is_solved_in_float64(monkeypatch):
     assert relative(solution.value, dense(deltas, metrics, 1e-9)) < 1e-5
 
 
+def test_single_precision_that_stops_early_is_not_the_end_in_float64(monkeypatch):
+    """A residual of 1e-5 counts as converged, but not where 1e-10 can be reached."""
+    deltas, metrics = layer(torch.float64, seed=1)
+    monkeypatch.setattr(kronecker, "MIXED", 1)
+    solution = Mean(1e-10).aggregate(build_problem(Full(torch.float64), metrics, deltas, WEIGHTS))
+    assert solution.residual <= 1e-10
+    assert relative(solution.value, dense(deltas, metrics, 1e-10)) < 1e-4
+
+
+def turned_apart(size, turned):
+    """Return factors of falling spectra, whose eigenvectors are nearly the same for all tasks or not at all."""
+    generator = torch.Generator().manual_seed(0)
+    Q = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+    factors = []
+    for _ in range(2 * TASKS):
+        X = torch.randn(2 * size, size, generator=generator, dtype=torch.float64)
+        X = X * torch.arange(1, size + 1, dtype=torch.float64) ** -0.7
+        if turned:
+            Q = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+        factors.append((Q @ X.T @ X @ Q.T).float())
+    return [Kronecker(A=A, G=G) for A, G in zip(factors[::2], factors[1::2], strict=True)]
+
+
+@pytest.mark.parametrize(("turned", "most"), [(False, 15), (True, 45)])
+def test_little_damping_needs_few_steps_whether_or_not_the_tasks_share_eigenvectors(turned, most):
+    deltas, _ = layer(torch.float32, (64, 64))
+    metrics = turned_apart(64, turned)
+    problem = build_problem(Full(torch.float64), metrics, deltas, WEIGHTS, max_steps=most)
+    assert Mean(1e-2).aggregate(problem).residual < 1e-5
+
+
 def test_an_error_that_the_merge_cannot_feel_ends_the_solve_and_the_record_has_the_residual():
     deltas, metrics = layer(torch.float32)
     problem = build_problem(Full(torch.float64), metrics, deltas, WEIGHTS)
@@ -142,3 +175,69 @@ def test_factors_too_large_to_decompose_whole_are_solved_as_exactly():
         image += scale * G @ y @ A
         b += scale * G @ (D.double() - start) @ A
     assert float((image - b).norm()) < MERGE_TOLERANCE * float(start.norm())  # which bounds the error: no λ is below 1
+
+
+def psd(size, rank=None, scale=1.0, seed=0):
+    X = torch.randn(rank or 2 * size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * X.T @ X / len(X)
+
+
+def formed(M):
+    return Formed(lambda: M, float(M.diagonal().mean()))
+
+
+P, Q = 12, 9
+SUMS = {
+    "plain": [(0.5, psd(P), psd(Q)), (0.3, psd(P, seed=1), psd(Q, seed=1)), (0.2, psd(P, seed=2), psd(Q, seed=2))],
+    "identities": [(0.5, None, psd(Q)), (0.3, psd(P), None), (0.2, psd(P, seed=1), psd(Q, seed=1))],
+    "deficient": [(0.5, psd(P, 2), psd(Q, 2)), (0.5, psd(P, 3, seed=1), psd(Q, 1, seed=1))],
+    "zero": [(0.5, psd(P, scale=0.0), psd(Q)), (0.5, psd(P, seed=1), psd(Q, seed=1))],
+    "one task": [(1.0, psd(P), psd(Q))],
+    "formed": [(0.5, psd(P), formed(psd(Q))), (0.5, formed(psd(P, seed=1)), psd(Q, seed=1))],
+    "tiny": [(0.5, psd(P, scale=1e-20), psd(Q, scale=1e-20)), (0.5, psd(P, scale=1e-20, seed=1), psd(Q, scale=1e-20))],
+    "huge": [(0.5, psd(P, scale=1e20), psd(Q, scale=1e20)), (0.5, psd(P, scale=1e20, seed=1), psd(Q, scale=1e20))],
+    "uneven": [(0.5, psd(P, scale=1e-20), psd(Q)), (0.5, psd(P, seed=1), psd(Q, scale=1e20, seed=1))],
+}
+
+
+def matrix_of_sum(terms):
+    """Return Σ c G ⊗ A in float64."""
+    total = torch.zeros(P * Q, P * Q, dtype=torch.float64)
+    for c, *pair in terms:
+        G, A = (M.form() if isinstance(M, Formed) else M for M in pair)
+        G, A = torch.eye(P).double() if G is None else G.double(), torch.eye(Q).double() if A is None else A.double()
+        total += c * torch.kron(G, A)
+    return total
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("damping", [0.0, 1e-4, 1e-2, 0.29, 1.0])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_solve_is_the_dense_one_at_any_damping(monkeypatch, name, damping, mixed):
+    """In float64, or in single precision with corrections."""
+    if mixed:
+        monkeypatch.setattr(kronecker, "MIXED", 1)
+    H = matrix_of_sum(SUMS[name])
+    if damping == 0 and name == "deficient":
+        pytest.skip("which has no single solution")
+    shift = damping * float(H.diagonal().mean())
+    b = torch.randn(P, Q, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    expected = np.linalg.solve((H + shift * torch.eye(P * Q, dtype=H.dtype)).numpy(), b.flatten().numpy())
+    solution = KroneckerSum(tuple(SUMS[name])).solve(b, shift)
+    assert solution.status == "converged"
+    assert relative(solution.value.flatten(), torch.from_numpy(expected)) < 1e-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [name for name in SUMS if name not in ("tiny", "huge")])
+def test_a_preconditioner_for_little_damping_is_symmetric_and_positive(name, dtype):
+    terms = SUMS[name]
+    shift = 1e-2 * float(matrix_of_sum(terms).diagonal().mean())
+    apply = kronecker._preconditioner(terms, shift, torch.zeros(P, Q, dtype=dtype))
+    inverse = torch.stack([apply(e.view(P, Q)).flatten() for e in torch.eye(P * Q, dtype=dtype)]).double()
+    inverse *= shift
+    assert float((inverse - inverse.T).abs().max()) < 20 * torch.finfo(dtype).eps
+    assert float(torch.linalg.eigvalsh(inverse)[0]) > 0
+    if name == "one task":  # it is the inverse
+        H = matrix_of_sum(terms) / shift + torch.eye(P * Q, dtype=torch.float64)
+        assert relative(inverse @ H, torch.eye(P * Q).double()) < (1e-4 if dtype == torch.float32 else 1e-12)

@@ -13,7 +13,7 @@ SHAPES = {"table": (30_000, 20), "wide": (2, 60_000), "vector": (50_000,), "scal
 @pytest.fixture
 def models():
     torch.manual_seed(0)
-    return [{name: torch.rand(shape) for name, shape in SHAPES.items()} for _ in range(3)]
+    return [{name: torch.rand(shape, dtype=torch.float64) for name, shape in SHAPES.items()} for _ in range(3)]
 
 
 def parts_of(state):
@@ -30,6 +30,27 @@ def test_every_tensor_is_sampled_at_the_same_share(models, monkeypatch):
     for name in ("table", "wide", "vector"):
         share = torch.isin(sampled, models[0][name]).sum() / models[0][name].numel()
         assert float(share) == pytest.approx(20_000 / total, rel=0.05), name
+
+
+@pytest.mark.parametrize("wanted", [1000, 20_480, 29_000, 40_000, 60_000])
+def test_a_tensor_of_more_rows_than_places_has_its_whole_share(monkeypatch, wanted):
+    """Whether the rows of a place are one, one and a half, or two."""
+    monkeypatch.setattr("epimer.plan.participants.SAMPLED", wanted)
+    state = {"table": torch.arange(600_000.0).view(30_000, 20)}
+    sampled = torch.cat([base for base, _ in sample_rows(state_dict_participants(state, [state]), parts_of(state))])
+    assert len(sampled.unique()) == len(sampled) == pytest.approx(wanted, rel=0.05)
+
+
+def test_tensors_of_no_entries_and_of_fewer_than_places(monkeypatch):
+    monkeypatch.setattr("epimer.plan.participants.SAMPLED", 2000)
+    shapes = {"none": (0, 5), "empty": (5, 0), "scalar": (), "vector": (3,), "table": (3000, 20)}
+    state = {name: torch.rand(shape) for name, shape in shapes.items()}
+    found = list(sample_rows(state_dict_participants(state, [state]), parts_of(state)))
+    assert all(torch.equal(base, model) for base, (model,) in found)
+    sampled = torch.cat([base for base, _ in found])
+    counts = {name: int(torch.isin(W, sampled).sum()) for name, W in state.items() if name != "table"}
+    assert counts == {"none": 0, "empty": 0, "scalar": 1, "vector": 1}
+    assert len(sampled) == pytest.approx(2000, rel=0.05)
 
 
 def test_each_entry_comes_from_its_own_place(models):
