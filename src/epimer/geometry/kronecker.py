@@ -25,8 +25,7 @@ SINGLE = 1e-6  # relative residual to reach where the curvature is in single pre
 DOUBLE = 1e-10  # the same where it is in float64
 MIXED = 1 << 12  # unknowns from which single precision with corrections is faster than float64
 BEARABLE = 1e30  # size of factors and coefficients up to which, and down to whose inverse, single precision bears them
-SMALL_SHIFT = 0.3  # times the mean diagonal: below it a preconditioner looks at all of the spectrum
-SHARED = 0.75  # of the squares of all terms' entries, on a diagonal that stands for them
+SMALL_SHIFT = 0.3  # of what the largest eigenvalues leave: below it a preconditioner looks at all of the spectrum
 FLOOR = 3e-6  # relative residual that single precision reaches without a correction
 
 
@@ -183,7 +182,7 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
     The curvature of few samples has few large eigenvalues. The largest λ of all terms with their eigenvectors
     W = [e_i ⊗ f_j] are inverted exactly, the rest as if it were its mean diagonal (s, with the shift), by Woodbury's
     identity: (s + W Λ Wᵀ)⁻¹ = (1 - W (s Λ⁻¹ + WᵀW)⁻¹ Wᵀ) / s, where WᵀW is a product of two Gram matrices. Where
-    the shift is small and they leave more than it, all of the spectrum counts.
+    the shift is small beside what they leave, all of the spectrum counts.
     """
     (p, q), tasks = like.shape, len(terms)
     left, right = [G for _, G, _ in terms], [A for _, _, A in terms]
@@ -198,7 +197,7 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
     values, index = largest.values[kept], largest.indices[kept]
     trace = p * q * _mean_diagonal(terms)
     left_over = max(0.0, trace - float(values.sum(dtype=torch.float64))) / (p * q)
-    if shift < min(left_over, SMALL_SHIFT * trace / (p * q)) and (along := _along_mean_factors(terms, shift, like)):
+    if shift < SMALL_SHIFT * left_over and (along := _along_mean_factors(terms, shift, like)):
         return along
     rest = shift + left_over
     k, h = g_tk.shape[1], a_th.shape[1]
@@ -226,32 +225,22 @@ def _preconditioner(terms: Sequence[Term], shift: float, like: Tensor) -> Callab
 
 
 def _along_mean_factors(terms: Sequence[Term], shift: float, like: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Return the inverse of the operator's diagonal along the eigenvectors of its mean factors.
-
-    None where that is a bad likeness of it: the terms' eigenvectors differ, or the diagonal is not positive.
-    """
+    """Return the inverse of the operator's diagonal along the eigenvectors of its mean factors, if it is positive."""
     sizes = _sizes(terms)
     left = [(c * a, G) for (c, _, a), (_, G, _) in zip(sizes, terms, strict=True)]
     right = [(c * g, A) for (c, g, _), (_, _, A) in zip(sizes, terms, strict=True)]
     E_pp, F_qq = (small_eigh(_total(*of, like))[1] for of in ((left, like.shape[0]), (right, like.shape[1])))
-    diagonal_pq, shared, total = torch.full_like(like, shift), 0.0, 0.0
-    for (c, G, A), (_, g, a) in zip(terms, sizes, strict=True):
-        (g_p, of_G), (a_q, of_A) = _diagonal_along(G, E_pp), _diagonal_along(A, F_qq)
-        diagonal_pq.addr_(g_p, a_q, alpha=c)
-        shared, total = shared + c * g * a * of_G * of_A, total + c * g * a
-    if not float(diagonal_pq.min()) > 0 or shared < SHARED * total:
+    diagonal_pq = torch.full_like(like, shift)
+    for c, G, A in terms:
+        diagonal_pq.addr_(_diagonal_along(G, E_pp), _diagonal_along(A, F_qq), alpha=c)
+    if not float(diagonal_pq.min()) > 0:
         return None
     return lambda r: E_pp @ (E_pp.T @ r @ F_qq).div_(diagonal_pq) @ F_qq.T
 
 
-def _diagonal_along(factor: Factor, U: Tensor) -> tuple[Tensor, float]:
-    """Return the diagonal of UᵀMU, and its share of ‖M‖²."""
-    if factor is None:
-        return U.new_ones(U.shape[1]), 1.0
-    M = _matrix(factor).to(U)
-    diagonal = (M @ U).mul_(U).sum(dim=0).clamp_min_(0)
-    norm, kept = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in (M, diagonal))
-    return diagonal, (kept / norm) ** 2 if norm > 0 else 1.0
+def _diagonal_along(factor: Factor, U: Tensor) -> Tensor:
+    """Return the diagonal of UᵀMU."""
+    return U.new_ones(U.shape[1]) if factor is None else (_matrix(factor).to(U) @ U).mul_(U).sum(dim=0).clamp_min_(0)
 
 
 def _leading(factors: Sequence[Factor], size: int, like: Tensor) -> tuple[Tensor, Tensor]:

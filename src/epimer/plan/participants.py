@@ -30,7 +30,6 @@ from epimer.recipe.non_finite import ERROR, skips_tensors
 BLOCK = 1 << 22  # entries that are looked at at once
 SAMPLED = 1 << 18  # entries of a model that tell about all of them
 PLACES = 1024  # where such entries are taken from
-LEAST_PLACES = 4  # of one tensor
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ def sample_rows(
     Every tensor, given by its name, the rows to take it from and what these look like, has the same share of entries.
     """
     share = min(1.0, SAMPLED / sum(W.numel() for _, _, W in tensors))
-    most = max(LEAST_PLACES, PLACES // len(tensors))
+    most = max(1, PLACES // len(tensors))
     for name, rows, W in tensors:
         length, first = len(W) if W.dim() else 1, rows[0] if rows else 0
         wanted = max(1, round(share * W.numel()))
