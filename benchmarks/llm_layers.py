@@ -37,7 +37,7 @@ from epimer.engine.options import RunOptions
 from epimer.errors import EpimerError
 from epimer.methods.registry import Method
 from epimer.plan.memory import METHOD
-from epimer.plan.time import Speeds, measured_speeds
+from epimer.plan.time import Speeds
 
 SHAPES, PROJECTED = ["4096x14336", "8192x28672"], "kronecker-tensor"
 IN_A_BASIS = ("epimer_kron", "mats")  # methods that are also merged with projected factors
@@ -129,7 +129,7 @@ def planned(recipe: dict[str, Any], limit: str | None, speeds: Speeds) -> dict[s
 def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for every case, and for what is proposed instead of a case that is refused."""
     names = options.methods or [name for name in epimer.list_methods() if name not in ("greedy_soup", "auto")]
-    speeds = measured_speeds(torch.device("cpu"), 1)
+    speeds = RunOptions("cpu", workers=1).speeds()
     for text in options.shapes:
         for tasks in options.tasks:
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -33,6 +33,7 @@ STEPS_ALONG_MEAN = {"tensor": 40, "full": 60}  # at a small one, along the eigen
 LOW_RANK = 16  # of the approximation of a diagonal that starts a solve
 CHECKS = 4  # passes over a factor while it is checked
 SORTING = 4  # passes over a model that counting its magnitudes takes as long as
+LARGE, NEW_PAGES = 1 << 25, 1.6  # bytes of a tensor from which on each of its copies is new memory, and what that costs
 LONG = 0.03  # seconds of calls of which two are enough
 
 
@@ -43,6 +44,13 @@ def seconds(work: Work, speeds: Speeds) -> float:
 
 def work_of(method: Method, load: Workload) -> Work:
     """Return what a merge does: task vectors are taken, merged and added to the base."""
+    counts = _counts(method, load)
+    if not method.separable and load.itemsize * load.entries >= LARGE:
+        counts["bytes"] = round(NEW_PAGES * counts["bytes"])
+    return counts
+
+
+def _counts(method: Method, load: Workload) -> Work:
     tensor = load.itemsize * load.entries
     passes = load.tasks + 2 if method.separable else 2 * load.tasks + 4  # in parts, which stay in the cache, or whole
     if method.merge is average:  # as the models are read
