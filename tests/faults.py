@@ -23,8 +23,8 @@ ENVIRONMENT = {
     **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(SERVER.parent), os.environ.get("PYTHONPATH")])),
 }  # fmt: skip
-CPUINFO = re.compile(r"^info: failed to parse processor information from .*\n", re.MULTILINE)
-"""what torch prints where it cannot open /proc/cpuinfo, as with too few file handles"""
+CPUINFO = re.compile(r"^.*(?:/proc/cpuinfo|/sys/devices/system/cpu).*\n", re.MULTILINE)
+"""what torch prints where it cannot read about the processor, as with too few file handles"""
 MEASURED = re.compile(rb'"(?:(?:peak_memory|seconds)": (?:[\d.]+|null)|timings": \{[^}]*\})|\b\d{4}-\d\d-\d\d\b')
 """what a record tells of a run, not of its result: how long it took, and its date"""
 EMPTY = "an empty folder"
