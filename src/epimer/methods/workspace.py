@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from epimer.geometry import kronecker as solver
+
 if TYPE_CHECKING:
     from epimer.methods.registry import Method
 
 DOUBLE = 8  # bytes of what is solved and decomposed
 PAIRS = 1 << 21  # entries of the largest temporary of an exact projection of a diagonal, if a row has not more
-STACKED = 1024  # factors up to this size are multiplied by all tasks at once
-SMALL_SHIFT = 0.3  # damping below which a preconditioner has the eigenvectors of mean factors
-LEADING, LEADING_PAIRS = 64, 1024  # of a preconditioner: eigenvectors of a factor, and products of two
 SMALL_PIECES = 1.25  # what the heap keeps of matrices under a megabyte
 PIECE = 1 << 20  # bytes from where on a freed matrix is given back at once
 ITERATE = 10  # vectors of conjugate gradients, with the solution and the reference of the solve
@@ -218,14 +217,14 @@ def kronecker(load: Workload, p: int, q: int) -> int:
     eigenvectors of two factors.
     """
     factors, widest, full = p**2 + q**2, max(p, q) ** 2, load.basis == "full"
-    item, stacked = min(DOUBLE, load.itemsize), max(p, q) <= STACKED
+    item, stacked = min(DOUBLE, load.itemsize), max(p, q) <= solver.STACKED
     held = 0 if full and load.kind != "task-gram" else DOUBLE * load.tasks * factors
-    pairs = min(LEADING_PAIRS, p * q)
-    vectors = item * load.tasks * (min(p, LEADING) * p + min(q, LEADING) * q)
+    pairs = min(solver.PAIRS, p * q)
+    vectors = item * load.tasks * (min(p, solver.LEADING) * p + min(q, solver.LEADING) * q)
     leading = vectors + item * (pairs * (p + q) + 4 * pairs**2)
     stacks = item * load.tasks * (factors + 2 * p * q) if stacked else DOUBLE * widest
     decomposing = (item * load.tasks * factors + item * 4 * widest) if stacked else item * 2 * widest
-    if load.options.damping < SMALL_SHIFT:
+    if load.options.damping < solver.SMALL_SHIFT:  # times what the largest leave, which is 1 at most
         leading = max(leading, vectors + item * (factors + 2 * p * q))
         decomposing += item * 4 * widest
     points = 0 if full else DOUBLE * load.tasks * p * q

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from epimer.geometry import kronecker as solver
 from epimer.geometry.decompositions import eigh
 from epimer.geometry.svd import top_svd
 from epimer.methods import workspace
@@ -192,17 +193,17 @@ def kronecker(load: Workload) -> Work:
     full = load.basis == "full"
     p, q = load.shape if full else (load.directions, load.directions)
     product = 2 * load.tasks * p * q * (p + q)
-    where, small = "full" if full else "tensor", load.options.damping < workspace.SMALL_SHIFT
+    where, small = "full" if full else "tensor", load.options.damping < solver.SMALL_SHIFT
     steps = (STEPS_ALONG_MEAN if small else STEPS)[where]
     steps = min(steps, load.options.iterations or steps)
-    wide = max(p, q) > workspace.STACKED
+    wide = max(p, q) > solver.STACKED
     checked = Work(double=load.tasks * (p**3 + q**3) // 3) if wide else Work()
     if small:
         step, preparing = product + 4 * p * q * (p + q), Work(eigen_single=p**3 + q**3, single=product)
     else:
-        step, preparing = product, Work(single=workspace.LEADING_PAIRS**3)
+        step, preparing = product, Work(single=solver.PAIRS**3)
         if wide:
-            preparing += Work(leading=load.tasks * workspace.LEADING * (p * p + q * q))
+            preparing += Work(leading=load.tasks * solver.LEADING * (p * p + q * q))
         else:
             preparing += Work(eigen_single=load.tasks * (p**3 + q**3))
     return preparing + checked + Work(single=steps * step, double=3 * product)
@@ -216,7 +217,7 @@ def one_sided(load: Workload) -> Work:
     products = 2 * load.entries * side
     formed = 2 * load.tasks * products if load.kind == "task-gram" else 0
     bytes_ = workspace.DOUBLE * load.tasks * (4 * side**2 + 8 * load.entries)
-    checked = load.tasks * side**3 // 3 if load.kind != "task-gram" and side > workspace.STACKED else 0
+    checked = load.tasks * side**3 // 3 if load.kind != "task-gram" and side > solver.STACKED else 0
     return Work(single=formed + checked, double=(load.tasks + 3) * products + side**3, bytes=bytes_) + equation(load)
 
 
