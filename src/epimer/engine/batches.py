@@ -60,7 +60,8 @@ def stacks(jobs: Sequence[Job]) -> Iterator[Batch]:
     alike: dict[object, list[Job]] = {}
     for job in jobs:
         if rank := directions(job):
-            alike.setdefault((job.shape, rank, job.precision), []).append(job)
+            settings = id(job.method), id(job.options), job.inputs
+            alike.setdefault((job.shape, rank, job.precision, *settings), []).append(job)
     yield from batches([job for job in jobs if not directions(job)])
     for group in alike.values():
         size = max(1, STACKED // (len(group[0].weights) * math.prod(group[0].shape)))

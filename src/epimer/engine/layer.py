@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import torch
@@ -51,6 +51,23 @@ def merge_layer(job: Job, layer: Layer, curvature: LayerCurvature, *, wide: bool
     return replace(solution, status=status, note="; ".join(note for note in notes if note))
 
 
+def merge_stack(job: Job, layers: Sequence[Layer], curvatures: Sequence[LayerCurvature]) -> list[Solution | None]:
+    """Return the merged task vectors of matrices of one shape under one job's settings, made at once.
+
+    None stands for those that are to be merged one by one: where that cannot be done, or failed, or took another try,
+    of which the record of a tensor of its own tells.
+    """
+    assert job.method is not None
+    unsolved: list[Solution | None] = [None] * len(layers)
+    if job.method.merge_stack is None:
+        return unsolved
+    known = [_with_curvature(layer, curvature) for layer, curvature in zip(layers, curvatures, strict=True)]
+    with suppress(NumericalError, torch.OutOfMemoryError), fallbacks() as retried:
+        solutions = job.method.merge_stack(known, job.options)
+        return unsolved if retried else solutions
+    return unsolved
+
+
 @contextmanager
 def named_failure(name: str, deltas: Sequence[Delta], models: Sequence[int]) -> Iterator[None]:
     """Name the tensor, and the model whose task vector failed or, where all were together, has the largest entries."""
@@ -84,8 +101,12 @@ def _merge_once(job: Job, layer: Layer, curvature: LayerCurvature) -> Solution:
         return average(layer, job.options)
     if job.method.needs_curvature and not curvature.metrics:
         return replace(average(layer, job.options), note="no curvature: averaged")
-    layer = replace(layer, metrics=curvature.metrics, base_metric=curvature.base_metric, basis=curvature.basis)
+    layer = _with_curvature(layer, curvature)
     return fisher(layer, FISHER) if job.rule == "fisher" else job.method.merge(layer, job.options)
+
+
+def _with_curvature(layer: Layer, curvature: LayerCurvature) -> Layer:
+    return replace(layer, metrics=curvature.metrics, base_metric=curvature.base_metric, basis=curvature.basis)
 
 
 def without_zero_weights(job: Job, layer: Layer, curvature: LayerCurvature) -> tuple[Job, Layer, LayerCurvature]:

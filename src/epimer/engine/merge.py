@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import allocate, header, release_unused_pages
 from epimer.engine.batches import SMALL, Batch, batches, directions, stacks
-from epimer.engine.layer import merge_layer
+from epimer.engine.layer import merge_layer, merge_stack
 from epimer.engine.protocol import Engine
 from epimer.engine.task_vectors import Tensors, check_deltas, read_tensors, task_vectors
 from epimer.engine.weighted_sums import add_weighted_sum, in_precision
@@ -139,12 +139,11 @@ class MergeWalk:
         start: Tensor | None,
         deltas: list[Any],
         started: float,
-        atoms: Tagged | None = None,
     ) -> tuple[Tensor, TensorRecord]:
         """Merge task vectors where they are; what was read alongside has their curvature."""
         curvature = tensors.curvature.converted(deltas[0])
         result = torch.empty(job.template.shape, dtype=job.template.dtype, device=deltas[0].device)
-        solution = self._merge_deltas(job, start, deltas, result, curvature, atoms)
+        solution = self._merge_deltas(job, start, deltas, result, curvature)
         return result.to(job.device), _record(job, solution, equals_base(result, start), started)
 
     def _task_vectors(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor | None, list[Any]]:
@@ -156,7 +155,7 @@ class MergeWalk:
 
     def _merge_stack(self, batch: Batch, loaded: list[Tensors], device: torch.device) -> list[Merged]:
         """Merge matrices of one shape whose singular vectors are found for all of them at once."""
-        started, merged = time.perf_counter(), []
+        started = time.perf_counter()
         jobs = [self._weighted(job) for job in batch.jobs]
         read = [self._task_vectors(job, tensors, device) for job, tensors in zip(jobs, loaded, strict=True)]
         found: list[Tagged | None] = [None] * len(jobs)
@@ -164,15 +163,36 @@ class MergeWalk:
         if all(isinstance(D, Tensor) for deltas in layers for D in deltas) and not any(
             tensors.curvature.basis for tensors in loaded
         ):
-            with suppress(NumericalError):  # which does not say whose fault it was
+            with suppress(NumericalError, torch.OutOfMemoryError):  # which do not say whose fault it was
                 found = tagged_of_layers(layers, directions(jobs[0]))
+        curvatures = [tensors.curvature.converted(deltas[0]) for tensors, deltas in zip(loaded, layers, strict=True)]
+        del layers
+        return list(self._merge_found(jobs, read, found, curvatures, started))
+
+    def _merge_found(
+        self,
+        jobs: Sequence[Job],
+        read: list[tuple[Tensor | None, list[Any]]],
+        found: Sequence[Tagged | None],
+        curvatures: list[LayerCurvature],
+        started: float,
+    ) -> Iterator[Merged]:
+        """Merge matrices of one shape, of which most have their singular vectors, at once as far as that can be."""
+        whole = [i for i, atoms in enumerate(found) if atoms is not None]
+        layers = [self._layer(jobs[i], *read[i], found[i]) for i in whole]
+        solutions: dict[int, Solution | None] = {}
+        if whole:
+            made = merge_stack(jobs[0], layers, [curvatures[i] for i in whole])
+            solutions = dict(zip(whole, made, strict=True))
         del layers
         began = time.perf_counter()
         share = (began - started) / len(jobs)
-        for job, tensors, atoms in zip(jobs, loaded, found, strict=True):
-            merged.append((job, *self._merge_task_vectors(job, tensors, *read.pop(0), began - share, atoms)))
+        for i, job in enumerate(jobs):
+            start, deltas = read.pop(0)
+            result = torch.empty(job.template.shape, dtype=job.template.dtype, device=deltas[0].device)
+            solution = self._merge_deltas(job, start, deltas, result, curvatures.pop(0), found[i], solutions.get(i))
+            yield job, result.to(job.device), _record(job, solution, equals_base(result, start), began - share)
             began = time.perf_counter()
-        return merged
 
     def _weighted(self, job: Job) -> Job:
         """Return a job with the weights that the pre-pass found, if it did."""
@@ -257,6 +277,12 @@ class MergeWalk:
             solution = self._merge_deltas(job, W0, deltas, target, NO_CURVATURE)
         return solution
 
+    def _layer(self, job: Job, W0: Tensor | None, deltas: list[Any], atoms: Tagged | None = None) -> Layer:
+        """Return a tensor as its method sees it, but for its curvature."""
+        context = None if self.prepared is None else self.prepared.context
+        start = None if W0 is None else as_compute_dtype(W0)
+        return Layer(job.matrix, deltas, job.weights, context=context, inputs=job.inputs, base=start, atoms=atoms)
+
     def _merge_deltas(
         self,
         job: Job,
@@ -265,17 +291,20 @@ class MergeWalk:
         result: Tensor,
         curvature: LayerCurvature,
         atoms: Tagged | None = None,
+        found: Solution | None = None,
     ) -> Solution:
-        """Merge task vectors onto the base, and write that to `result`, in its shape and dtype."""
-        context = None if self.prepared is None else self.prepared.context
-        start = None if W0 is None else as_compute_dtype(W0)
-        layer = Layer(job.matrix, deltas, job.weights, context=context, inputs=job.inputs, base=start, atoms=atoms)
+        """Merge task vectors onto the base, and write that to `result`, in its shape and dtype.
+
+        `found` is their merge, where it was made together with other layers'.
+        """
+        layer = self._layer(job, W0, deltas, atoms)
+        start = layer.base
         for wide in (False, True):
             if job.rule == "statistic":
                 solution = convex_combination(layer, job.options.scale, based=W0 is not None)
                 total = solution.value.reshape(result.shape)
             else:
-                solution = merge_layer(job, layer, curvature, wide=wide)
+                solution = found if found is not None and not wide else merge_layer(job, layer, curvature, wide=wide)
                 total = job.options.scale * dense(solution.value).reshape(result.shape)
             if start is not None:
                 total += start

@@ -16,7 +16,7 @@ from epimer.geometry.frechet import Problem
 from epimer.geometry.linalg import squared_norm, weighted_sum
 from epimer.geometry.solution import Solution
 from epimer.geometry.subspace import Full, Tagged
-from epimer.geometry.svd import Svd, top_svd
+from epimer.geometry.svd import Svd, gram_svds, top_svd
 
 FAINT = 0.01  # share of the merge's energy along a direction below which a task's own is next to nothing
 
@@ -120,13 +120,14 @@ def calibrated_coordinates(x: Tensor, points: Sequence[Tensor], grams: Sequence[
     """Return `calibrated` in the coordinates of a tensor product U X Vᵀ that the merge lies in.
 
     With x = P diag(σ) Qᵀ the merge's left singular vectors are UP, so that all that is asked of a task vector is its
-    own coordinates UᵀD_tV, its `points`, and UᵀD_tD_tᵀU, its `grams`.
+    own coordinates UᵀD_tV, its `points`, and UᵀD_tD_tᵀU, its `grams`. x may be a stack of several layers, and points
+    and grams then are stacks too.
     """
-    P, sigma, Q = top_svd(x, min(x.shape))
+    P, sigma, Q = top_svd(x, min(x.shape)) if x.dim() == 2 else gram_svds(x)
     counted = torch.zeros_like(sigma)
     for point, gram in zip(points, grams, strict=True):
-        counted += _counts(sigma * ((point @ Q) * P).sum(0), ((gram @ P) * P).sum(0), sigma, least)
-    return (P * (sigma * len(points) / counted)) @ Q.T
+        counted += _counts(sigma * ((point @ Q) * P).sum(-2), ((gram @ P) * P).sum(-2), sigma, least)
+    return (P * (sigma * len(points) / counted).unsqueeze(-2)) @ Q.mT
 
 
 def _counts(inner: Tensor, energy: Tensor, sigma: Tensor, least: float) -> Tensor:

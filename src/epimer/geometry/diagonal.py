@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from epimer.geometry.subspace import Tagged
 
 CHUNK = 1 << 21  # elements of the largest temporary of an exact projection, which stays near the cache
+GPU_CHUNK = 1 << 25  # the same on a GPU, which is fast on large products only
 START_RANK = 8  # of the projection that preconditions a solve
 STEPS = 60  # of a solve on exact products, which cost about as much as one exact projection
 CHEAP = 1 << 28  # an exact projection of fewer multiplications than this needs no shortcut
+GPU_CHEAP = 1 << 38  # the same on a GPU, where starting the kernels of many small steps takes longer
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class TaggedDiagonal(SubspaceOperator):
 
     def solve(self, b: Tensor, shift: float) -> Solution:
         dtype, (m, n), p = self.atoms.U.dtype, self.F.shape, self.atoms.U.shape[1]
-        if self.tolerance > 0 and m * n * p * p > CHEAP:
+        if self.tolerance > 0 and m * n * p * p > (GPU_CHEAP if self.F.is_cuda else CHEAP):
             solution = replace(self, F=self.F.to(dtype))._iterate(b, shift)
             if solution.status is Status.CONVERGED:
                 return solution
@@ -92,11 +94,11 @@ def project_diagonal(F_mn: Tensor, U_mp: Tensor, V_np: Tensor) -> Tensor:
     """Return H[i,j] = Σ_ab F_ab U_ai U_aj V_bi V_bj at cost m·n·p², never forming S (m·n x p)."""
     if F_mn.shape[0] < F_mn.shape[1]:  # contract the longer side in the matrix product
         F_mn, U_mp, V_np = F_mn.T, V_np, U_mp
-    p = U_mp.shape[1]
+    p, chunk = U_mp.shape[1], GPU_CHUNK if F_mn.is_cuda else CHUNK
     H_pp = torch.zeros(p, p, dtype=torch.float64, device=F_mn.device)
     i = 0
     while i < p:
-        rows = max(1, min(p - i, CHUNK // (len(U_mp) * (p - i))))
+        rows = max(1, min(p - i, chunk // (len(U_mp) * (p - i))))
         pairs = (U_mp[:, i : i + rows, None] * U_mp[:, None, i:]).flatten(1)  # m x rows·(p - i)
         half = (F_mn.T @ pairs).view(-1, rows, p - i)
         H_pp[i : i + rows, i:] = torch.einsum("bij,bi,bj->ij", half, V_np[:, i : i + rows], V_np[:, i:])

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.decompositions import (
+    Eigh,
     cholesky,
     cholesky_solve,
     eigh,
+    eigvalsh,
     householder_product,
     householder_qr,
     thin_svd,
@@ -37,7 +39,7 @@ PROBE = 1e-3  # size of the error, relative to a column, that measures how error
 NEARLY_SQUARE = 0.75  # columns per row from which on a stack's Gram matrix is taken in float64
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 MAX_STEPS = 2000  # of conjugate gradients
-CPU_THREADS = min(8, os.cpu_count() or 1)  # that decompose a GPU's small matrices
+CPU_THREADS = min(16, os.cpu_count() or 1)  # that decompose a GPU's small matrices
 
 
 def nonfinite(x: Tensor) -> int:
@@ -171,16 +173,27 @@ def sandwich(M_nn: Tensor, U_np: Tensor) -> Tensor:
     return half_pp + half_pp.T
 
 
-def small_eigh(H: Tensor) -> tuple[Tensor, Tensor]:
+def small_eigh(H: Tensor) -> Eigh:
     """Return eigenvalues and eigenvectors of symmetric matrices; a GPU's small ones from the CPU, shared by threads."""
     if H.shape[-1] > SMALL_EIGH or not H.is_cuda:
         return eigh(H)
+    values, vectors = (torch.cat(parts) for parts in zip(*_shared_by_threads(eigh, H), strict=True))
+    return Eigh(values.reshape(H.shape[:-1]).to(H.device), vectors.reshape(H.shape).to(H.device))
+
+
+def small_eigvalsh(H: Tensor) -> Tensor:
+    """Return the eigenvalues of symmetric matrices, rising; a GPU's small ones from the CPU, shared by threads."""
+    if H.shape[-1] > SMALL_EIGH or not H.is_cuda:
+        return eigvalsh(H)
+    return torch.cat(_shared_by_threads(eigvalsh, H)).reshape(H.shape[:-1]).to(H.device)
+
+
+def _shared_by_threads(decompose: Callable[[Tensor], Any], H: Tensor) -> list[Any]:
+    """Return what every thread found out about its share of a stack of matrices, in order."""
     stacks = H.cpu().reshape(-1, *H.shape[-2:]).chunk(CPU_THREADS)
     contexts = [copy_context() for _ in stacks]  # in which a thread notes what it had to try again
     threads = _cpu_threads().map if len(stacks) > 1 else map
-    pairs = list(threads(lambda context, M: context.run(eigh, M), contexts, stacks))
-    values, vectors = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    return values.reshape(H.shape[:-1]).to(H.device), vectors.reshape(H.shape).to(H.device)
+    return list(threads(lambda context, M: context.run(decompose, M), contexts, stacks))
 
 
 @cache
@@ -377,35 +390,44 @@ def conjugate_steps(
     apply: Callable[[Tensor], Tensor],
     b: Tensor,
     precondition: Callable[[Tensor], Tensor],
-    goal: float,
+    goal: float | Tensor,
     max_steps: int | None = None,
+    *,
+    stacked: bool = False,
 ) -> Tensor:
     """Return what conjugate gradients make of `apply(y) = b` until the residual that they keep is below `goal`.
 
     The start is 0, so that the iterates stay in the operator's range and a consistent singular system is solved. A
     step works on the same tensors every time, so that a GPU can replay it, and asks the device for its numbers once.
+    With `stacked`, b[0], b[1], … are systems of their own, each with its goal in a tensor [l, 1, …]: one that has
+    reached it waits for the others.
     """
+    dims = tuple(range(int(stacked), b.dim()))
     y, r, direction = torch.zeros_like(b), b.clone(), torch.zeros_like(b)
-    rz, step, numbers = b.new_full((), math.inf), b.new_zeros(()), b.new_zeros(2)
+    one_each = [*b.shape[: int(stacked)], *(1 for _ in dims)]
+    rz, step = b.new_full(one_each, math.inf), b.new_zeros(one_each)
+    unfinished, asked = torch.ones_like(step, dtype=torch.bool), b.new_zeros(2, dtype=torch.bool)
 
     def advance() -> None:
         z = precondition(r)
-        current = (r * z).sum()
+        current = (r * z).sum(dims, keepdim=True)
         torch.addcmul(z, current / rz, direction, out=direction)
         image = apply(direction)
-        curvature = (direction * image).sum()
-        torch.div(current, curvature, out=step)
+        curvature = (direction * image).sum(dims, keepdim=True)
+        step.copy_(torch.where(unfinished, current / curvature, 0))
         r.addcmul_(step, image, value=-1)
         rz.copy_(current)
-        torch.stack([curvature, torch.linalg.vector_norm(r)], out=numbers)
+        positive, reached = curvature > 0, torch.linalg.vector_norm(r, dim=dims, keepdim=True) <= goal
+        torch.logical_and(positive, ~reached, out=unfinished)
+        torch.stack([positive.any(), unfinished.any()], out=asked)
 
     once_more = repeated(advance, b)
     for _ in range(max_steps or MAX_STEPS):
         once_more()
-        positive, size = numbers.tolist()
-        if not positive > 0:
+        positive, unconverged = asked.tolist()
+        if not positive:
             break
         y.addcmul_(step, direction)
-        if size <= goal:
+        if not unconverged:
             break
     return y

@@ -351,16 +351,17 @@ class TaskGram(Metric):
         return None
 
     def factors(self, U: Tensor | None, V: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return UᵀDDᵀU and VᵀDᵀDV, in float64."""
+        """Return UᵀDDᵀU and VᵀDᵀDV, in float64; of one task vector, or of a stack of them with stacks of U and V."""
         for left, right, factors, _ in self._known:
             if left is U and right is V:
                 return factors
-        left_pn = self.D if U is None else U.T @ self.D
+        left_pn = self.D if U is None else U.mT @ self.D
         right_mp = self.D if V is None else self.D @ V
         projection = None if U is None or V is None else (left_pn @ V).double()
-        size = float(torch.linalg.vector_norm(left_pn, dtype=torch.float64)) or 1.0  # squares stay within float32
-        left_pn, right_mp = left_pn / size, right_mp / size
-        factors = (left_pn @ left_pn.T).double() * size**2, (right_mp.T @ right_mp).double() * size**2
+        size = torch.linalg.vector_norm(left_pn, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+        size = torch.where(size > 0, size, 1.0)  # by which squares stay within float32
+        left_pn, right_mp = left_pn / size.to(left_pn.dtype), right_mp / size.to(right_mp.dtype)
+        factors = (left_pn @ left_pn.mT).double() * size**2, (right_mp.mT @ right_mp).double() * size**2
         self._known[:] = [(U, V, factors, projection)]
         return factors
 

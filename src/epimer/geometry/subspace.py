@@ -33,6 +33,7 @@ from epimer.geometry.svd import SVD_TOLERANCE, Svd, top_svd, top_svds
 BASIS_TOLERANCE = 4 * SVD_TOLERANCE  # error of a whitened basis
 CROWDED_TOLERANCE = 4e-4  # of the SVDs of a nearly square stack, which has a weak direction by chance alone
 SHARPEST = 3e-4  # error below which a sharper search is not worth it: SVDs are taken exactly
+SHARPEST_AT_ONCE = 1e-4  # the same where layers are searched at once, and exact SVDs cost many times as much
 DISTINCT, COPIES = 0.5, 0.9  # cosine up to which task vectors count as distinct, and from which on as copies
 LEAST = 0.5  # a stack's singular values below this are what copies differ by, not directions of their own
 
@@ -207,12 +208,37 @@ def _first_tolerance(deltas: Sequence[Tensor], rank: int) -> float:
 def tagged_of_layers(layers: Sequence[Sequence[Tensor]], rank: int) -> list[Tagged | None]:
     """Return the tagged bases of several layers of one shape, found at once: a GPU is fast on many matrices only.
 
-    None stands for a layer whose singular vectors are near-singular as a stack, or copies: it needs more care.
+    Those that need sharper singular vectors are searched once more. None stands for a layer whose singular vectors are
+    near-singular as a stack, or copies: it needs more care.
     """
-    tasks, tolerance = len(layers[0]), _first_tolerance(layers[0], rank)
+    found: list[Tagged | None] = [None] * len(layers)
+    tolerance, pending = _first_tolerance(layers[0], rank), list(range(len(layers)))
+    while pending:
+        bases = _tagged_within(tolerance, [layers[i] for i in pending], rank)
+        sharper = {}
+        for i, (atoms, error, bearable) in zip(pending, bases, strict=True):
+            if error <= bearable:
+                found[i] = atoms
+            elif bearable > SHARPEST_AT_ONCE:
+                sharper[i] = bearable
+        pending, before = list(sharper), tolerance
+        tolerance = min((before, *sharper.values()))
+        if tolerance == before:  # what is left did not get sharper
+            break
+    return found
+
+
+def _tagged_within(
+    tolerance: float, layers: Sequence[Sequence[Tensor]], rank: int
+) -> list[tuple[Tagged | None, float, float]]:
+    """Return every layer's tagged basis, the error of its singular vectors, and the error that it bears.
+
+    Copies and what is near-singular bear none.
+    """
+    tasks = len(layers[0])
     triples, errors = top_svds([D for deltas in layers for D in deltas], rank, tolerance)
     if any(len(triple.sigma) < rank for triple in triples):
-        return [None] * len(layers)
+        return [(None, math.inf, 0.0)] * len(layers)
     by_layer = [triples[start : start + tasks] for start in range(0, len(triples), tasks)]
     left, right = (
         torch.stack([torch.cat([triple[side] for triple in one], dim=1) for one in by_layer]) for side in (0, 2)
@@ -221,12 +247,12 @@ def tagged_of_layers(layers: Sequence[Sequence[Tensor]], rank: int) -> list[Tagg
     owner = torch.arange(tasks, device=sigma.device).repeat_interleave(rank)
     nearest = _largest_cosines(gram(left), gram(right), sigma, owner).tolist()
     (U, above), (V, below) = newton_schulz_polar(left), newton_schulz_polar(right)
-    found: list[Tagged | None] = []
+    found: list[tuple[Tagged | None, float, float]] = []
     for i, near in enumerate(nearest):
         amplification = max(above[i], below[i])
         bearable = BASIS_TOLERANCE / amplification if amplification else math.inf
-        good = near <= DISTINCT and max(errors[i * tasks : (i + 1) * tasks]) <= bearable
-        found.append(Tagged(U[i], V[i], sigma[i], owner) if good else None)
+        error = max(errors[i * tasks : (i + 1) * tasks]) if near <= DISTINCT else math.inf
+        found.append((Tagged(U[i], V[i], sigma[i], owner), error, bearable if near <= DISTINCT else 0.0))
     return found
 
 

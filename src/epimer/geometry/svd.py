@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.decompositions import cholesky, eigh, of_task, qr, solve_triangular, thin_svd
-from epimer.geometry.linalg import SMALL_EIGH, Delta, LowRank, gram, rounding_share, small_eigh
+from epimer.geometry.linalg import SMALL_EIGH, Delta, LowRank, gram, rounding_share, small_eigh, small_eigvalsh
 
 BLOCK = 16  # the search space's columns are a multiple of this, which matrix products like
 FIRST_LOOK, LARGEST = 3.5, 32  # columns of a block Krylov space per triple wanted, and blocks of it at most
@@ -121,6 +121,17 @@ def _gram_svd(A_mn: Tensor, k: int) -> Svd:
     return Svd(U / sigma.clamp_min(torch.finfo(torch.float64).tiny), sigma, V)
 
 
+def gram_svds(A: Tensor) -> Svd:
+    """Take the SVDs of a stack of small float64 matrices from the eigenvectors of AᵀA; A = U diag(σ) Vᵀ holds exactly.
+
+    Left singular vectors of singular values below 1e-8 of the largest are not orthogonal to each other.
+    """
+    V = small_eigh(gram(A)).vectors.flip(-1)
+    U = A @ V
+    sigma = torch.linalg.vector_norm(U, dim=-2)
+    return Svd(U / sigma.clamp_min(torch.finfo(torch.float64).tiny).unsqueeze(-2), sigma, V)
+
+
 def _nonzero(svd: Svd, A_mn: Delta) -> Svd:
     """Drop the triples that are zero up to the rounding of `A_mn`'s precision."""
     rank = int((svd.sigma > rounding_share(A_mn) * svd.sigma[0]).sum()) if svd.sigma.numel() else 0
@@ -216,11 +227,18 @@ def _filtered(A: Tensor, k: int, tolerance: float) -> tuple[Tensor, Tensor, Tens
     X = random_start(A.shape[-1], width).to(A).expand(*A.shape[:-2], -1, -1)
     for _ in range(FIRST_POWERS):
         X = product(X)
-    theta, X, image = ritz(product, X)
+    X = _orthonormal(X)
+    image = product(X)
+    H = (X.mT @ image).double()
+    theta = small_eigvalsh(torch.nan_to_num(0.5 * (H + H.mT))).flip(-1).to(X.dtype)  # a filter needs no Ritz vectors
     error = theta.new_ones(())
     for _ in range(ROUNDS):
-        degree = _degree(theta, k, error, tolerance)
-        theta, X, image = ritz(product, _chebyshev(product, X, image, theta, degree))
+        degree, filters = _filters(theta, k, error, tolerance)
+        Y = _chebyshev(product, X, image, theta, degree)
+        for _ in range(filters - 1):  # Ritz vectors in between would come from the CPU
+            X = _orthonormal(Y)
+            Y = _chebyshev(product, X, product(X), theta, degree)
+        theta, X, image = ritz(product, Y)
         leading = X[..., :k] * theta[..., None, :k]
         error = _mean_angle(theta, torch.linalg.vector_norm(image[..., :k] - leading, dim=-2), X.shape[-2], k)
         if not float(error.max()) > tolerance:
@@ -241,17 +259,20 @@ def _lowest(theta: Tensor) -> Tensor:
     return torch.maximum(theta[..., -1:], 1e-7 * theta[..., :1]).clamp_min(1e-30)
 
 
-def _degree(theta: Tensor, k: int, error: Tensor, tolerance: float) -> int:
-    """Return the degree of the next filter: what brings the error down to a third of `tolerance`, if float32 bears it.
+def _filters(theta: Tensor, k: int, error: Tensor, tolerance: float) -> tuple[int, int]:
+    """Return the degree of the next filters, and how many bring the error down to a third of `tolerance`, 3 at most.
 
-    T_d grows by about 2x a degree at x >> 1, and by x + √(x² - 1) anywhere: at the k-th value that is the gain.
+    T_d grows by about 2x a degree at x >> 1, and by x + √(x² - 1) anywhere: at the k-th value that is the gain. More
+    than float32 bears is divided among filters.
     """
     ratio = theta[..., [0, k - 1]] / _lowest(theta)
     widest, gain, missing = torch.stack([ratio[..., 0].max(), ratio[..., 1].min(), error.max()]).tolist()
     bearable = math.log(FILTER_RANGE) / math.log(4 * max(1.0, widest))
     x = max(1.01, 2 * gain - 1)
     needed = math.log(max(3 * missing / tolerance, 1.0)) / math.log(x + math.sqrt(x * x - 1))
-    return max(1, min(DEGREES, int(bearable), math.ceil(min(needed, DEGREES))))
+    most = max(1, min(DEGREES, int(bearable)))
+    filters = max(1, min(3, math.ceil(needed / most)))
+    return max(1, min(most, math.ceil(needed / filters))), filters
 
 
 def ritz(product: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

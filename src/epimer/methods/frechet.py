@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+import torch
 from torch import Tensor
 
 from epimer.geometry.aggregator import (
@@ -24,6 +25,7 @@ from epimer.geometry.frechet import build_problem
 from epimer.geometry.linalg import weighted_sum
 from epimer.geometry.metric import TaskGram
 from epimer.geometry.solution import Solution
+from epimer.geometry.stacked import StackedProblem, stacked_problem
 from epimer.geometry.subspace import (
     Basis,
     Full,
@@ -146,6 +148,53 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
     return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
 
 
+def frechet_stack(layers: Sequence[Layer], options: FrechetOptions) -> list[Solution | None]:
+    """Return the anchored steps of layers of one shape, solved at once where curvature has two factors a task."""
+    unsolved: list[Solution | None] = [None] * len(layers)
+    anchor = options.anchored_at("tensor")
+    atoms = [layer.atoms for layer in layers if layer.atoms is not None and layer.atoms.mix is None]
+    alike = len({layer.inputs for layer in layers}) == 1 and len(atoms) == len(layers)
+    known = alike and all(layer.metrics and layer.deltas[0].dtype == torch.float32 for layer in layers)
+    if not known or options.basis != "tensor" or anchor is None or options.jitter or options.damping <= 0:
+        return unsolved
+    free = all(isinstance(metric, TaskGram) for layer in layers for metric in layer.metrics)
+    if options.calibrate is not None and not (free and options.stays_in_subspace("tensor")):
+        return unsolved
+    U, V = torch.stack([one.U for one in atoms]), torch.stack([one.V for one in atoms])
+    deltas, weights = [layer.deltas for layer in layers], [layer.weights for layer in layers]
+    problem = stacked_problem([layer.metrics for layer in layers], deltas, U, V, weights, options.normalize)
+    if problem is None:
+        return unsolved
+    outside = None
+    if anchor == "tsv":
+        coefficients = [tsv_coefficients(one, layer.weights) for one, layer in zip(atoms, layers, strict=True)]
+        start = torch.stack(coefficients).double().diag_embed()
+    else:
+        outside = torch.stack([_anchor(layer, anchor, layer.atoms) for layer in layers])
+        start = (U.mT @ outside @ V).double()
+    solutions = problem.step(start, options.damping, options.iterations)
+    x = torch.stack([start[i] if one is None else one.value for i, one in enumerate(solutions)])
+    if options.calibrate is not None:
+        x = _calibrated_stack(x, problem, options.calibrate, outputs_first=bool(layers[0].inputs))
+    step = x if outside is None else x - start
+    values = U @ step.to(U.dtype) @ V.mT
+    values = values if outside is None else outside + values
+    rank = clamp_rank(layers[0].shape, len(weights[0]), options.rank)
+    note = rank_note(options.rank, rank)
+    return [
+        None if solution is None else replace(solution, value=value, rank=rank, note=note)
+        for solution, value in zip(solutions, values, strict=True)
+    ]
+
+
+def _calibrated_stack(x: Tensor, problem: StackedProblem, least: float, *, outputs_first: bool) -> Tensor:
+    """Return the coordinates of merges calibrated along the directions of their outputs, wherever they are stored."""
+    points = problem.points_ltpq.unbind(1)
+    if outputs_first:
+        return calibrated_coordinates(x, points, problem.G_ltpp.unbind(1), least)
+    return calibrated_coordinates(x.mT, [point.mT for point in points], problem.A_ltqq.unbind(1), least).mT
+
+
 def _calibrated(delta: Tensor, layer: Layer, least: float) -> Tensor:
     """Return a merged task vector calibrated along the directions of its outputs, wherever they are stored."""
     U, sigma, V = top_svd(delta, min(delta.shape))
@@ -236,9 +285,19 @@ def in_any_basis(options: FrechetOptions) -> bool:
 
 def epimer_free(layer: Layer, options: FrechetOptions) -> Solution:
     """Return the equation's solution with each task vector standing in for both factors of its curvature."""
-    if not layer.metrics or not all(isinstance(metric, TaskGram) for metric in layer.metrics):
-        layer = replace(layer, metrics=[TaskGram(D) for D in layer.deltas])
-    return frechet(layer, options)
+    return frechet(_self_curved(layer), options)
+
+
+def epimer_free_stack(layers: Sequence[Layer], options: FrechetOptions) -> list[Solution | None]:
+    """Return `epimer_free` of layers of one shape, solved at once."""
+    return frechet_stack([_self_curved(layer) for layer in layers], options)
+
+
+def _self_curved(layer: Layer) -> Layer:
+    """Return a layer whose task vectors stand in for their curvature."""
+    if layer.metrics and all(isinstance(metric, TaskGram) for metric in layer.metrics):
+        return layer
+    return replace(layer, metrics=[TaskGram(D) for D in layer.deltas])
 
 
 MEAN_LAWS = frozenset({"permutation", "copies", "scale_zero"})
@@ -271,6 +330,7 @@ METHODS: tuple[Method, ...] = (
         equation="tensor x kronecker x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
         citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=frechet,
+        merge_stack=frechet_stack,
         options=FrechetOptions(basis="tensor", aggregator="anchored", damping=1.0),
         curvature="kronecker",
         accepts=KRONECKER,
@@ -320,6 +380,7 @@ METHODS: tuple[Method, ...] = (
         equation="tensor x task-gram x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
         citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=epimer_free,
+        merge_stack=epimer_free_stack,
         options=FrechetOptions(basis="tensor", aggregator="anchored", anchor="tsv", damping=1.0, calibrate=1.0),
         curvature="task-gram",
         workspace=workspace.frechet,

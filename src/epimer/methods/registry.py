@@ -194,6 +194,9 @@ class Method(Generic[OptionsT]):
     directions: Callable[[OptionsT, Sequence[int], int], int] | None = None
     """with some options, for a shape and a number of models: how many singular vectors of each model a merge begins
     with, as a tagged basis, 0 for none; on a GPU those of many layers are found at once and given as `Layer.atoms`"""
+    merge_stack: Callable[[Sequence[Layer], OptionsT], list[Solution | None]] | None = None
+    """merges layers of one shape at once, with their `atoms`, as a GPU likes it; None stands for a layer that needs
+    more care, which `merge` has"""
     laws: frozenset[str] = frozenset()
     """which of the laws in epimer.testing it obeys at its defaults"""
     mergekit: Method | None = None
