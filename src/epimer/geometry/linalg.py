@@ -411,7 +411,7 @@ def conjugate_steps(
     def advance() -> None:
         z = precondition(r)
         current = (r * z).sum(dims, keepdim=True)
-        torch.addcmul(z, current / rz, direction, out=direction)
+        torch.addcmul(z, torch.where(unfinished, current / rz, 0), direction, out=direction)
         image = apply(direction)
         curvature = (direction * image).sum(dims, keepdim=True)
         step.copy_(torch.where(unfinished, current / curvature, 0))

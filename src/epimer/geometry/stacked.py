@@ -22,8 +22,8 @@ from epimer.geometry.solution import Solution
 from epimer.geometry.svd import random_start, ritz
 from epimer.records import Status
 
-LEADING = 16  # eigenvectors of each factor that a preconditioner uses
-PAIRS = 256  # products of them that it inverts exactly: steps are cheap here, and decompositions are not
+LEADING = 32  # eigenvectors of each factor that a preconditioner uses
+PAIRS = 512  # products of them that it inverts exactly: steps are cheap here, and decompositions are not
 STEPS = 200  # of conjugate gradients, after which a layer is left to a solve of its own
 CORRECTIONS = 8  # of a solution in single precision
 

@@ -23,6 +23,7 @@ FIRST_LOOK, LARGEST = 3.5, 32  # columns of a block Krylov space per triple want
 FIRST_POWERS = 2  # products with AᵀA before the first look at the spectrum
 ROUNDS = 6  # of filtering before a matrix is decomposed exactly
 DEGREES = 12  # of one filter at most
+SPARE = 10  # times below the tolerance that filters aim at: a degree more costs less than a round more
 FILTER_RANGE = 1e12  # how far a filter may set the first singular value above the last, which float32 must bear
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
 SVD_TOLERANCE = 1.5e-3  # root mean square angle between the triples found and the exact ones
@@ -260,7 +261,7 @@ def _lowest(theta: Tensor) -> Tensor:
 
 
 def _filters(theta: Tensor, k: int, error: Tensor, tolerance: float) -> tuple[int, int]:
-    """Return the degree of the next filters, and how many bring the error down to a third of `tolerance`, 3 at most.
+    """Return the degree of the next filters, and how many bring the error far below `tolerance`, 3 at most.
 
     T_d grows by about 2x a degree at x >> 1, and by x + √(x² - 1) anywhere: at the k-th value that is the gain. More
     than float32 bears is divided among filters.
@@ -269,7 +270,7 @@ def _filters(theta: Tensor, k: int, error: Tensor, tolerance: float) -> tuple[in
     widest, gain, missing = torch.stack([ratio[..., 0].max(), ratio[..., 1].min(), error.max()]).tolist()
     bearable = math.log(FILTER_RANGE) / math.log(4 * max(1.0, widest))
     x = max(1.01, 2 * gain - 1)
-    needed = math.log(max(3 * missing / tolerance, 1.0)) / math.log(x + math.sqrt(x * x - 1))
+    needed = math.log(max(SPARE * missing / tolerance, 1.0)) / math.log(x + math.sqrt(x * x - 1))
     most = max(1, min(DEGREES, int(bearable)))
     filters = max(1, min(3, math.ceil(needed / most)))
     return max(1, min(most, math.ceil(needed / filters))), filters
