@@ -43,10 +43,24 @@ class MergeWalk:
     """Merges the tensors of a plan."""
 
     def __init__(
-        self, plan: Plan, jobs: Sequence[Job], prepared: Prepared | None = None, *, stacked: bool = False
+        self,
+        plan: Plan,
+        jobs: Sequence[Job],
+        prepared: Prepared | None = None,
+        *,
+        stacked: bool = False,
+        written: bool = False,
     ) -> None:
-        """Merge these parts of a plan; where they are `stacked`, as a GPU likes it, matrices of one shape together."""
-        self.plan, self.prepared = plan, prepared
+        """Merge these parts of a plan.
+
+        Args:
+            plan: all of the merge.
+            jobs: which of its parts.
+            prepared: what the method's pre-pass found.
+            stacked: merge matrices of one shape together, as a GPU likes it.
+            written: results are written and then let go.
+        """
+        self.plan, self.prepared, self.written = plan, prepared, written
         self.jobs = list(stacks(jobs) if stacked else batches(jobs))
 
     def read(self, batch: Batch) -> list[Tensors]:
@@ -144,12 +158,13 @@ class MergeWalk:
         curvature = tensors.curvature.converted(deltas[0])
         result = torch.empty(job.template.shape, dtype=job.template.dtype, device=deltas[0].device)
         solution = self._merge_deltas(job, start, deltas, result, curvature)
-        return result.to(job.device), _record(job, solution, equals_base(result, start), started)
+        return self._moved(job, result), _record(job, solution, equals_base(result, start), started)
 
     def _task_vectors(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor | None, list[Any]]:
         """Return the base's tensor and the task vectors, on the device and in working precision."""
         base, tensors.base = tensors.base, None
-        start = None if base is None else base.to(device).to(job.precision)  # converted there, after the transfer
+        on_device = None if base is None else base.to(device, non_blocking=True)
+        start = None if on_device is None else on_device.to(job.precision)  # converted there, after the transfer
         del base
         return start, task_vectors(self.plan.participants, job, start, tensors, device)
 
@@ -191,8 +206,14 @@ class MergeWalk:
             start, deltas = read.pop(0)
             result = torch.empty(job.template.shape, dtype=job.template.dtype, device=deltas[0].device)
             solution = self._merge_deltas(job, start, deltas, result, curvatures.pop(0), found[i], solutions.get(i))
-            yield job, result.to(job.device), _record(job, solution, equals_base(result, start), began - share)
+            yield job, self._moved(job, result), _record(job, solution, equals_base(result, start), began - share)
             began = time.perf_counter()
+
+    def _moved(self, job: Job, result: Tensor) -> Tensor:
+        """Return a result where its tensor belongs; one that is written goes through memory that is used again."""
+        if self.written and result.is_cuda:
+            return allocate(result.shape, result.dtype).copy_(result)
+        return result.to(job.device)
 
     def _weighted(self, job: Job) -> Job:
         """Return a job with the weights that the pre-pass found, if it did."""

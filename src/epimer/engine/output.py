@@ -335,7 +335,7 @@ def _merge_all(
     stage.advance(sum(job.reads for job in plan.parts if job.key in done), "")
     left = [job.on(engine.devices[0]) for job in plan.parts if job.key not in done]
     # Another machine's writes are not synced by this one.
-    walk = WritingWalk(MergeWalk(plan, left, prepared), draft, sync=getattr(engine, "remote", False))
+    walk = WritingWalk(MergeWalk(plan, left, prepared, written=True), draft, sync=getattr(engine, "remote", False))
     for _, merged in engine.map(walk):
         for job, written, record in merged:
             draft.wrote(job.key, job.name, job.skip, *written, record)

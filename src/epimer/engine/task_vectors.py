@@ -55,7 +55,7 @@ def task_vectors(
             D = W.to(device, job.precision)
             deltas.append(D if job.factored and len(D.A) else D.dense().reshape(job.shape))
             continue
-        E = W.to(device).to(job.precision)
+        E = W.to(device, non_blocking=True).to(job.precision)
         if start is not None:  # in place where that is nobody else's: what was read from a file, or has been converted
             E = E - start if E is W and model.checkpoint.in_memory else E.sub_(start)
         check_delta(participants, model, job, E)

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from epimer.checkpoints.checkpoint import PINNED
 from epimer.engine.memory import ROOM
 from epimer.engine.protocol import JobT, LoadedT, ResultT, Walk
 from epimer.errors import OutputError, ParameterError
@@ -181,6 +182,7 @@ class _Run(Generic[J, L, R]):
 
     def _read(self) -> None:
         torch.set_num_threads(self.threads)
+        PINNED.set(self.devices[0].type == "cuda")
         for i, job in enumerate(self.walk.jobs):
             self.budget.take(job.memory, self.stop)
             if self.stop.is_set():
@@ -198,6 +200,7 @@ class _Run(Generic[J, L, R]):
     def _work(self, device: torch.device, number: int) -> None:
         torch.set_num_threads(self.threads)
         stream = _worker_stream(device, number) if device.type == "cuda" else None
+        PINNED.set(stream is not None)
         if device.type == "cpu":
             ROOM.set(self._room)
         with torch.no_grad(), torch.cuda.stream(stream):

@@ -6,6 +6,7 @@ that is not solved to its goal is left to a solve of its own, which has more to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from epimer.geometry.frechet import MERGE_TOLERANCE
 from epimer.geometry.kronecker import BEARABLE, FLOOR, SINGLE
 from epimer.geometry.linalg import conjugate_steps, gram
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
-from epimer.geometry.solution import Solution
+from epimer.geometry.solution import Solution, solved
 from epimer.geometry.svd import random_start, ritz
 from epimer.records import Status
 
@@ -52,7 +53,7 @@ class StackedProblem:
         y, size_l = self._refined(b, shift_l, goal_l, max_steps)
         numbers = torch.stack([size_l, norm_l, goal_l]).T.tolist()
         steps = zip(start_lpq + y, numbers, strict=True)
-        return [_outcome(value, *sizes) for value, sizes in steps]
+        return [_outcome(value, *sizes, stopped=max_steps is not None) for value, sizes in steps]
 
     def _applied(self, x_ltpq: Tensor) -> Tensor:
         """Return Σ_t c_t G_t X_t A_t of every layer."""
@@ -115,9 +116,13 @@ class StackedProblem:
         return (self.c_lt * mean_diagonals(self.G_ltpp) * mean_diagonals(self.A_ltqq)).sum(1)
 
 
-def _outcome(value: Tensor, size: float, norm: float, goal: float) -> Solution | None:
-    """Return the solution of a layer with its residual; None where it missed its goal."""
-    return Solution(value, Status.CONVERGED, size / norm) if size <= goal and norm > 0 else None
+def _outcome(value: Tensor, size: float, norm: float, goal: float, *, stopped: bool) -> Solution | None:
+    """Return the solution of a layer with its residual; None where it missed its goal, unless it was to be stopped."""
+    if not norm > 0 or not (size <= goal or (stopped and math.isfinite(size))):
+        return None
+    if size <= goal:
+        return Solution(value, Status.CONVERGED, size / norm)
+    return solved(value, size / norm, iterative=True)
 
 
 def stacked_problem(

@@ -273,7 +273,7 @@ def _filters(theta: Tensor, k: int, error: Tensor, tolerance: float) -> tuple[in
     needed = math.log(max(SPARE * missing / tolerance, 1.0)) / math.log(x + math.sqrt(x * x - 1))
     most = max(1, min(DEGREES, int(bearable)))
     filters = max(1, min(3, math.ceil(needed / most)))
-    return max(1, min(most, math.ceil(needed / filters))), filters
+    return most if filters > 1 else max(1, math.ceil(needed)), filters
 
 
 def ritz(product: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
