@@ -8,7 +8,6 @@ import mmap
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from epimer.checkpoints.page_locked import PINNED, page_locked
 from epimer.errors import CheckpointError
 from epimer.geometry.linalg import LowRank
 from epimer.opened_files import reason
@@ -28,8 +28,6 @@ Rows = tuple[int, int] | None
 BLOCK = 1 << 26  # bytes of two tensors that are compared at a time
 LARGE = 1 << 20  # bytes from which a tensor gets pages of its own
 KEPT = 1 << 25  # bytes of unused pages that are kept for the next tensors
-PINNED: ContextVar[bool] = ContextVar("pinned", default=False)
-"""whether large tensors get page-locked memory, which a GPU copies from and to by itself and several times as fast"""
 SAMPLE = 4096  # bytes at the start, in the middle and at the end of a tensor that enter its fingerprint
 
 
@@ -174,9 +172,8 @@ def allocate_with_bytes(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tenso
     if not count:
         return torch.empty(shape, dtype=dtype), memoryview(b"")
     size = count * dtype.itemsize
-    if size >= LARGE and PINNED.get():
-        W = torch.empty(count, dtype=dtype, pin_memory=True)  # torch keeps it for the next tensors, as we do pages
-        return W.reshape(shape), W.view(torch.uint8).numpy().data
+    if size >= LARGE and (most := PINNED.get()) and (room := page_locked.take(size, most)) is not None:
+        return room.view(dtype).reshape(shape), room.numpy().data
     paged = size >= LARGE and hasattr(mmap, "MADV_HUGEPAGE")
     buffer = _PAGES.take(size) if paged else np.empty(size, np.uint8).data
     return torch.frombuffer(buffer, dtype=dtype, count=count).reshape(shape), buffer[:size]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Rows
+from epimer.checkpoints.page_locked import PINNED
 from epimer.errors import TensorError
 from epimer.geometry.linalg import LowRank, nonfinite
 from epimer.plan.inputs import check_finite
 from epimer.plan.jobs import Job
 from epimer.plan.layer_curvature import NO_CURVATURE, LayerCurvature
 from epimer.plan.participants import Participant, Participants
+
+READERS = 4  # threads that read for a GPU
 
 
 @dataclass
@@ -33,14 +39,35 @@ class Tensors:
 def read_tensors(participants: Participants, job: Job, rows: Rows = None, *, factors: bool = True) -> Tensors:
     """Read one tensor, or some rows, of the base and of every model; an adapter's as the `factors` it adds."""
     base = participants.base
-    models: list[Tensor | LowRank | None] = []
-    for model in participants.models:
-        delta = model.delta(job.name, base, rows) if factors and base is not None else None
-        if delta is not None:
-            for factor in (delta.A, delta.B):
-                check_finite(model, job.name, factor)
-        models.append(model.read(job.name, rows) if delta is None else delta)
-    return Tensors(None if base is None else base.read(job.name, rows), models)
+
+    def read(model: Participant) -> Tensor | LowRank:
+        delta = model.delta(job.name, base, rows) if factors and base is not None and model is not base else None
+        if delta is None:
+            return model.read(job.name, rows)
+        for factor in (delta.A, delta.B):
+            check_finite(model, job.name, factor)
+        return delta
+
+    start, *models = _at_once(read, [base, *participants.models])
+    assert not isinstance(start, LowRank)
+    return Tensors(start, models)
+
+
+def _at_once(
+    read: Callable[[Participant], Tensor | LowRank], models: Sequence[Participant | None]
+) -> list[Tensor | LowRank | None]:
+    """Read every model; a GPU merges faster than one thread reads, so that there several do."""
+    if not PINNED.get():
+        return [None if one is None else read(one) for one in models]
+    contexts = [copy_context() for _ in models]
+    tasks = zip(contexts, models, strict=True)
+    futures = [None if one is None else _readers().submit(context.run, read, one) for context, one in tasks]
+    return [None if future is None else future.result() for future in futures]
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(READERS, thread_name_prefix="reader")
 
 
 def task_vectors(

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import PINNED
+from epimer.checkpoints.page_locked import PINNED
 from epimer.engine.memory import ROOM
 from epimer.engine.protocol import JobT, LoadedT, ResultT, Walk
 from epimer.errors import OutputError, ParameterError
@@ -26,6 +26,7 @@ J = TypeVar("J")
 L = TypeVar("L")
 R = TypeVar("R")
 AHEAD = 2  # jobs that are read ahead, per worker
+PINNED_AT_MOST = 1 << 33  # bytes that are page-locked for a GPU where there is no limit
 IN_FLIGHT = 8  # jobs that are read and not yet consumed, per worker: more would only take memory
 
 
@@ -50,8 +51,12 @@ class Threads:
         for device in set(self.devices):
             if device.type == "cuda":
                 eigh(torch.eye(2, device=device))  # loads a library, which two threads must not do at once
-        budget = Budget(self.memory, IN_FLIGHT * len(self.devices))
-        run: _Run[Any, Any, Any] = _Run(walk, self.devices, self.threads, budget)
+        memory, pinned = self.memory, 0
+        if self.devices[0].type == "cuda":  # what is page-locked and waits for the next tensors is in use too
+            pinned = PINNED_AT_MOST if memory is None else memory // 4
+            memory = None if memory is None else memory - pinned
+        budget = Budget(memory, IN_FLIGHT * len(self.devices))
+        run: _Run[Any, Any, Any] = _Run(walk, self.devices, self.threads, budget, pinned)
         with torch_threads(self.threads):
             yield from run.results()
 
@@ -147,9 +152,9 @@ class _Run(Generic[J, L, R]):
     """One walk in progress."""
 
     def __init__(
-        self, walk: Walk[Any, Any, Any], devices: Sequence[torch.device], threads: int, budget: Budget
+        self, walk: Walk[Any, Any, Any], devices: Sequence[torch.device], threads: int, budget: Budget, pinned: int
     ) -> None:
-        self.walk, self.devices, self.threads, self.budget = walk, devices, threads, budget
+        self.walk, self.devices, self.threads, self.budget, self.pinned = walk, devices, threads, budget, pinned
         self.stop, self.turns = Event(), Turns()
         self.todo: Queue[tuple[int, J, L] | None] = Queue(maxsize=AHEAD * len(devices))
         self.done: Queue[tuple[int, R | _Failure]] = Queue()
@@ -182,7 +187,7 @@ class _Run(Generic[J, L, R]):
 
     def _read(self) -> None:
         torch.set_num_threads(self.threads)
-        PINNED.set(self.devices[0].type == "cuda")
+        PINNED.set(self.pinned)
         for i, job in enumerate(self.walk.jobs):
             self.budget.take(job.memory, self.stop)
             if self.stop.is_set():
@@ -200,7 +205,7 @@ class _Run(Generic[J, L, R]):
     def _work(self, device: torch.device, number: int) -> None:
         torch.set_num_threads(self.threads)
         stream = _worker_stream(device, number) if device.type == "cuda" else None
-        PINNED.set(stream is not None)
+        PINNED.set(self.pinned)
         if device.type == "cpu":
             ROOM.set(self._room)
         with torch.no_grad(), torch.cuda.stream(stream):
