@@ -86,10 +86,13 @@ def basis_settings(recipe: Recipe, kind: str | None = None, rank: int | None = N
     """Return the kind and the rank of the basis that a recipe's merge will use, or those that are asked for."""
     known = known_parameters(recipe.merge_method)
     if kind is None and "basis" not in known:
-        raise ParameterError(f"{recipe.merge_method} is not merged in a basis; take epimer_kron, or say --kind.")
+        raise ParameterError(
+            f"{recipe.merge_method} is not merged in a basis; take epimer_kron, or `epimer basis --kind`."
+        )
     chosen = kind or str(recipe.parameters.get("basis", known["basis"].default))
     if chosen not in KINDS:
-        raise ParameterError(f"a basis is one of {', '.join(KINDS)}, got {chosen!r}; say which with --kind.")
+        remedy = "set 'basis' under 'parameters', or give `epimer basis` its --kind"
+        raise ParameterError(f"a basis is one of {', '.join(KINDS)}, got {chosen!r}; {remedy}.")
     if recipe.slices:
         raise ParameterError("a basis belongs to whole models, not to slices; list 'models'.")
     if recipe.base_model is None:

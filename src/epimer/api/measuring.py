@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from epimer.plan.curvature_inputs import basis_misfits
 from epimer.plan.merge import open_models
 from epimer.plan.participants import Participants, locate
 from epimer.recipe.load import open_recipe
-from epimer.recipe.model import Recipe, known_parameters
+from epimer.recipe.model import Recipe
 
 
 def measure_curvature(request: Request, run: RunOptions, shards: int | None = None) -> Curvature | None:
@@ -67,8 +68,10 @@ class RecipeBasis:
     progress: bool
 
     def exists(self) -> bool:
-        """Whether a basis of these models lies at its place; another one is not replaced, and not used."""
-        return (self.place / HEADER).is_file() and self._misfit(StoredBasis(self.place)) is None
+        """Whether a basis of these models lies at its place, and their merge takes one."""
+        with suppress(ParameterError):
+            return (self.place / HEADER).is_file() and self._misfit(StoredBasis(self.place)) is None
+        return False
 
     def build(self) -> None:
         """Build the basis, unless it is there when another process that builds it has ended."""
@@ -90,12 +93,11 @@ class RecipeBasis:
 
     def _misfit(self, basis: StoredBasis) -> str | None:
         """Tell what a basis is not as the recipe says; where the recipe does not name it, also by its defaults."""
-        if "basis" not in known_parameters(self.recipe.merge_method):
-            return f"{self.recipe.merge_method} is not merged in a basis"
         misfit = next(basis_misfits(basis, self.recipe, self.participants), None)
-        wanted = basis_settings(self.recipe)
-        if misfit is None and self.recipe.basis is None and (basis.kind, basis.rank) != wanted:
-            misfit = f"{basis.where} is {basis.kind} of rank {basis.rank}, the recipe means {wanted[0]} of {wanted[1]}"
+        if misfit is None and self.recipe.basis is None:
+            kind, rank = basis_settings(self.recipe)
+            if (basis.kind, basis.rank) != (kind, rank):
+                misfit = f"{basis.where} is {basis.kind} of rank {basis.rank}, the recipe means {kind} of rank {rank}"
         return misfit
 
 

@@ -152,6 +152,7 @@ def _stored_name(name: str, model: Participant, curvature: Curvature) -> str:
 
 def kind_problems(curvatures: Sequence[Curvature], basis: StoredBasis | None) -> Iterator[CurvatureError]:
     """Refuse curvature of several kinds, and projected curvature whose basis is not the merge's."""
+    alike = len({(curvature.kind, curvature.provenance.basis) for curvature in curvatures}) < 2
     for curvature in curvatures:
         first, provenance = curvatures[0], curvature.provenance
         if (provenance.kind, provenance.basis) != (first.kind, first.provenance.basis):
@@ -160,7 +161,7 @@ def kind_problems(curvatures: Sequence[Curvature], basis: StoredBasis | None) ->
             yield CurvatureError(
                 f"{first.where} is {first.kind} curvature, {curvature.where} is {other}; measure all models alike."
             )
-        elif provenance.basis is not None and (basis is None or basis.fingerprint != provenance.basis):
+        elif alike and provenance.basis is not None and (basis is None or basis.fingerprint != provenance.basis):
             remedy, name = "name its folder under 'basis'", provenance.basis_folder
             if basis is not None:
                 remedy = "measure it on this one"
