@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -51,6 +52,7 @@ def measure_curvature(request: Request, run: RunOptions, shards: int | None = No
                     why = error.problem
             if not kind.bases:
                 raise CurvatureError(f"{why}. --kind {request.kind} has no form in a basis; take kronecker.")
+            gc.collect()  # the refused measurement's model, so that it is not there twice
             on_first_rank(basis.build)
         told = f"curvature is measured in {basis.place}, the basis of the models of {request.recipe}"
         warn(EpimerWarning(f"{why}: {told}, and their merge finds it."))
