@@ -31,6 +31,14 @@ class CurvatureError(EpimerError):
     """Curvature that is missing, of the wrong kind or not positive semi-definite."""
 
 
+class TooLargeError(CurvatureError):
+    """Curvature that fits neither in memory nor on disk; `problem` tells sizes, without the remedy."""
+
+    def __init__(self, problem: str = "", remedy: str = "") -> None:
+        super().__init__(f"{problem}{remedy}")
+        self.problem = problem
+
+
 class NumericalError(EpimerError):
     """A matrix that cannot be decomposed, or a system that cannot be solved; `task` counts the one that it is of."""
 

@@ -754,7 +754,9 @@ def test_bases_that_do_not_fit(here):
         done("curvature", *on("bert", name), "--basis", "b", "--out", f"c-{name}")
     curvature = ["c-one", "c-two"]
     without = write_recipe("r.yaml", "epimer_kron", "bert", curvature)
+    Path("b").rename("elsewhere")
     assert_refused(run("merge", without, "out"), "c-one is projected on a basis that is not here", "under 'basis'")
+    Path("elsewhere").rename("b")
     another = write_recipe("r.yaml", "epimer_kron", "bert", curvature, basis="other")
     assert_refused(run("merge", another, "out"), "c-one is projected on a basis that is not here", "measure it on this")
     nowhere = write_recipe("r.yaml", "epimer_kron", "bert", curvature, basis="nowhere")

@@ -20,7 +20,7 @@ from epimer.plan.merge import open_models
 from epimer.plan.participants import state_dict_participants
 from epimer.progress import Progress
 from epimer.recipe.load import RecipeLike, open_recipe
-from epimer.recipe.model import known_parameters
+from epimer.recipe.model import Recipe, known_parameters
 
 
 @torch.no_grad()
@@ -70,19 +70,7 @@ def make_basis(
     out = output_path(out)
     check_new(out, HEADER, overwrite=overwrite)
     loaded, folder = open_recipe(recipe)
-    known = known_parameters(loaded.merge_method)
-    if kind is None and "basis" not in known:
-        raise ParameterError(f"{loaded.merge_method} is not merged in a basis; take epimer_kron, or say --kind.")
-    chosen = kind or str(loaded.parameters.get("basis", known["basis"].default))
-    if chosen not in KINDS:
-        raise ParameterError(f"a basis is one of {', '.join(KINDS)}, got {chosen!r}; say which with --kind.")
-    if loaded.slices:
-        raise ParameterError("a basis belongs to whole models, not to slices; list 'models'.")
-    if loaded.base_model is None:
-        raise ParameterError("a basis is made of task vectors, so the recipe needs a base_model.")
-    if rank is not None and rank < 1:
-        raise ParameterError(f"--rank must be at least 1, got {rank}.")
-    size: Any = rank or loaded.parameters.get("rank", known["rank"].default if "rank" in known else 32)
+    chosen, size = basis_settings(loaded, kind, rank)
     participants = open_models(loaded, folder=folder, progress=progress, measured=False).participants
     with Progress(progress) as bar, torch.no_grad():
         run = RunOptions(workers=workers, max_memory=max_memory)
@@ -92,3 +80,23 @@ def make_basis(
         about = {"rank": size, "models": [one.checkpoint.fingerprint for one in participants.all]}
         save_basis(bases, out, about=about, overwrite=overwrite)
     return StoredBasis(out)
+
+
+def basis_settings(recipe: Recipe, kind: str | None = None, rank: int | None = None) -> tuple[str, Any]:
+    """Return the kind and the rank of the basis that a recipe's merge will use, or those that are asked for."""
+    known = known_parameters(recipe.merge_method)
+    if kind is None and "basis" not in known:
+        raise ParameterError(
+            f"{recipe.merge_method} is not merged in a basis; take epimer_kron, or `epimer basis --kind`."
+        )
+    chosen = kind or str(recipe.parameters.get("basis", known["basis"].default))
+    if chosen not in KINDS:
+        remedy = "set 'basis' under 'parameters', or give `epimer basis` its --kind"
+        raise ParameterError(f"a basis is one of {', '.join(KINDS)}, got {chosen!r}; {remedy}.")
+    if recipe.slices:
+        raise ParameterError("a basis belongs to whole models, not to slices; list 'models'.")
+    if recipe.base_model is None:
+        raise ParameterError("a basis is made of task vectors, so the recipe needs a base_model.")
+    if rank is not None and rank < 1:
+        raise ParameterError(f"--rank must be at least 1, got {rank}.")
+    return chosen, rank or recipe.parameters.get("rank", known["rank"].default if "rank" in known else 32)

@@ -23,7 +23,8 @@ def basis(
 ) -> None:
     """Build the basis of a recipe's models, to measure only the curvature that lies in it.
 
-    Give it to `epimer curvature --basis`, and to the recipe as `basis: FOLDER`.
+    Give it to `epimer curvature --basis`; merges find it beside that curvature, or by `basis: FOLDER` in the recipe.
+    `epimer curvature --recipe` builds it by itself where the whole curvature would be too large.
     """
     from epimer.api import make_basis
 

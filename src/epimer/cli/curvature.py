@@ -25,6 +25,7 @@ TASKS = (
     "causal-lm, text-classification, image-classification, seq2seq-lm, image-text-to-text or "
     "automatic-speech-recognition."
 )
+RECIPE = "The merge it is for: where the whole is too large, it is measured in a basis of that recipe's models."
 NOT_REQUESTED = ("engine", "address", "shards", "as_json", "quiet")  # options that are about how, not what
 
 
@@ -41,6 +42,7 @@ def curvature(
     labels: Annotated[str, typer.Option(help="model (sampled from its prediction), true or expected.")] = "model",
     seed: Annotated[int, typer.Option(help="Of the choice of samples and of sampled labels.")] = 0,
     basis: Annotated[Path | None, option("Keep only what lies in this basis (epimer basis).")] = None,
+    recipe: Annotated[Path | None, option(RECIPE)] = None,
     layers: Annotated[list[str] | None, option("Name pattern of tensors to measure; may be repeated.")] = None,
     passes: Annotated[
         int | None, option("Passes over the data, some tensors in each; same result.", default="as memory asks for")
@@ -83,15 +85,15 @@ def curvature(
     """
     fields = {name: value for name, value in locals().items() if name not in NOT_REQUESTED}
 
+    from epimer.api.measuring import measure_curvature
     from epimer.curvature.distributed import leave
-    from epimer.curvature.measure import Request, measure
-    from epimer.engine.curvature_shards import measure_on_cluster
+    from epimer.curvature.measure import Request
     from epimer.engine.options import RunOptions
 
     request = Request(**{**fields, "layers": tuple(layers or ()), "progress": not (quiet or as_json)})
     run = RunOptions(device, engine=engine, address=address, progress=request.progress)
     with stoppable("nothing was written"), render.printed_warnings(shown=not (quiet or as_json)):
-        result = measure(request) if engine == "local" else measure_on_cluster(request, run, shards)
+        result = measure_curvature(request, run, shards)
     if result is not None and not quiet:
         _print_result(result, out, at, as_json=as_json)
     leave()

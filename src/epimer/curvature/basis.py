@@ -7,6 +7,7 @@ factors were rank-deficient, `.mix`; a tensor basis with a `.mix` also has `.lef
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ class StoredBasis(TensorParts[Basis]):
     """A basis folder: tensor name -> its basis, read from disk when it is accessed."""
 
     def __init__(self, folder: Path, where: str = "") -> None:
-        self.where = where or str(folder)
+        self.where, self.name = where or str(folder), Path(os.path.abspath(folder)).name
         header = read_header(folder, HEADER, "basis", "make one with `epimer basis`", self.where)
         self.kind = header.get("kind")
         if header.get("format") != FORMAT or self.kind not in ("tagged", "tensor"):

@@ -68,6 +68,9 @@ class Collector(ABC):
         """Return how many numbers are summed for one parameter."""
         return self.shapes[name].numel()
 
+    def warn_of_refused(self) -> None:  # noqa: B027  most kinds refuse nothing
+        """Name the matrices that are too wide, of those that a merge needs, before any data is read."""
+
     def finish(self, names: Iterable[str]) -> dict[str, Metric]:
         """Return the curvature of those parameters that could be measured, and free their sums."""
         return {name: self.metric(name, self.shapes[name]) for name in names if name not in self.refused}
@@ -180,10 +183,8 @@ class KroneckerCollector(Collector):
         for name, shape in self.shapes.items():
             if self.basis is None and (widest := max(shape[0], shape[1:].numel())) > WIDEST:
                 self.refused[name] = f"a factor of side {widest} is too large to keep without --basis (basis=)"
-        self._warn_of_refused()
 
-    def _warn_of_refused(self) -> None:
-        """Name the matrices that are too wide, of those that a merge needs, before any data is read."""
+    def warn_of_refused(self) -> None:
         if not (wide := [name for name in self.refused if is_matrix(name, self.shapes[name])]):
             return
         numbers = sum(side * side for name in wide for side in self.shapes[name])

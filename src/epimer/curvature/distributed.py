@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 from torch import distributed as dist
+
+from epimer.errors import EpimerError
+
+T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=12)  # for the slowest rank
 
@@ -19,6 +24,31 @@ def ranks() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Return, on every rank, what `work` returns on the first one; an error of its input is raised on all of them."""
+    rank, count = ranks()
+    outcome: list[T | EpimerError | None] = [None]
+    if rank == 0:
+        try:
+            outcome[0] = work()
+        except EpimerError as error:
+            outcome[0] = error
+    if count > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], EpimerError):
+        raise outcome[0]
+    return outcome[0]  # type: ignore[return-value]
+
+
+def first_of_ranks(value: T | None) -> T | None:
+    """Return, on every rank, the value of the first rank that has one; all ranks must call it."""
+    _, count = ranks()
+    values: list[T | None] = [value] * count
+    if count > 1:
+        dist.all_gather_object(values, value)
+    return next((one for one in values if one is not None), None)
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from epimer.curvature.gradient_passes import Measurement
 from epimer.curvature.kinds import KINDS, Kind
 from epimer.curvature.model_calls import eval_mode
 from epimer.curvature.passes import Passes, plan_passes
-from epimer.errors import CurvatureError, ParameterError, listed, nearest
+from epimer.errors import CurvatureError, ParameterError, TooLargeError, listed, nearest
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import Basis
 from epimer.methods.rules import stored_name
@@ -42,7 +43,7 @@ def estimate_curvature(
     labels: str = "model",
     ignore_index: int = IGNORED,
     samples: int | None = 256,
-    basis: Mapping[str, Basis] | None = None,
+    basis: Mapping[str, Basis] | Callable[[], Mapping[str, Basis]] | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
     sequence: str = "expand",
@@ -66,7 +67,8 @@ def estimate_curvature(
             the model's probability.
         ignore_index: the target that is ignored.
         samples: stop after this many; None takes all.
-        basis: from `build_basis`; only the curvature in its subspace is measured and kept.
+        basis: from `build_basis`; only the curvature in its subspace is measured and kept. A function that returns a
+            basis is called only where the whole curvature would fit neither in memory nor on disk.
         dtype: of the sums; by default float32, or float64 where the model is.
         seed: of the sampled labels.
         sequence: expand (tokens count one by one) or reduce (a sample is its mean input and summed gradient).
@@ -91,6 +93,10 @@ def estimate_curvature(
     wide = any(p.dtype == torch.float64 for p in stored.values())
     dtype = dtype or (torch.float64 if wide else torch.float32)
     parameters = members(stored)
+    build = basis if callable(basis) else None
+    if build is not None:
+        basis = build() if row.collector is None else None
+    assert not callable(basis)
     if row.collector is None:  # second derivatives are taken of parameters, not of parts of them
         parameters = {name: p for name, p in parameters.items() if name in stored}
         basis = {name: one for name, one in (basis or {}).items() if stored_name(name) == name} or None
@@ -105,11 +111,17 @@ def estimate_curvature(
             assert basis is not None
             measured = Measured(*projected_hessians(model, read, policy, kind, basis, chosen, dtype, bar))
         else:
-            shapes = {name: p.shape for name, p in chosen.items()}
-            collector = row.collector(shapes, dtype, first.device, basis=basis, reduce=sequence == "reduce")
-            measurement = Measurement(model, collector, policy)
-            sizes = _bytes_of_sums(row, collector, measurement.measurable)
-            plan = plan_passes(sizes, first.device, passes, None if scratch is None else Path(scratch))
+            planned = partial(_plan, model, row, policy, dtype, sequence, passes, scratch)
+            try:
+                measurement, collector, plan = planned(chosen, basis)
+            except TooLargeError:
+                if build is None:
+                    raise
+                basis = build()
+                chosen = _chosen(parameters, layers, basis)
+                _check_basis(basis, kind, parameters)
+                measurement, collector, plan = planned(chosen, basis)
+            collector.warn_of_refused()
             measured = _measure_in_passes(measurement, collector, row, read, plan, bar, samples or total)
     metrics = measured.metrics
     if not metrics:
@@ -133,6 +145,26 @@ def estimate_curvature(
         ties=_ties(model, metrics),
     )
     return Curvature(metrics, provenance)
+
+
+def _plan(
+    model: nn.Module,
+    row: Kind,
+    policy: Labels,
+    dtype: torch.dtype,
+    sequence: str,
+    passes: int | None,
+    scratch: str | Path | None,
+    chosen: Mapping[str, Tensor],
+    basis: Mapping[str, Basis] | None,
+) -> tuple[Measurement, Collector, Passes]:
+    """Return what measures the chosen tensors, what sums them up, and in which passes; refuse what fits nowhere."""
+    assert row.collector is not None
+    shapes, device = {name: p.shape for name, p in chosen.items()}, next(iter(chosen.values())).device
+    collector = row.collector(shapes, dtype, device, basis=basis, reduce=sequence == "reduce")
+    measurement = Measurement(model, collector, policy)
+    sizes = _bytes_of_sums(row, collector, measurement.measurable)
+    return measurement, collector, plan_passes(sizes, device, passes, None if scratch is None else Path(scratch))
 
 
 @dataclass(frozen=True)

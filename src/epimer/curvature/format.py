@@ -54,6 +54,7 @@ class Provenance:
     model: str | None = None  # fingerprint of the measured tensors, see `model_fingerprint`
     at: str | None = None  # fingerprint of the tensors it was measured at, where they are not the model's own
     basis: str | None = None  # fingerprint of the basis it was measured in
+    basis_folder: str | None = None  # the name of that basis's folder, without its path
     version: str = epimer.__version__
     counts: Mapping[str, int] = field(default_factory=dict)  # tensor -> its tokens without padding
     left_out: Mapping[str, str] = field(default_factory=dict)  # tensors that were not measured, and why
@@ -118,6 +119,8 @@ def _read_provenance(header: Mapping[str, Any], where: str) -> Provenance:
         entries = list(value.values()) if isinstance(value, dict) else [value]
         if isinstance(value, dict) is not (key in MAPPINGS) or not all(_fits(key, entry) for entry in entries):
             raise CurvatureError(f"{where}: {key} cannot be {short(value)}; {REMEDY}.")
+    if (name := values.get("basis_folder")) is not None and (name != Path(name).name or name == ".."):
+        raise CurvatureError(f"{where}: basis_folder must be a name without a path, got {short(name)}; {REMEDY}.")
     return Provenance(**values)
 
 

@@ -19,14 +19,23 @@ from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.lazy_tensors import LazyTensors
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import SEQUENCES, Curvature
-from epimer.curvature.distributed import process_group, ranks
+from epimer.curvature.distributed import first_of_ranks, process_group, ranks
 from epimer.curvature.estimate import estimate_curvature, matching
 from epimer.curvature.format import HEADER, stored_fingerprint
 from epimer.curvature.kept_inputs import TASKS, InputKeeper
 from epimer.curvature.kinds import KINDS
 from epimer.curvature.optimizer_state import MOMENTS
 from epimer.curvature.stored_names import on_disk, split_experts
-from epimer.errors import CheckpointError, CurvatureError, DataError, LeftOutWarning, ParameterError, listed, nearest
+from epimer.errors import (
+    CheckpointError,
+    CurvatureError,
+    DataError,
+    LeftOutWarning,
+    ParameterError,
+    TooLargeError,
+    listed,
+    nearest,
+)
 from epimer.geometry.linalg import nonfinite
 from epimer.methods.rules import stored_name, with_members
 from epimer.tasks.data import choose, open_data
@@ -72,6 +81,7 @@ class Request:
     fraction: float | None = None
     seed: int = 0
     basis: Path | None = None
+    recipe: Path | None = None  # of the merge that it is for; read by `api.measuring`
     layers: tuple[str, ...] = ()
     passes: int | None = None  # over the data; by default as many as memory asks for
     optimizer: Path | None = None
@@ -91,7 +101,7 @@ def measure(request: Request) -> Curvature | None:
     with process_group():
         rank, count = ranks()
         if request.data is not None:
-            part = measure_shard(request, basis, rank, count)
+            part = _measure_rank(request, basis, rank, count)
             total = part.summed_over_ranks()
             curvature = Curvature(total.metrics, total.provenance, inputs=part.inputs)
         else:
@@ -99,6 +109,20 @@ def measure(request: Request) -> Curvature | None:
         if rank == 0:
             curvature.save(request.out, overwrite=request.overwrite)
     return curvature if rank == 0 else None
+
+
+def _measure_rank(request: Request, basis: StoredBasis | None, rank: int, count: int) -> Curvature:
+    """Measure one rank's samples; with a recipe, what does not fit on one rank is refused on all of them."""
+    refusal: TooLargeError | None = None
+    try:
+        part = measure_shard(request, basis, rank, count)
+    except TooLargeError as error:
+        if request.recipe is None:
+            raise
+        refusal = error
+    if request.recipe is not None and (refusal := first_of_ranks(refusal)) is not None:
+        raise refusal
+    return part
 
 
 def check_request(request: Request) -> StoredBasis | None:
@@ -119,7 +143,9 @@ def check_request(request: Request) -> StoredBasis | None:
     if len(given) != 1:
         others = "or --optimizer, an optimiser's state to read, or --import, factors of kronfluence or bergson"
         raise ParameterError(f"give either --data, to measure on, {others}.")
-    for name in ("basis", "layers", "at", "passes"):
+    if None not in (request.basis, request.recipe):
+        raise ParameterError("give either --basis or --recipe, whose basis is found or built where it is needed.")
+    for name in ("basis", "recipe", "layers", "at", "passes"):
         if request.data is None and getattr(request, name):
             raise ParameterError(f"--{name} is for measuring on --data; leave it out with --{given[0]}.")
     if request.factors is not None and request.kind not in (None, "kronecker"):
@@ -127,8 +153,9 @@ def check_request(request: Request) -> StoredBasis | None:
     if request.optimizer is not None and request.kind not in (None, "diagonal"):
         raise ParameterError(f"an optimiser's state gives a diagonal; leave out --kind {request.kind}.")
     check_device_option(request.device)
-    if request.kind is not None and KINDS[request.kind].collector is None and request.basis is None:
-        raise ParameterError(f"--kind {request.kind} is measured in a basis only; make one with `epimer basis`.")
+    if request.kind is not None and KINDS[request.kind].collector is None and request.basis is request.recipe is None:
+        problem = f"--kind {request.kind} is measured in a basis only"
+        raise ParameterError(f"{problem}; make one with `epimer basis`, or say with --recipe which merge it is for.")
     check_new(request.out, HEADER, overwrite=request.overwrite)
     return None if request.basis is None else StoredBasis(Path(os.path.expanduser(request.basis)), str(request.basis))
 
@@ -224,7 +251,8 @@ def _estimate(
         )
     if basis is None:
         return curvature
-    return Curvature(curvature.metrics, replace(curvature.provenance, basis=basis.fingerprint))
+    provenance = replace(curvature.provenance, basis=basis.fingerprint, basis_folder=basis.name)
+    return Curvature(curvature.metrics, provenance)
 
 
 def _keeper(request: Request, task: Task) -> InputKeeper:

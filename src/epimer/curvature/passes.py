@@ -20,13 +20,17 @@ from torch import Tensor
 
 from epimer.atomic_files import explain_os_errors
 from epimer.curvature.kinds import tensors_of
-from epimer.errors import CurvatureError, EpimerWarning, warn
+from epimer.errors import EpimerWarning, TooLargeError, warn
 from epimer.geometry.metric import Metric
 from epimer.machine import available_memory
 
 SHARE = 0.6  # of the free memory that sums may take; the model's activations take the rest
 WRITTEN = 2  # times that curvature which is measured on disk is written: as it is finished, and when it is saved
 BASIS = "in a basis of the models to merge they are small: `epimer basis RECIPE BASIS`, then --basis BASIS (basis=)"
+REMEDY = (
+    ". Say which merge it is for, --recipe recipe.yaml (a function as basis=): it is then measured in a basis of the "
+    "models to merge, where it is small. Or choose tensors with --layers (layers=)."
+)
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,7 @@ def _check_disk(needed: int, host: int, folder: Path) -> None:
     if WRITTEN * needed > room:
         free = f"{host / 1e9:.2f} GB of memory and {room / 1e9:.2f} GB of disk at {folder} are free"
         taken = f"the curvature takes {needed / 1e9:.2f} GB, {WRITTEN} times that on disk, to be measured and saved"
-        raise CurvatureError(
-            f"{taken}; {free}. {BASIS[0].upper()}{BASIS[1:]}. Or choose tensors with --layers (layers=)."
-        )
+        raise TooLargeError(f"{taken}; {free}", REMEDY)
 
 
 def in_file(value: Tensor, folder: Path) -> Tensor:

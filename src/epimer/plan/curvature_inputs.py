@@ -11,11 +11,11 @@ from torch import Tensor
 
 from epimer.checkpoints.vocabulary import Aligned
 from epimer.curvature.aligned_rows import follow_rows
-from epimer.curvature.basis import StoredBasis
+from epimer.curvature.basis import HEADER, StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.format import stored_fingerprint
 from epimer.curvature.kinds import tensors_of
-from epimer.errors import CurvatureError, EpimerError
+from epimer.errors import CurvatureError, EpimerError, short
 from epimer.geometry.metric import Metric
 from epimer.geometry.subspace import clamp_rank
 from epimer.methods.registry import Method
@@ -85,7 +85,7 @@ def follow_tokens(models: Sequence[Participant], curvatures: list[Curvature] | N
 def open_measured(
     recipe: Recipe, folder: Path | None, problems: list[EpimerError]
 ) -> tuple[list[Curvature] | None, StoredBasis | None]:
-    """Open the curvature of the models and the basis, where the recipe names them."""
+    """Open the curvature of the models, where the recipe names it, and the basis that it or the curvature names."""
     curvatures: list[Curvature] = []
     measured = any(entry.curvature is not None for entry in recipe.models)
     for t, path in enumerate(entry.curvature for entry in recipe.models if measured):
@@ -98,7 +98,25 @@ def open_measured(
     if recipe.basis is not None:
         with collect_errors(problems, "basis"):
             basis = StoredBasis(Path(os.path.expanduser(locate(recipe.basis, folder))), recipe.basis)
+    else:
+        with collect_errors(problems, "basis"):
+            basis = _common_basis(curvatures, folder)
     return curvatures if measured else None, basis
+
+
+def _common_basis(curvatures: Sequence[Curvature], folder: Path | None) -> StoredBasis | None:
+    """Open the basis that all curvature is projected on, beside the curvature or the recipe; None where it is not."""
+    if len({curvature.provenance.basis for curvature in curvatures}) != 1:
+        return None
+    for curvature in curvatures:
+        if (name := curvature.provenance.basis_folder) is None or curvature.file is None:
+            continue
+        for place in (curvature.file.path.parent.parent / name, Path(locate(name, folder))):
+            if (place / HEADER).is_file():
+                basis = StoredBasis(place)
+                if basis.fingerprint == curvature.provenance.basis:
+                    return basis
+    return None
 
 
 def check_measured_models(
@@ -134,27 +152,39 @@ def _stored_name(name: str, model: Participant, curvature: Curvature) -> str:
 
 def kind_problems(curvatures: Sequence[Curvature], basis: StoredBasis | None) -> Iterator[CurvatureError]:
     """Refuse curvature of several kinds, and projected curvature whose basis is not the merge's."""
+    alike = len({(curvature.kind, curvature.provenance.basis) for curvature in curvatures}) < 2
     for curvature in curvatures:
         first, provenance = curvatures[0], curvature.provenance
         if (provenance.kind, provenance.basis) != (first.kind, first.provenance.basis):
-            other = curvature.kind if provenance.kind != first.kind else "on another basis"
+            other = "projected on a basis" if first.provenance.basis is None else "not on the same basis"
+            other = curvature.kind if provenance.kind != first.kind else other
             yield CurvatureError(
                 f"{first.where} is {first.kind} curvature, {curvature.where} is {other}; measure all models alike."
             )
-        elif provenance.basis is not None and (basis is None or basis.fingerprint != provenance.basis):
-            remedy = "name its folder under 'basis'" if basis is None else "measure it on this one"
+        elif alike and provenance.basis is not None and (basis is None or basis.fingerprint != provenance.basis):
+            remedy, name = "name its folder under 'basis'", provenance.basis_folder
+            if basis is not None:
+                remedy = "measure it on this one"
+            elif name is not None:
+                remedy = f"it was {short(name)}, looked for beside the curvature and the recipe: {remedy}"
             yield CurvatureError(f"{curvature.where} is projected on a basis that is not here; {remedy}.")
 
 
 def basis_problems(basis: StoredBasis, recipe: Recipe, participants: Participants) -> Iterator[CurvatureError]:
     """Refuse a basis that was built from other models, or otherwise than the recipe says."""
+    for misfit in basis_misfits(basis, recipe, participants):
+        yield CurvatureError(f"{misfit}; build it again with `epimer basis`.")
+
+
+def basis_misfits(basis: StoredBasis, recipe: Recipe, participants: Participants) -> Iterator[str]:
+    """Tell what a basis was built from, or with, that is not as the recipe says."""
     models = [participant.checkpoint.fingerprint for participant in participants.all]
     if basis.models is not None and basis.models != models:  # in their order: atoms are owned by number
-        yield CurvatureError(f"{basis.where} was built from other models, or in another order; run `epimer basis`.")
+        yield f"{basis.where} was built from other models, or in another order"
     for key, built in (("rank", basis.rank), ("basis", basis.kind)):
         wanted = recipe.parameters.get(key, built)
         if built is not None and wanted != built:
-            yield CurvatureError(f"{basis.where} was built with {key} {built}, the recipe says {wanted}; rebuild it.")
+            yield f"{basis.where} was built with {key} {built}, the recipe says {wanted}"
 
 
 def curvature_bytes(name: str, rule: str, W: Tensor, method: Method, curvatures: Curvatures | None) -> int:

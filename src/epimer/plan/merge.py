@@ -97,7 +97,10 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
     # mergekit's `normalize: false` sums the models themselves, so there is nothing to take differences from.
     if method.ignores_base or (method.sums_models and recipe.normalize_weights is False):
         participants = participants.without_base()
-    basis = opened.basis if recipe.basis is not None else None
+    projected = method.needs_curvature and "basis" in method.defaults
+    basis = opened.basis if recipe.basis is not None or projected else None
+    if basis is not None and recipe.basis is None:  # the curvature named it
+        recipe = recipe.model_copy(update={"basis": basis.where})
     curvatures = opened.curvatures if any(entry.curvature for entry in recipe.models) else None
     plan = plan_jobs(
         participants,

@@ -146,8 +146,8 @@ def test_what_fits_neither_memory_nor_disk_is_refused_before_any_data_is_read(mo
         raise AssertionError("data was read")
         yield
 
-    command = r"In a basis .*: `epimer basis RECIPE BASIS`, then --basis BASIS \(basis=\)\."
-    with pytest.raises(CurvatureError, match=rf"the curvature takes 0\.00 GB.*disk at .* are free\. {command}"):
+    remedy = r"Say which merge it is for, --recipe recipe\.yaml \(a function as basis=\)"
+    with pytest.raises(CurvatureError, match=rf"the curvature takes 0\.00 GB.*disk at .* are free\. {remedy}"):
         measure(case, "kronecker", batches(), scratch=tmp_path)
 
 
