@@ -394,7 +394,7 @@ def _plan_job(plan: Plan, name: str, settings: SettingsOf, depth: float, inputs:
     streams = job.entrywise and W.dim() > 0 and all(one.checkpoint.streams for one in participants.all)
     sizes = TensorInputs(len(job.models), dtype, to_read, basis, curvature, left_out, streams)
     load = method, rule, one, sizes, options
-    work = times(parts, work_of(*workload(method, rule, one, sizes, options))) + Work(bytes=2 * reads)
+    work = times(parts, work_of(*workload(method, rule, one, sizes, options))) + Work(files=2 * reads)
     return replace(
         job,
         reads=reads,

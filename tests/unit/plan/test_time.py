@@ -15,7 +15,19 @@ from epimer.plan.merge import plan_state_dicts
 from epimer.plan.participants import state_dict_participants
 from epimer.plan.time import Work, measured_speeds, seconds, times, work_of
 
-KERNELS = {"single", "double", "eigen", "eigen_single", "leading", "svd", "selected", "sorted", "random", "bytes"}
+KERNELS = {
+    "single",
+    "double",
+    "eigen",
+    "eigen_single",
+    "leading",
+    "svd",
+    "selected",
+    "sorted",
+    "random",
+    "bytes",
+    "files",
+}
 
 
 def work(method, shape=(768, 3072), tasks=8, kind=None, curvature=0, **options):
