@@ -58,7 +58,7 @@ def _counts(method: Method, load: Workload) -> Work:
         passes = (load.tasks + 2) // 2
     counts = Work(bytes=tensor * passes + CHECKS * load.curvature)
     if method.prepare is not None:
-        counts += Work(bytes=SORTING * method.passes * load.tasks * tensor)
+        counts += Work(files=SORTING * method.passes * load.tasks * tensor)  # read and counted by the host
     counts += order(method, load)
     if callable(method.workspace) and method.workspace in WORK:
         return counts + WORK[method.workspace](load)
