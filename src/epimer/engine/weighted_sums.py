@@ -10,7 +10,9 @@ from torch import Tensor
 
 from epimer.checkpoints.checkpoint import allocate
 from epimer.geometry.linalg import LowRank, dense, nonfinite
-from epimer.plan.memory import SUMMED
+from epimer.plan.memory import STREAMED
+
+SUMMED = 1 << 18  # entries of a larger tensor that are summed at a time: fewer cost more calls, more leave the cache
 
 
 def add_weighted_sum(
@@ -37,7 +39,7 @@ def add_weighted_sum(
     """
     given = [] if base is None else [base]
     given += [W if W.shape == result.shape else W.reshape(result.shape) for W in map(dense, models)]
-    if result.numel() <= SUMMED:  # any call, even one that only takes a view, makes workers wait for each other
+    if result.numel() <= STREAMED:  # any call, even one that only takes a view, makes workers wait for each other
         blocks = [(result, *given)]
     else:
         blocks = list(zip(*(torch.split(W.reshape(-1), SUMMED) for W in (result, *given)), strict=True))

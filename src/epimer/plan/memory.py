@@ -28,8 +28,7 @@ CHECKED = {"kronecker": 3 * 8, "ekfac": 8}  # bytes per entry of a factor while 
 RANK = 256  # from where on lower ranks are proposed where none is set
 STORED = 4  # bytes per entry of curvature in a folder
 SCRAPS, SCRAP_CHUNKS = 2.8, 10  # what the heap keeps of chunks that come and go: times their own size, and at least
-STREAMED = 1 << 20  # entries that are read at a time where entries stand alone
-SUMMED = 1 << 18  # of them that are summed at a time: fewer cost more calls, more leave the cache
+STREAMED = 1 << 20  # entries that are read and summed at a time where entries stand alone
 METHOD = "merge_method"  # what another method is called among settings
 
 Smaller = tuple[str, Any, int]
@@ -121,7 +120,7 @@ def memory_of(method: Method, rule: str, W: Tensor, inputs: TensorInputs, option
         working = workspace_bytes(method, load)
         if method.merge is average:  # which has one place for its sums
             blocks = 2 if W.dtype == inputs.dtype else 3  # in working precision: of a model, of their sum, of the base
-            working = max(working, blocks * min(W.numel(), SUMMED) * size - held)
+            working = max(working, blocks * min(W.numel(), STREAMED) * size - held)
         elif W.numel() > CHUNK:
             working = int(SCRAPS * working)
         kept = SCRAP_CHUNKS * CHUNK * size if W.numel() > CHUNK else 0
