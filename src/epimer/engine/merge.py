@@ -138,13 +138,18 @@ class MergeWalk:
                 assert self.plan.participants.base is not None
                 check_finite(self.plan.participants.base, job.name, tensors.base)
             if self._in_chunks(job, device):
-                result = allocate(job.template.shape, job.template.dtype)
+                result = self._room(job)
                 solution, unchanged = self._merge_rows(job, tensors, result)
             else:
                 if tensors.streamed:
                     tensors = read_tensors(self.plan.participants, job, job.rows)
                 return self._merge_task_vectors(job, tensors, *self._task_vectors(job, tensors, device), started)
         return result.to(job.device), _record(job, solution, unchanged, started)
+
+    def _room(self, job: Job) -> Tensor:
+        """Allocate a result: where it goes to a file in pages that the next one uses again, else in the caller's."""
+        kept, W = self.plan.participants.template.checkpoint.in_memory, job.template
+        return torch.empty(W.shape, dtype=W.dtype) if kept else allocate(W.shape, W.dtype)
 
     def _merge_task_vectors(
         self,
@@ -443,7 +448,10 @@ def merge_in_memory(
     pieces: dict[str, list[Tensor]] = {}
     records: dict[str, TensorRecord] = {}
     device = engine.devices[0]
-    walk = MergeWalk(plan, [job.on(device) for job in plan.parts], prepared, stacked=device.type == "cuda")
+    jobs = [job.on(device) for job in plan.parts]
+    if device.type == "cpu":
+        jobs.sort(key=lambda job: -job.memory)  # the largest first, so that no worker is left alone with it at the end
+    walk = MergeWalk(plan, jobs, prepared, stacked=device.type == "cuda")
     for batch, merged in engine.map(walk):
         for job, result, record in merged:
             pieces.setdefault(job.name, []).append(result)

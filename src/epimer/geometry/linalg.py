@@ -347,12 +347,8 @@ def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL) -
         return Solution(b.clone())
     H_pp = (H_pp + H_pp.T).mul_(0.5)
     H_pp.diagonal().add_(shift)
-    L, info = cholesky(H_pp)
-    pivots = L.diagonal().square()
-    noise = null * float(pivots.max())
-    if not info and (pivots.min() > noise or (shift > noise and pivots.min() > NULL * float(pivots.max()))):
+    if (L := positive_factor(H_pp, null, shift)) is not None:
         return Solution(cholesky_solve(b, L))
-    del L, pivots  # eigenvectors take their memory
     values, vectors = eigh(H_pp)
     largest = float(values[-1])
     if largest <= 0:
@@ -360,6 +356,27 @@ def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL) -
     damping = null * largest
     inverse = torch.where(values > damping, 1 / (values + damping), 0)  # below it there is only rounding
     return Solution(vectors @ (inverse[:, None] * (vectors.T @ b)), Status.DAMPED, damping=damping)
+
+
+def positive_factor(H_pp: Tensor, null: float, shift: float = 0.0) -> Tensor | None:
+    """Return L of H = LLᵀ in float64; None where H, which includes `shift` on its diagonal, may as well be singular."""
+    L, info = cholesky(H_pp)
+    pivots = L.diagonal().square()
+    noise = null * float(pivots.max())
+    if not info and (pivots.min() > noise or (shift > noise and pivots.min() > NULL * float(pivots.max()))):
+        return L
+    return None
+
+
+def symmetrize_(M: Tensor) -> Tensor:
+    """Replace a square matrix by the mean of itself and its transpose, block by block in the cache."""
+    for i in range(0, len(M), HALVED):
+        for j in range(i, len(M), HALVED):
+            upper, lower = M[i : i + HALVED, j : j + HALVED], M[j : j + HALVED, i : i + HALVED]
+            mean = (upper + lower.T).mul_(0.5)
+            upper.copy_(mean)
+            lower.copy_(mean.T)
+    return M
 
 
 def null_share(dtype: torch.dtype) -> float:

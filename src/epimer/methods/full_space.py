@@ -13,6 +13,7 @@ from torch import Tensor
 from epimer.errors import CurvatureError
 from epimer.geometry.checks import check_wide_blocks, check_wide_factor
 from epimer.geometry.frechet import Coordinates, build_problem
+from epimer.geometry.input_mean import LEAST, mean_of_inputs
 from epimer.geometry.linalg import as_compute_dtype, chunks, gram, mean_of, sandwich
 from epimer.geometry.metric import Diagonal, InputGram, Kronecker, Metric
 from epimer.geometry.operator import Elementwise, SubspaceOperator
@@ -91,10 +92,37 @@ def regmean(layer: Layer, options: RegMeanOptions) -> Solution:
         for side, A in grams
     ]
     _check(layer, grams, check_wide_blocks)
+    if _plain(layer, options, grams) and (mean := _mean_of_inputs(layer, grams, kept)) is not None:
+        return mean
     solution = frechet(replace(layer, metrics=metrics), options)
     if solution.damping > 0:
         _check(layer, grams, lambda side, A: check_wide_factor(side, A, A))
     return solution
+
+
+def _plain(layer: Layer, options: RegMeanOptions, grams: Sequence[tuple[str, Tensor]]) -> bool:
+    """Whether single precision may do: for wide matrices on a CPU, which multiplies float64 half as fast."""
+    tensors = [*layer.deltas, *(A for _, A in grams)]
+    return (
+        (options.basis == "full" and options.aggregator == "mean" and options.normalize == "none")
+        and options.damping == options.jitter == 0
+        and options.calibrate is None
+        and options.off_diagonal < 1
+        and layer.basis is None
+        and min(layer.deltas[0].shape) >= LEAST
+        and len(layer.deltas) > 1
+        and min(layer.weights) > 0
+        and len({side for side, _ in grams}) == 1
+        and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
+    )
+
+
+def _mean_of_inputs(layer: Layer, grams: Sequence[tuple[str, Tensor]], off_diagonal: float) -> Solution | None:
+    """Return regmean's solution, with products in single precision where they are exact enough; None if singular."""
+    if grams[0][0] == "A":
+        return mean_of_inputs(layer.deltas, [A for _, A in grams], layer.weights, off_diagonal)
+    solution = mean_of_inputs([D.T for D in layer.deltas], [A.T for _, A in grams], layer.weights, off_diagonal)
+    return None if solution is None else replace(solution, value=solution.value.T)
 
 
 def _input_gram(layer: Layer, t: int) -> tuple[str, Tensor]:

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+import epimer
 from epimer.engine.weighted_sums import add_weighted_sum
 from epimer.geometry.linalg import LowRank, weighted_sum
 from epimer.plan.memory import STREAMED
 
 SIZE = STREAMED + 77
 WEIGHTS = [0.2, 0.5, 0.3]
+POWERS = [0.125] * 3  # by which a sum is multiplied once
 
 
 def tensors(dtype, shape=(SIZE,)):
@@ -20,17 +22,18 @@ def tensors(dtype, shape=(SIZE,)):
 @pytest.mark.parametrize("scale", [1.0, 0.7])
 @pytest.mark.parametrize("based", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_it_has_the_bytes_of_the_plain_expression_and_is_near_float64(dtype, based, scale, shape):
+@pytest.mark.parametrize("weights", [WEIGHTS, POWERS, [1.0] * 3])
+def test_it_has_the_bytes_of_the_plain_expression_and_is_near_float64(weights, dtype, based, scale, shape):
     base, *models = tensors(dtype, shape)
     precision = torch.float64 if dtype == torch.float64 else torch.float32
     start = base.to(precision) if based else torch.zeros(shape, dtype=precision)
     result = torch.empty(shape, dtype=dtype)
-    assert add_weighted_sum(result, base if based else None, models, WEIGHTS, scale, precision)
-    plain = scale * weighted_sum([W.to(precision) - start for W in models], WEIGHTS) + start
+    assert add_weighted_sum(result, base if based else None, models, weights, scale, precision)
+    plain = scale * weighted_sum([W.to(precision) - start for W in models], weights) + start
     assert torch.equal(result, plain.to(dtype))
     origin = start.double()
-    exact = origin + scale * sum(w * (W.double() - origin) for w, W in zip(WEIGHTS, models, strict=True))
-    largest = 2 * max(float(W.abs().max()) for W in (base, *models))  # of any number on the way
+    exact = origin + scale * sum(w * (W.double() - origin) for w, W in zip(weights, models, strict=True))
+    largest = 2 * max(1, sum(weights)) * max(float(W.abs().max()) for W in (base, *models))  # of any number on the way
     assert (result.double() - exact).abs().max() <= 6 * torch.finfo(dtype).eps / 2 * largest
 
 
@@ -58,3 +61,11 @@ def test_large_numbers_that_fit_are_not_refused():
     models = [torch.full((SIZE,), 60000.0)] * 2
     result = torch.empty(SIZE, dtype=torch.float16)
     assert add_weighted_sum(result, None, models, [0.5, 0.5], 1.0, torch.float32)
+
+
+def test_a_sum_that_leaves_the_precision_before_its_weight_is_reported():
+    """The plain route, which multiplies first, then merges it."""
+    models = [torch.full((9,), 3e38)] * 2
+    assert not add_weighted_sum(torch.empty(9), None, models, [0.5, 0.5], 1.0, torch.float32)
+    merged = epimer.merge_state_dicts(None, [{"w": W} for W in models], "average")
+    assert torch.equal(merged["w"], models[0])

@@ -15,6 +15,7 @@ from epimer.geometry.linalg import (
     polar,
     sandwich,
     solve_spd,
+    symmetrize_,
 )
 
 
@@ -148,3 +149,11 @@ def test_what_is_not_finite_is_counted_wherever_it_is_and_what_is_large_is_not(d
             V = W.reshape(-1).clone()
             V[place : place + len(values)] = torch.tensor(values, dtype=torch.float64)
             assert nonfinite(V.to(dtype).reshape(3, 1001)) == len(values)
+
+
+@pytest.mark.parametrize("size", [1, 5, 512, 1100])
+def test_a_matrix_is_made_symmetric_in_place(size):
+    M = torch.randn(size, size, dtype=torch.float64)
+    expected = 0.5 * (M + M.T)
+    assert torch.equal(symmetrize_(M), expected)
+    assert torch.equal(M, expected)
