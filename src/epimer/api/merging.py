@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from epimer.checkpoints.memory import Model, copy_with
-from epimer.engine.merge import MergedState, merge_in_memory
+from epimer.engine.in_memory import MergedState, merge_in_memory
 from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.output import merge_record, warn_of
 from epimer.engine.store_output import write_output

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epimer.diagnosis.rounds import Improved, improve, measure_curvature
 from epimer.diagnosis.sweep import Merges, at_scales
-from epimer.engine.merge import MergedState, merge_in_memory
+from epimer.engine.in_memory import MergedState, merge_in_memory
 from epimer.engine.options import in_memory
 from epimer.engine.output import merge_record
 from epimer.errors import ParameterError, short

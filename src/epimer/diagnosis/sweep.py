@@ -15,8 +15,8 @@ from torch import Tensor
 
 from epimer.checkpoints.memory import Cached
 from epimer.engine.basis import build_bases
+from epimer.engine.in_memory import merge_in_memory
 from epimer.engine.memory import memory_budget
-from epimer.engine.merge import merge_in_memory
 from epimer.engine.options import RunOptions
 from epimer.errors import EpimerError, EpimerWarning, ParameterError, RecipeError
 from epimer.evaluation.judges import Evaluate, SplitScores

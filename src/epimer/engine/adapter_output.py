@@ -11,7 +11,8 @@ from epimer.checkpoints.adapter_files import CONFIG, WEIGHTS, adapter_config, ad
 from epimer.checkpoints.sidecar_files import sidecar_files
 from epimer.checkpoints.writer import Draft, as_json, plan_shards
 from epimer.engine.factors import FactorWalk
-from epimer.engine.merge import MergeWalk, joined, with_kept
+from epimer.engine.in_memory import joined, with_kept
+from epimer.engine.merge import MergeWalk
 from epimer.engine.options import RunOptions
 from epimer.engine.output import write_files
 from epimer.engine.protocol import Engine

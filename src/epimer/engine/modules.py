@@ -8,7 +8,7 @@ from pathlib import Path
 from epimer.checkpoints.folder import inside, open_file
 from epimer.checkpoints.sentence_modules import weights_that_differ
 from epimer.checkpoints.writer import encode_tensors
-from epimer.engine.merge import merge_in_memory
+from epimer.engine.in_memory import merge_in_memory
 from epimer.engine.options import in_memory
 from epimer.methods.registry import describe_method
 from epimer.plan.jobs import Plan, plan_jobs

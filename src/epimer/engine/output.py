@@ -30,8 +30,9 @@ from epimer.checkpoints.sidecar_files import (
 )
 from epimer.checkpoints.writer import Draft, Shard, as_json, plan_shards, recover, shard_index
 from epimer.checksums import sealed
+from epimer.engine.in_memory import all_records, joined, prepare
 from epimer.engine.memory import parse_size, peak_memory
-from epimer.engine.merge import MergeWalk, all_records, joined, prepare
+from epimer.engine.merge import MergeWalk
 from epimer.engine.model_card import model_card
 from epimer.engine.modules import merged_modules
 from epimer.engine.options import RunOptions

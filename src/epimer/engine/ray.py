@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import epimer
+from epimer.engine.in_memory import ReadWalk
 from epimer.engine.memory import parse_size, return_freed_memory
-from epimer.engine.merge import ReadWalk
 from epimer.engine.parcels import Scratch, own_scratch, pack, pack_walk, read_tensor, unpack
 from epimer.engine.protocol import JobT, LoadedT, ResultT, Walk
 from epimer.engine.threads import Threads

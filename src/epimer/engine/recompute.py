@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from epimer.engine.factors import FactorWalk
-from epimer.engine.merge import MergeWalk, prepare
+from epimer.engine.in_memory import prepare
+from epimer.engine.merge import MergeWalk
 from epimer.engine.options import RunOptions
 from epimer.plan.adapter import whole_tensors
 from epimer.plan.jobs import Job, Plan

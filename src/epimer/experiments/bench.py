@@ -17,7 +17,7 @@ from epimer.api import build_basis, merge_state_dicts
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.sweep import climb, scaled
-from epimer.engine.merge import MergedState
+from epimer.engine.in_memory import MergedState
 from epimer.errors import DataError, EpimerError, EpimerWarning
 from epimer.evaluation.evaluate import provenance
 from epimer.evaluation.metrics import shared_unit

@@ -67,7 +67,7 @@ def test_a_merge_of_stacks_is_the_merge_of_its_tensors(layers, method, monkeypat
             super().__init__(plan, jobs, prepared, stacked=True)
             seen.extend(len(batch.jobs) for batch in self.jobs if batch.stacked)
 
-    monkeypatch.setattr("epimer.engine.merge.MergeWalk", Stacked)
+    monkeypatch.setattr("epimer.engine.in_memory.MergeWalk", Stacked)
     together = epimer.merge_state_dicts(base, models, method, curvature=curvature, **given)
     assert seen == ([] if method == "average" else [LAYERS])
     for name, W in whole.items():
