@@ -175,6 +175,8 @@ class Method(Generic[OptionsT]):
     workspace: tuple[float, float] | Callable[[Workload], int] = (0.0, 4.0)
     """memory of a merge apart from its task vectors and curvature: tensors per model and tensors in any case, or a
     function of a tensor's size and options that returns bytes"""
+    sweeps: int = 1
+    """how often it goes over each task vector, where the workspace is not a function; for the time it takes"""
     selects: int = 0
     """how often a k-th largest entry of each task vector is searched for, which counts for the time it takes"""
     sorts: int = 0

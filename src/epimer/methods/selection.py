@@ -157,6 +157,7 @@ METHODS: tuple[Method, ...] = (
             options=SceOptions(),
             elementwise=True,
             workspace=(1.0, 8.0),
+            sweeps=3,
             selects=1,
             laws=ENTRYWISE,
         ),
@@ -184,6 +185,7 @@ METHODS: tuple[Method, ...] = (
         options=RamPlusOptions(),
         elementwise=True,
         workspace=(0.0, 8.0),
+        sweeps=4,
         laws=ENTRYWISE,
     ),
     Method(

@@ -34,7 +34,7 @@ STEPS_ALONG_MEAN = {"tensor": 40, "full": 60}  # at a small one, along the eigen
 LOW_RANK = 16  # of the approximation of a diagonal that starts a solve
 CHECKS = 4  # passes over a factor while it is checked
 SORTING = 4  # passes over a model that counting its magnitudes takes as long as
-LARGE, NEW_PAGES = 1 << 25, 1.6  # bytes of a tensor from which on each of its copies is new memory, and what that costs
+LARGE, NEW_PAGES = 1 << 25, 3.0  # bytes of a tensor from which on each of its copies is new memory, and what that costs
 LONG = 0.03  # seconds of calls of which two are enough
 
 
@@ -66,7 +66,7 @@ def _counts(method: Method, load: Workload) -> Work:
         return counts
     if method.separable:  # half of it stays in the cache
         return counts + Work(bytes=workspace_bytes(method, load) // 2)
-    return counts + Work(bytes=load.tasks * tensor + workspace_bytes(method, load))
+    return counts + Work(bytes=method.sweeps * load.tasks * tensor + workspace_bytes(method, load))
 
 
 def order(method: Method, load: Workload) -> Work:
