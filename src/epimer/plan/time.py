@@ -148,6 +148,8 @@ def equation(load: Workload) -> Work:
         counts += Work(single=2 * load.tasks * (load.entries + load.shape[0] * p) * p + 4 * load.entries * p)
     if anchor == "iso_c":
         counts += iso_c(load)
+    elif anchor is not None and anchor != "tsv":  # a mean of the task vectors, and their norms
+        counts += Work(bytes=(3 * load.tasks + 4) * load.itemsize * load.entries)
     if options.calibrate is not None:
         tensor = load.basis == "tensor" and options.stays_in_subspace(load.basis)
         side = p if tensor else min(load.shape)
