@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import release_unused_pages
+from epimer.engine.batches import TOGETHER
 from epimer.engine.merge import MergeWalk
 from epimer.engine.protocol import Engine
 from epimer.methods.registry import Method, Prepared, Prepass, describe_method
@@ -111,7 +112,8 @@ def merge_in_memory(
     device = engine.devices[0]
     jobs = [job.on(device) for job in plan.parts]
     if device.type == "cpu":
-        jobs.sort(key=lambda job: -job.memory)  # the largest first, so that no worker is left alone with it at the end
+        # The largest first, so that no worker is left alone with it at the end; others in their order, as are errors.
+        jobs.sort(key=lambda job: -job.memory if job.memory > TOGETHER else 0)
     walk = MergeWalk(plan, jobs, prepared, stacked=device.type == "cuda")
     for batch, merged in engine.map(walk):
         for job, result, record in merged:
