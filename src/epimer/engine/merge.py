@@ -156,9 +156,21 @@ class MergeWalk:
         started: float,
     ) -> tuple[Tensor, TensorRecord]:
         """Merge task vectors where they are; what was read alongside has their curvature."""
-        curvature = tensors.curvature.converted(deltas[0])
+        return self._merge_whole(job, start, deltas, tensors.curvature.converted(deltas[0]), started)
+
+    def _merge_whole(
+        self,
+        job: Job,
+        start: Tensor | None,
+        deltas: list[Any],
+        curvature: LayerCurvature,
+        started: float,
+        atoms: Tagged | None = None,
+        found: Solution | None = None,
+    ) -> tuple[Tensor, TensorRecord]:
+        """Return the merged tensor, where it belongs, and its record."""
         result = torch.empty(job.template.shape, dtype=job.template.dtype, device=deltas[0].device)
-        solution = self._merge_deltas(job, start, deltas, result, curvature)
+        solution = self._merge_deltas(job, start, deltas, result, curvature, atoms, found)
         return self._moved(job, result), _record(job, solution, equals_base(result, start), started)
 
     def _task_vectors(self, job: Job, tensors: Tensors, device: torch.device) -> tuple[Tensor | None, list[Any]]:
@@ -204,10 +216,10 @@ class MergeWalk:
         began = time.perf_counter()
         share = (began - started) / len(jobs)
         for i, job in enumerate(jobs):
-            start, deltas = read.pop(0)
-            result = torch.empty(job.template.shape, dtype=job.template.dtype, device=deltas[0].device)
-            solution = self._merge_deltas(job, start, deltas, result, curvatures.pop(0), found[i], solutions.get(i))
-            yield job, self._moved(job, result), _record(job, solution, equals_base(result, start), began - share)
+            (start, deltas), curvature = read.pop(0), curvatures.pop(0)
+            merged = self._merge_whole(job, start, deltas, curvature, began - share, found[i], solutions.get(i))
+            yield job, *merged
+            del start, deltas, curvature, merged
             began = time.perf_counter()
 
     def _moved(self, job: Job, result: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.decompositions import cholesky_solve
-from epimer.geometry.linalg import null_share, positive_factor, symmetrize_
+from epimer.geometry.linalg import null_share, positive_factor, symmetrize_, weighted_sum
 from epimer.geometry.solution import Solution, solved
 
 ALLOWED = 5e-6  # share of the merge by which single precision may miss it, along the probes
@@ -38,7 +38,7 @@ def mean_of_inputs(
         weights: λ_t, which sum to 1.
         off_diagonal: ρ of H_t = ρA_t + (1 - ρ) diag(A_t).
     """
-    center_mn = _center(deltas, weights)
+    center_mn = weighted_sum(deltas, weights)
     signs = torch.randint(2, (len(center_mn), PROBES), generator=torch.Generator().manual_seed(0))
     probes_mk = (2 * signs - 1).double()
     H_nn, exact_nk, single_nk = _sums(deltas, grams, weights, off_diagonal, center_mn, probes_mk)
@@ -87,14 +87,6 @@ def _sums(
             H_rn.add_(A_rn, alpha=kept)
             exact_rk.addmm_(A_rn, away_nk, alpha=kept)
     return symmetrize_(H_nn), exact_nk, single_kn.T.double()
-
-
-def _center(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return D̄ = Σ λ_t D_t."""
-    center, room = deltas[0] * weights[0], torch.empty_like(deltas[0])
-    for D, weight in zip(deltas[1:], weights[1:], strict=True):
-        center.add_(torch.mul(D, weight, out=room))
-    return center
 
 
 def _descent(

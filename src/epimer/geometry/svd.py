@@ -228,10 +228,8 @@ def _filtered(A: Tensor, k: int, tolerance: float) -> tuple[Tensor, Tensor, Tens
     X = random_start(A.shape[-1], width).to(A).expand(*A.shape[:-2], -1, -1)
     for _ in range(FIRST_POWERS):
         X = product(X)
-    X = _orthonormal(X)
-    image = product(X)
-    H = (X.mT @ image).double()
-    theta = small_eigvalsh(torch.nan_to_num(0.5 * (H + H.mT))).flip(-1).to(X.dtype)  # a filter needs no Ritz vectors
+    X, image, H = _rayleigh_quotient(product, X)
+    theta = small_eigvalsh(H).flip(-1).to(X.dtype)  # a filter needs no Ritz vectors
     error = theta.new_ones(())
     for _ in range(ROUNDS):
         degree, filters = _filters(theta, k, error, tolerance)
@@ -278,12 +276,18 @@ def _filters(theta: Tensor, k: int, error: Tensor, tolerance: float) -> tuple[in
 
 def ritz(product: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the Ritz values of AᵀA on span(Y), falling, the orthonormal Ritz vectors X, and AᵀAX."""
+    X, image, H = _rayleigh_quotient(product, Y)
+    values, vectors = small_eigh(H)
+    R = vectors.flip(-1).to(Y.dtype)
+    return values.flip(-1).to(Y.dtype), X @ R, image @ R
+
+
+def _rayleigh_quotient(product: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return orthonormal columns X with the span of Y, AᵀAX, and XᵀAᵀAX in float64."""
     X = _orthonormal(Y)
     image = product(X)
     H = (X.mT @ image).double()
-    values, vectors = small_eigh(torch.nan_to_num(0.5 * (H + H.mT)))  # a search that fails is noticed by its error
-    R = vectors.flip(-1).to(Y.dtype)
-    return values.flip(-1).to(Y.dtype), X @ R, image @ R
+    return X, image, torch.nan_to_num(0.5 * (H + H.mT))  # a search that fails is noticed by its error
 
 
 def _orthonormal(Y: Tensor) -> Tensor:
