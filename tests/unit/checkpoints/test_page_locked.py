@@ -6,13 +6,7 @@ import torch
 
 from epimer.checkpoints import checkpoint
 from epimer.checkpoints.page_locked import PINNED, PageLocked
-
-
-class Ordinary(PageLocked):
-    """Counts as page-locked memory does, without a GPU to lock it."""
-
-    def _allocate(self, size):
-        return torch.empty(size, dtype=torch.uint8)
+from ordinary_memory import Ordinary
 
 
 def test_no_more_is_locked_than_is_allowed_and_blocks_are_used_again():

@@ -5,20 +5,14 @@ import torch
 from safetensors.torch import save_file
 
 from epimer.checkpoints import checkpoint
-from epimer.checkpoints.page_locked import PINNED, PageLocked
+from epimer.checkpoints.page_locked import PINNED
 from epimer.engine.task_vectors import read_tensors
 from epimer.errors import CheckpointError
 from epimer.plan.merge import open_models, plan_recipe
 from epimer.recipe.load import open_recipe
+from ordinary_memory import Ordinary
 
 TASKS = 3
-
-
-class Ordinary(PageLocked):
-    """Counts as page-locked memory does, without a GPU to lock it."""
-
-    def _allocate(self, size):
-        return torch.empty(size, dtype=torch.uint8)
 
 
 @pytest.fixture
