@@ -15,7 +15,7 @@ from torch import Tensor
 
 from epimer.geometry.decompositions import cholesky_solve
 from epimer.geometry.linalg import null_share, positive_factor, symmetrize_, weighted_sum
-from epimer.geometry.solution import Solution, solved
+from epimer.geometry.solution import CONVERGED, Solution, solved
 
 ALLOWED = 5e-6  # share of the merge by which single precision may miss it, along the probes
 PROBES = 8  # random combinations of outputs along which that is measured
@@ -42,18 +42,20 @@ def mean_of_inputs(
     signs = torch.randint(2, (len(center_mn), PROBES), generator=torch.Generator().manual_seed(0))
     probes_mk = (2 * signs - 1).double()
     H_nn, exact_nk, single_nk = _sums(deltas, grams, weights, off_diagonal, center_mn, probes_mk)
-    L_nn = positive_factor(H_nn, null_share(torch.float32))
+    L_nn = positive_factor(H_nn, null_share(torch.float32), entrywise=True)
     if L_nn is None:
         return None
     center_nk = center_mn.double().T @ probes_mk
     merged_nk = center_nk + cholesky_solve(exact_nk, L_nn)
 
-    def missed(descent_nk: Tensor) -> float:
-        return _ratio(cholesky_solve(descent_nk - exact_nk, L_nn), merged_nk)
+    def is_exact(descent_nk: Tensor) -> bool:
+        error_nk = descent_nk - exact_nk
+        missed = _ratio(cholesky_solve(error_nk, L_nn), merged_nk)
+        return missed <= ALLOWED and _ratio(error_nk, exact_nk) <= CONVERGED
 
-    for dtype in (torch.float32, torch.float64) if missed(single_nk) <= ALLOWED else (torch.float64,):
+    for dtype in (torch.float32, torch.float64) if is_exact(single_nk) else (torch.float64,):
         descent_mn = _descent(deltas, grams, weights, off_diagonal, center_mn, dtype).double()
-        if dtype == torch.float64 or missed(descent_mn.T @ probes_mk) <= ALLOWED:
+        if dtype == torch.float64 or is_exact(descent_mn.T @ probes_mk):
             break
     step_nm = cholesky_solve(descent_mn.T, L_nn)
     residual = _ratio(H_nn @ (step_nm @ probes_mk) - exact_nk, exact_nk)

@@ -51,6 +51,8 @@ class KroneckerSum(SubspaceOperator):
     null: float = NULL
     max_steps: int | None = None
     """steps after which an iterative solve stops, converged or not"""
+    entrywise: bool = False
+    """whether factors are rounded entry by entry, relative to their diagonals, as Gram matrices of features are"""
     allowed: float = 0.0
     """error ‖y - y*‖ that makes no difference; where the curvature is in single precision, a solve may stop there"""
 
@@ -66,7 +68,9 @@ class KroneckerSum(SubspaceOperator):
         return _mean_diagonal(self.terms)
 
     def plus(self, other: Self, weight: float) -> KroneckerSum:
-        return replace(self, terms=self.terms + other.times(weight).terms, null=max(self.null, other.null))
+        terms = self.terms + other.times(weight).terms
+        entrywise = self.entrywise and other.entrywise
+        return replace(self, terms=terms, null=max(self.null, other.null), entrywise=entrywise)
 
     def times(self, weight: float) -> KroneckerSum:
         return replace(self, terms=tuple((weight * c, G, A) for c, G, A in self.terms))
@@ -126,9 +130,9 @@ class KroneckerSum(SubspaceOperator):
 
     def _one_sided(self, b: Tensor, factors: list[tuple[float, Factor]], shift: float, *, right: bool) -> Solution:
         H, rhs = _total(factors, b.shape[1] if right else b.shape[0], b), b.T if right else b
-        y, damping = (solution := solve_spd(H, rhs, shift, self.null)).value, solution.damping
-        relative = _relative_residual(H, y, rhs, shift + damping)
-        return solved(y.T if right else y, relative, damping)
+        solution = solve_spd(H, rhs, shift, self.null, entrywise=self.entrywise)
+        y = solution.value
+        return solved(y.T if right else y, _relative_residual(H, y, rhs, shift), solution.damping)
 
 
 def _relative_residual(H: Tensor, y: Tensor, b: Tensor, shift: float) -> float:

@@ -23,6 +23,7 @@ from epimer.geometry.decompositions import (
     eigvalsh,
     householder_product,
     householder_qr,
+    qr,
     thin_svd,
 )
 from epimer.geometry.replay import repeated
@@ -337,35 +338,60 @@ def sum_of_atoms(c_p: Tensor, U_mp: Tensor, V_np: Tensor) -> Tensor:
     return (U_mp * c_p.to(U_mp.dtype)) @ V_np.T
 
 
-def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL) -> Solution:
+def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL, *, entrywise: bool = False) -> Solution:
     """Solve (H + (shift + damping)·I) y = b for symmetric positive semi-definite H in float64.
 
     Damping is 0 unless H is singular, and then y is 0 in the null space. Eigenvalues of H below `null` of the largest
     are rounding; unless `shift` is above them, they count as zero. The residual is not computed here.
+
+    Args:
+        H_pp: H.
+        b: Right-hand sides, one per column.
+        shift: Share of the identity that is added to H.
+        null: Relative rounding error of H.
+        entrywise: Whether H_ij is rounded relative to √(H_ii H_jj), as in a Gram matrix of features. Eigenvalues are
+            then those of H scaled to unit diagonal, so that features of any size count alike, and the damping that is
+            returned is a share of the diagonal.
     """
     if not H_pp.numel():
         return Solution(b.clone())
     H_pp = (H_pp + H_pp.T).mul_(0.5)
     H_pp.diagonal().add_(shift)
-    if (L := positive_factor(H_pp, null, shift)) is not None:
+    if (L := positive_factor(H_pp, null, shift, entrywise=entrywise)) is not None:
         return Solution(cholesky_solve(b, L))
-    values, vectors = eigh(H_pp)
+    unit = unit_diagonal(H_pp)[:, None] if entrywise else torch.ones_like(H_pp[:, :1])
+    values, vectors = eigh(H_pp.div_(unit).div_(unit.T))
+    del H_pp
     largest = float(values[-1])
     if largest <= 0:
         return Solution(torch.zeros_like(b))
     damping = null * largest
-    inverse = torch.where(values > damping, 1 / (values + damping), 0)  # below it there is only rounding
-    return Solution(vectors @ (inverse[:, None] * (vectors.T @ b)), Status.DAMPED, damping=damping)
+    above = values > damping  # below it there is only rounding
+    values, vectors = values[above, None], vectors[:, above]
+    y = (vectors @ ((vectors.T @ (b / unit)) / (values + damping))).div_(unit)
+    if entrywise:  # the scaled system's solution of least norm has a part in the null space of H
+        Q, _ = qr(vectors.mul_(unit))
+        y = Q @ (Q.T @ y)
+    return Solution(y, Status.DAMPED, damping=damping)
 
 
-def positive_factor(H_pp: Tensor, null: float, shift: float = 0.0) -> Tensor | None:
-    """Return L of H = LLᵀ in float64; None where H, which includes `shift` on its diagonal, may as well be singular."""
+def unit_diagonal(H_pp: Tensor) -> Tensor:
+    """Return s with H_ij / (s_i s_j) of unit diagonal; 1 where the diagonal is zero."""
+    unit = H_pp.diagonal().clamp_min(0).sqrt()
+    return torch.where(unit > 0, unit, 1.0)
+
+
+def positive_factor(H_pp: Tensor, null: float, shift: float = 0.0, *, entrywise: bool = False) -> Tensor | None:
+    """Return L of H = LLᵀ in float64; None where H, which includes `shift` on its diagonal, may as well be singular.
+
+    With `entrywise`, pivots are compared with their own diagonal entries: those of H scaled to unit diagonal.
+    """
     L, info = cholesky(H_pp)
     pivots = L.diagonal().square()
-    noise = null * float(pivots.max())
-    if not info and (pivots.min() > noise or (shift > noise and pivots.min() > NULL * float(pivots.max()))):
-        return L
-    return None
+    largest = float(pivots.max())
+    share = float((pivots / (H_pp.diagonal() if entrywise else largest)).min())
+    enough = NULL if shift > null * largest else null
+    return L if not info and share > enough else None
 
 
 def symmetrize_(M: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -149,7 +149,7 @@ class Kronecker(Metric):
         null = max((null_share(M.dtype) for M in (self.A, self.G) if M is not None), default=null_share(torch.float64))
         left = _whole("G", self.G) if U is None else _sandwich("G", self.G, U)
         right = _whole("A", self.A) if V is None else _sandwich("A", self.A, V)
-        return KroneckerSum(((1.0, left, right),), null)
+        return KroneckerSum(((1.0, left, right),), null, entrywise=U is None and V is None)
 
     def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
         left, right = _sandwich("G", self.G, atoms.U), _sandwich("A", self.A, atoms.V)
@@ -218,7 +218,8 @@ class InputGram(Metric):
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         basis = V if self.inputs else U
         factor = Formed(self.form, self.mean_diagonal) if basis is None else self.along(basis).double()
-        return KroneckerSum(((1.0, None, factor) if self.inputs else (1.0, factor, None),), null_share(self.dtype))
+        term = (1.0, None, factor) if self.inputs else (1.0, factor, None)
+        return KroneckerSum((term,), null_share(self.dtype), entrywise=basis is None)
 
     def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
         inputs, outputs = (atoms.V, atoms.U) if self.inputs else (atoms.U, atoms.V)
@@ -411,7 +412,9 @@ class Projected(Metric):
 
     def on_tensor_product(self, U: Tensor | None, V: Tensor | None) -> SubspaceOperator:
         assert self.H is None
-        return Kronecker(A=self.A, G=self.G).on_tensor_product(None, None)
+        factors = Kronecker(A=self.A, G=self.G).on_tensor_product(None, None)
+        assert isinstance(factors, KroneckerSum)
+        return replace(factors, entrywise=False)  # projections are rounded relative to the whole curvature
 
     def on_tagged(self, atoms: Tagged, tolerance: float) -> SubspaceOperator:
         if self.H is not None:

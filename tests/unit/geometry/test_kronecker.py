@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import epimer
 from epimer.geometry import kronecker
 from epimer.geometry.aggregator import Anchored, Mean
 from epimer.geometry.frechet import MERGE_TOLERANCE, build_problem
@@ -241,3 +242,75 @@ def test_a_preconditioner_for_little_damping_is_symmetric_and_positive(name, dty
     if name == "one task":  # it is the inverse
         H = matrix_of_sum(terms) / shift + torch.eye(P * Q, dtype=torch.float64)
         assert relative(inverse @ H, torch.eye(P * Q).double()) < (1e-4 if dtype == torch.float32 else 1e-12)
+
+
+STRONG = 3  # of the inputs, 1000 times the others
+
+
+def strong_inputs(size, samples):
+    """Return each task's inputs in float64; one feature is 1000 times the others, as in every language model."""
+    generator = torch.Generator().manual_seed(0)
+    Z = torch.randn(len(WEIGHTS), samples, size, generator=generator, dtype=torch.float64)
+    Z[:, :, STRONG] *= 1e3
+    return Z
+
+
+def least_squares(deltas, inputs):
+    """Return the D nearest to the mean with the least Σ λ_t ‖(D - D_t) Z_tᵀ‖², by an SVD of all inputs."""
+    flat = sum(w * D for w, D in zip(WEIGHTS, deltas, strict=True))
+    rows = torch.cat([w**0.5 * Z for w, Z in zip(WEIGHTS, inputs, strict=True)])
+    wanted = torch.cat([w**0.5 * Z @ (D - flat).T for w, Z, D in zip(WEIGHTS, inputs, deltas, strict=True)])
+    unit = rows.square().mean(0).sqrt()
+    scaled = torch.linalg.pinv(rows / unit, rtol=1e-10) @ wanted / unit[:, None]
+    Q = torch.linalg.svd(rows, full_matrices=False).Vh[: torch.linalg.matrix_rank(rows / unit)]
+    return flat + (Q.T @ (Q @ scaled)).T
+
+
+def worst_column(merged, expected):
+    return float(((merged.double() - expected).norm(dim=0) / expected.norm(dim=0)).max())
+
+
+@pytest.mark.parametrize("inputs", [0, 1])
+@pytest.mark.parametrize("samples", [200, 8])
+@pytest.mark.parametrize(("method", "given"), [("regmean", {"off_diagonal": 1.0}), ("mats", {"damping": 0.0})])
+def test_one_strong_feature_does_not_hide_the_others(method, given, samples, inputs):
+    """Each input's column is compared, also if few samples leave directions without curvature."""
+    size = 40
+    Z = strong_inputs(size, samples)
+    deltas = torch.randn(len(WEIGHTS), 24, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = least_squares(deltas, Z)
+    grams = [(z.T @ z).float() for z in Z]
+    models = [{"w": (D if inputs else D.T).float().contiguous()} for D in deltas]
+    curvature = [{"w": epimer.Kronecker(**{"GA"[inputs]: A}, inputs=inputs)} for A in grams]
+    given = given | {"normalize": "none", "weights": WEIGHTS, "curvature": curvature}
+    if samples < size / len(WEIGHTS):
+        with pytest.warns(epimer.EpimerWarning, match="singular"):
+            merged = epimer.merge_state_dicts({"w": torch.zeros_like(models[0]["w"])}, models, method, **given)
+    else:
+        merged = epimer.merge_state_dicts({"w": torch.zeros_like(models[0]["w"])}, models, method, **given)
+        assert merged.record.tensors["w"].status == "exact"
+    assert worst_column(merged["w"] if inputs else merged["w"].T, expected) < 1e-3
+
+
+def test_regmean_solves_a_strong_feature_at_its_defaults():
+    size = 40
+    Z = strong_inputs(size, 200)
+    deltas = torch.randn(len(WEIGHTS), 24, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grams = [0.9 * z.T @ z + 0.1 * (z.T @ z).diagonal().diag() for z in Z]
+    total = sum(w * A for w, A in zip(WEIGHTS, grams, strict=True))
+    weighted = sum(w * D @ A for w, D, A in zip(WEIGHTS, deltas, grams, strict=True))
+    curvature = [{"w": epimer.Kronecker(A=(z.T @ z).float())} for z in Z]
+    models = [{"w": D.float()} for D in deltas]
+    merged = epimer.merge_state_dicts(None, models, "regmean", weights=WEIGHTS, curvature=curvature)
+    assert merged.record.tensors["w"].status == "exact"
+    assert worst_column(merged["w"], torch.linalg.solve(total, weighted, left=False)) < 1e-4
+
+
+def test_wudi_solves_a_strong_feature():
+    deltas = torch.randn(len(WEIGHTS), 24, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    deltas[:, :, STRONG] *= 1e3
+    inputs = [D / D.norm() for D in deltas]
+    models = [{"w": D.float()} for D in deltas]
+    merged = epimer.merge_state_dicts({"w": torch.zeros(24, 40)}, models, "wudi", weights=WEIGHTS, damping=0)
+    assert merged.record.tensors["w"].status == "exact"
+    assert worst_column(merged["w"], least_squares(deltas, inputs)) < 1e-3
