@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -10,7 +11,15 @@ import torch
 from torch import Tensor
 
 from epimer.geometry.decompositions import cholesky, cholesky_inverse, cholesky_solve, eigvalsh
-from epimer.geometry.linalg import NULL, conjugate_gradients, conjugate_steps, gram, small_eigh, solve_spd
+from epimer.geometry.linalg import (
+    NULL,
+    conjugate_gradients,
+    conjugate_steps,
+    gram,
+    small_eigh,
+    solve_spd,
+    unit_of_diagonal,
+)
 from epimer.geometry.operator import SubspaceOperator
 from epimer.geometry.solution import Solution, solved
 from epimer.geometry.svd import random_start, ritz
@@ -21,8 +30,7 @@ PROBES = 32  # combinations of columns that a residual is measured on
 ROWS = 32  # of a wide factor, widened at once
 LEADING = 64  # eigenvectors of each factor that a preconditioner may use
 PAIRS = 1024  # products of them that it inverts exactly
-SINGLE = 1e-6  # relative residual to reach where the curvature is in single precision
-DOUBLE = 1e-10  # the same where it is in float64
+DOUBLE = 1e-10  # relative residual at which a solve stops at the latest
 MIXED = 1 << 12  # unknowns from which single precision with corrections is faster than float64
 BEARABLE = 1e30  # size of factors and coefficients up to which, and down to whose inverse, single precision bears them
 SMALL_SHIFT = 0.3  # of what the largest eigenvalues leave: below it a preconditioner looks at all of the spectrum
@@ -81,19 +89,46 @@ class KroneckerSum(SubspaceOperator):
             return self._one_sided(b, [(c, A) for c, _, A in self.terms], shift, right=True)
         if all(A is None for _, _, A in self.terms):
             return self._one_sided(b, [(c, G) for c, G, _ in self.terms], shift, right=False)
-        if shift == 0 and (damping := self._singular()):  # no preconditioner: it would leave the operator's range
+        damping = self._missing_shift(shift, b.shape)
+        if damping == 0:
+            return self._iterated(b, shift)
+        if self.entrywise and (solution := self._scaled_solution(b, shift)) is not None:
+            return solution
+        if shift > 0:
+            solution = self._iterated(b, damping)
+        else:  # no preconditioner: it would leave the operator's range
             solution = conjugate_gradients(self.shifted(damping), b, tolerance=1e-8, max_steps=self.max_steps)
-            return replace(solution, status=Status.DAMPED, damping=damping)
+        return replace(solution, status=Status.DAMPED, damping=damping)
+
+    def _scaled_solution(self, b: Tensor, shift: float) -> Solution | None:
+        """Return the solution of a sum that looks singular only because its features differ in size, else None."""
+        sizes = _sizes(self.terms)
+        unit_p1 = _unit([(c * a, G) for (c, _, a), (_, G, _) in zip(sizes, self.terms, strict=True)])[:, None]
+        unit_1q = _unit([(c * g, A) for (c, g, _), (_, _, A) in zip(sizes, self.terms, strict=True)])
+        scaled = replace(self, terms=tuple((c, _rescaled(G, unit_p1), _rescaled(A, unit_1q)) for c, G, A in self.terms))
+        if scaled._missing_shift(shift / float(unit_p1.max() * unit_1q.max()) ** 2, b.shape) > 0:
+            return None
+        if shift > 0:
+            return self._iterated(b, shift)
+        solution = scaled._iterated(b / unit_p1 / unit_1q, 0.0)
+        return replace(solution, value=solution.value / unit_p1 / unit_1q)
+
+    def _iterated(self, b: Tensor, shift: float) -> Solution:
+        """Solve (H̃ + shift·I) y = b by conjugate gradients, in single precision as far as that leads to the goal."""
         norm = float(torch.linalg.vector_norm(b))
-        single = self._fits_single(shift)
-        if self.null > NULL and single:
-            return self._refined(b, shift, max(SINGLE * norm, shift * self.allowed))
-        if b.numel() >= MIXED and self.max_steps is None and single:
-            solution = self._refined(b, shift, DOUBLE * norm)
-            if solution.residual is not None and solution.residual <= DOUBLE:
+        limited = self.max_steps is not None
+        is_single = self.null > NULL
+        if (is_single or (b.numel() >= MIXED and not limited)) and self._fits_single(shift):
+            goal = max(DOUBLE * norm, shift * self.allowed if is_single else 0.0)
+            solution = self._refined(b, shift, goal)
+            if limited or solution.residual * norm <= goal:
                 return solution
         apply, precondition = _shifted_sum(self.terms, shift, b), _preconditioner(self.terms, shift, b)
-        return conjugate_gradients(apply, b, precondition, max_steps=self.max_steps)
+        solution = conjugate_gradients(apply, b, precondition, max_steps=self.max_steps)
+        bearable = max(10 * DOUBLE * norm, shift * self.allowed)
+        if shift > 0 and self.allowed > 0 and solution.residual * norm > bearable:
+            return replace(solution, status=Status.STALLED)
+        return solution
 
     def _fits_single(self, shift: float) -> bool:
         """Whether single precision can hold the factors and multiply by them and by their coefficients."""
@@ -119,14 +154,24 @@ class KroneckerSum(SubspaceOperator):
             return Solution(y, Status.CONVERGED, size / norm if norm > 0 else 0.0)
         return solved(y, size / norm, iterative=True)
 
-    def _singular(self) -> float:
-        """Return the damping an undamped sum needs: 0 where one term alone is well above rounding everywhere."""
-        lowest = highest = 0.0
+    def _missing_shift(self, shift: float, shape: Sequence[int]) -> float:
+        """Return the shift below which rounding of the factors decides the solution; 0 if `shift` is enough.
+
+        Rounding matters if neither the shift nor another term is above it, and if a factor is singular: a product of
+        well-conditioned factors has small relative errors. It moves eigenvalues of G ⊗ A by `null` of the largest at
+        most, and by a share 1 / √p of that if entries of a p x p factor are rounded independently. Without a shift, the
+        first counts.
+        """
+        share = self.null / math.sqrt(min(shape)) if shift > 0 else self.null
+        if shift > share * math.prod(shape) * self.mean_diagonal() or shift > share * _largest_bound(self.terms):
+            return 0.0
+        lowest, rounding = shift, 0.0
         for c, G, A in self.terms:
-            spectra = [[1.0, 1.0] if M is None else eigvalsh(_matrix(M).double())[[0, -1]].tolist() for M in (G, A)]
-            lowest = max(lowest, c * max(0.0, spectra[0][0]) * max(0.0, spectra[1][0]))
-            highest += c * spectra[0][1] * spectra[1][1]
-        return 0.0 if lowest > self.null * highest else self.null * highest
+            g, a = ((1.0, 1.0) if M is None else eigvalsh(_matrix(M).double())[[0, -1]].tolist() for M in (G, A))
+            lowest = max(lowest, c * max(0.0, g[0]) * max(0.0, a[0]))
+            if shift == 0 or not (g[0] > self.null * g[1] and a[0] > self.null * a[1]):
+                rounding += share * c * g[1] * a[1]
+        return 0.0 if lowest > rounding else rounding
 
     def _one_sided(self, b: Tensor, factors: list[tuple[float, Factor]], shift: float, *, right: bool) -> Solution:
         H, rhs = _total(factors, b.shape[1] if right else b.shape[0], b), b.T if right else b
@@ -147,6 +192,32 @@ def _relative_residual(H: Tensor, y: Tensor, b: Tensor, shift: float) -> float:
 
 def _matrix(factor: Tensor | Formed) -> Tensor:
     return factor.form() if isinstance(factor, Formed) else factor
+
+
+def _unit(factors: Sequence[tuple[float, Factor]]) -> Tensor:
+    """Return the square roots of the diagonal of a sum of factors; 1 where it is zero, or a factor is the identity."""
+    diagonals = [c * _matrix(M).diagonal().double() for c, M in factors if M is not None]
+    if len(diagonals) < len(factors):
+        return torch.ones(1, dtype=torch.float64, device=diagonals[0].device if diagonals else None)
+    return unit_of_diagonal(torch.stack(diagonals).sum(0))
+
+
+def _rescaled(factor: Factor, unit: Tensor) -> Factor:
+    """Return M_ij / (s_i s_j), formed anew for every use."""
+    if factor is None:
+        return None
+    unit = unit.flatten()
+    mean_diagonal = float((_matrix(factor).diagonal() / unit.square()).mean())
+    return Formed(lambda: _matrix(factor) / unit / unit[:, None], mean_diagonal)
+
+
+def _largest_bound(terms: Sequence[Term]) -> float:
+    """Return Σ c ‖G‖ ‖A‖ in Frobenius norms, which no eigenvalue exceeds; the norm of the identity is 1."""
+    norms = [
+        [1.0 if M is None else float(torch.linalg.vector_norm(_matrix(M), dtype=torch.float64)) for M in pair]
+        for _, *pair in terms
+    ]
+    return sum(c * left * right for (c, _, _), (left, right) in zip(terms, norms, strict=True))
 
 
 def _one_by_one(terms: Sequence[Term], shift: float) -> Callable[[Tensor], Tensor]:

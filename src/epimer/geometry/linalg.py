@@ -359,7 +359,7 @@ def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL, *
     H_pp.diagonal().add_(shift)
     if (L := positive_factor(H_pp, null, shift, entrywise=entrywise)) is not None:
         return Solution(cholesky_solve(b, L))
-    unit = unit_diagonal(H_pp)[:, None] if entrywise else torch.ones_like(H_pp[:, :1])
+    unit = unit_of_diagonal(H_pp.diagonal())[:, None] if entrywise else torch.ones_like(H_pp[:, :1])
     values, vectors = eigh(H_pp.div_(unit).div_(unit.T))
     del H_pp
     largest = float(values[-1])
@@ -375,9 +375,9 @@ def solve_spd(H_pp: Tensor, b: Tensor, shift: float = 0.0, null: float = NULL, *
     return Solution(y, Status.DAMPED, damping=damping)
 
 
-def unit_diagonal(H_pp: Tensor) -> Tensor:
-    """Return s with H_ij / (s_i s_j) of unit diagonal; 1 where the diagonal is zero."""
-    unit = H_pp.diagonal().clamp_min(0).sqrt()
+def unit_of_diagonal(diagonal: Tensor) -> Tensor:
+    """Return s with H_ij / (s_i s_j) of unit diagonal, from the diagonal of H; 1 where that is zero."""
+    unit = diagonal.clamp_min(0).sqrt()
     return torch.where(unit > 0, unit, 1.0)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from epimer.geometry.checks import ROUNDING, WIDE
 from epimer.geometry.decompositions import cholesky, cholesky_inverse
 from epimer.geometry.frechet import MERGE_TOLERANCE
-from epimer.geometry.kronecker import BEARABLE, FLOOR, SINGLE
-from epimer.geometry.linalg import conjugate_steps, gram
+from epimer.geometry.kronecker import BEARABLE, DOUBLE, FLOOR
+from epimer.geometry.linalg import conjugate_steps, gram, null_share
 from epimer.geometry.metric import Kronecker, Metric, TaskGram
 from epimer.geometry.solution import Solution, solved
 from epimer.geometry.svd import random_start, ritz
@@ -49,8 +49,11 @@ class StackedProblem:
         b = self._applied(self.points_ltpq - start_lpq[:, None])
         flat = (self.weights_lt[:, :, None, None] * self.points_ltpq).sum(1)
         length_l, norm_l = torch.minimum(_norms(start_lpq), _norms(flat)), _norms(b)
-        goal_l = torch.maximum(SINGLE * norm_l, MERGE_TOLERANCE * shift_l * length_l)
+        goal_l = torch.maximum(DOUBLE * norm_l, MERGE_TOLERANCE * shift_l * length_l)
         y, size_l = self._refined(b, shift_l, goal_l, max_steps)
+        largest_l = (self.c_lt * _norms(self.G_ltpp) * _norms(self.A_ltqq)).sum(1)
+        rounding_l = null_share(torch.float32) / math.sqrt(min(b.shape[-2:])) * largest_l
+        size_l = torch.where(shift_l > rounding_l, size_l, torch.inf)
         numbers = torch.stack([size_l, norm_l, goal_l]).T.tolist()
         steps = zip(start_lpq + y, numbers, strict=True)
         return [_outcome(value, *sizes, stopped=max_steps is not None) for value, sizes in steps]

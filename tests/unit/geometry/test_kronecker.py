@@ -314,3 +314,43 @@ def test_wudi_solves_a_strong_feature():
     merged = epimer.merge_state_dicts({"w": torch.zeros(24, 40)}, models, "wudi", weights=WEIGHTS, damping=0)
     assert merged.record.tensors["w"].status == "exact"
     assert worst_column(merged["w"], least_squares(deltas, inputs)) < 1e-3
+
+
+def few_samples(size, seed):
+    """Return a factor of six samples in float64, turned at random."""
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(6, size, generator=generator, dtype=torch.float64)
+    X = X * torch.arange(1, size + 1, dtype=torch.float64) ** -0.5
+    X = X @ torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+    return X.T @ X / len(X)
+
+
+@pytest.mark.parametrize("damping", [1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-9])
+@pytest.mark.parametrize("shape", [(40, 30), (24, 24)])
+def test_damping_below_the_rounding_of_float32_factors_is_raised_and_reported(shape, damping):
+    """Above it the merge is exact for the factors as they are rounded, below it near that of unrounded factors."""
+    generator = torch.Generator().manual_seed(0)
+    deltas = [torch.randn(shape, generator=generator) for _ in WEIGHTS]
+    exact = [Kronecker(G=few_samples(shape[0], 2 * t), A=few_samples(shape[1], 2 * t + 1)) for t in range(TASKS)]
+    rounded = [Kronecker(G=metric.G.float(), A=metric.A.float()) for metric in exact]
+    solution = Mean(damping).aggregate(build_problem(Full(), rounded, deltas, WEIGHTS))
+    if solution.status == "damped":
+        assert damping < 1e-4
+        assert relative(solution.value, dense(deltas, exact, damping)) < 2e-2
+    else:
+        assert solution.status == "converged"
+        assert damping > 1e-6
+        assert relative(solution.value, dense(deltas, rounded, damping)) < 1e-5
+    assert relative(solution.value, dense(deltas, exact, damping)) < 2e-2
+
+
+def test_a_strong_feature_is_not_mistaken_for_rounding_between_two_factors():
+    """Undamped, with the inputs' strong feature in both factors of every task; every entry's row and column counts."""
+    Z = strong_inputs(30, 200)
+    metrics = [Kronecker(G=(z[:, :24].T @ z[:, :24]).float(), A=(z.T @ z).float()) for z in Z]
+    deltas = torch.randn(len(WEIGHTS), 24, 30, generator=torch.Generator().manual_seed(1))
+    solution = Mean(0.0).aggregate(build_problem(Full(torch.float64), metrics, list(deltas), WEIGHTS))
+    assert solution.status == "converged"
+    expected = dense(list(deltas), metrics, 0.0)
+    assert worst_column(solution.value, expected) < 1e-5
+    assert worst_column(solution.value.T, expected.T) < 1e-5
