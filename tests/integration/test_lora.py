@@ -263,7 +263,7 @@ METHODS = [
     ("tsv", {"coefficients": "projected"}, SPECTRAL),
     ("iso_c", {}, SPECTRAL),
     ("epimer_free", {}, SPECTRAL),
-    ("epimer_free", {"anchor": "iso_c"}, SPECTRAL),
+    ("epimer_free", {"anchor": "iso_c", "calibrate": None}, SPECTRAL),
     ("epimer_free", {"anchor": "sum", "rank": 3}, SPECTRAL),
     ("epimer_free", {"aggregator": "mean"}, SPECTRAL),
     ("epimer_free", {"basis": "tagged", "aggregator": "sum"}, SPECTRAL),

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from epimer.errors import ParameterError
 from epimer.geometry.aggregator import (
     Aggregator,
     Anchored,
@@ -98,6 +99,13 @@ class FrechetOptions(MethodOptions):
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        if self.aggregator == "anchored" and self.anchor == "iso_c" and self.calibrate is not None:
+            raise ParameterError(
+                "calibrate needs the singular vectors of the merge, and the anchor 'iso_c' has none, as all of its "
+                "singular values are equal; set calibrate to None, or take another anchor."
+            )
+
     def anchored_at(self, basis: str) -> Anchor | None:
         """Return the anchor on a kind of basis, if any; most of the stretched average lies outside of tagged atoms."""
         if self.aggregator != "anchored":
@@ -153,7 +161,7 @@ def frechet_stack(layers: Sequence[Layer], options: FrechetOptions) -> list[Solu
     unsolved: list[Solution | None] = [None] * len(layers)
     anchor = options.anchored_at("tensor")
     atoms = [layer.atoms for layer in layers if layer.atoms is not None and layer.atoms.mix is None]
-    alike = len({layer.inputs for layer in layers}) == 1 and len(atoms) == len(layers)
+    alike = len({layer.inputs_first for layer in layers}) == 1 and len(atoms) == len(layers)
     known = alike and all(layer.metrics and layer.deltas[0].dtype == torch.float32 for layer in layers)
     if not known or options.basis != "tensor" or anchor is None or options.jitter or options.damping <= 0:
         return unsolved
@@ -175,7 +183,7 @@ def frechet_stack(layers: Sequence[Layer], options: FrechetOptions) -> list[Solu
     solutions = problem.step(start, options.damping, options.iterations)
     x = torch.stack([start[i] if one is None else one.value for i, one in enumerate(solutions)])
     if options.calibrate is not None:
-        x = _calibrated_stack(x, problem, options.calibrate, outputs_first=bool(layers[0].inputs))
+        x = _calibrated_stack(x, problem, options.calibrate, outputs_first=not layers[0].inputs_first)
     step = x if outside is None else x - start
     values = U @ step.to(U.dtype) @ V.mT
     values = values if outside is None else outside + values
@@ -198,9 +206,9 @@ def _calibrated_stack(x: Tensor, problem: StackedProblem, least: float, *, outpu
 def _calibrated(delta: Tensor, layer: Layer, least: float) -> Tensor:
     """Return a merged task vector calibrated along the directions of its outputs, wherever they are stored."""
     U, sigma, V = top_svd(delta, min(delta.shape))
-    if layer.inputs:
-        return calibrated(Svd(U, sigma, V), layer.deltas, least)
-    return calibrated(Svd(V, sigma, U), [D.T for D in layer.deltas], least).T
+    if layer.inputs_first:
+        return calibrated(Svd(V, sigma, U), [D.T for D in layer.deltas], least).T
+    return calibrated(Svd(U, sigma, V), layer.deltas, least)
 
 
 def _calibrated_coordinates(
@@ -211,13 +219,13 @@ def _calibrated_coordinates(
     for t, D in enumerate(layer.deltas):
         metric = layer.metrics[t]
         if isinstance(metric, TaskGram) and metric.D is D:
-            grams.append(metric.factors(subspace.U, subspace.V)[0 if layer.inputs else 1])
+            grams.append(metric.factors(subspace.U, subspace.V)[int(layer.inputs_first)])
         else:
-            rows = (subspace.U.T @ D if layer.inputs else (D @ subspace.V).T).double()
+            rows = ((D @ subspace.V).T if layer.inputs_first else subspace.U.T @ D).double()
             grams.append(rows @ rows.T)
-    if layer.inputs:
-        return calibrated_coordinates(x, points, grams, least)
-    return calibrated_coordinates(x.T, [point.T for point in points], grams, least).T
+    if layer.inputs_first:
+        return calibrated_coordinates(x.T, [point.T for point in points], grams, least).T
+    return calibrated_coordinates(x, points, grams, least)
 
 
 def _subspace(layer: Layer, options: FrechetOptions, atoms: Tagged | None) -> Subspace:
@@ -308,7 +316,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         name="epimer",
         summary="the paper: diagonal curvature projected on the tasks' singular vectors",
-        equation="tagged x diagonal x sum: α T H̄⁻¹ Σ λ_t H̃_t x_t",
+        equation="tagged x diagonal x sum: θ = θ0 + α T H̄⁻¹ Σ λ_t H̃_t x_t",
         citation="Lu et al., Model Merging on Loss Landscape: A Geometry Perspective, CVPR 2026 Findings, "
         "arXiv:2605.26693",
         merge=frechet,
@@ -327,7 +335,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         name="epimer_kron",
         summary="Kronecker-factored curvature on all pairs of singular vectors, anchored at the stretched average",
-        equation="tensor x kronecker x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
+        equation="tensor x kronecker x anchored: θ = θ0 + α (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
         citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=frechet,
         merge_stack=frechet_stack,
@@ -346,7 +354,8 @@ METHODS: tuple[Method, ...] = (
     Method(
         name="epimer_full",
         summary="Kronecker-factored curvature in the full space, singular values calibrated; the best with scale: auto",
-        equation="full x kronecker x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
+        equation="full x kronecker x anchored: θ = θ0 + α Σ_r γ_r σ_r u_r v_rᵀ "
+        "of the SVD of (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a), γ_r = T / Σ_t max(c, s_rt)",
         citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=frechet,
         options=FrechetOptions(basis="full", aggregator="anchored", damping=1.0, calibrate=1.0),
@@ -359,7 +368,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         name="epimer_exact",
         summary="the full empirical Fisher of per-sample gradients, projected on the tasks' singular vectors",
-        equation="tagged x samples x sum: α T H̄⁻¹ Σ λ_t H̃_t x_t",
+        equation="tagged x samples x sum: θ = θ0 + α T H̄⁻¹ Σ λ_t H̃_t x_t",
         citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=frechet,
         options=FrechetOptions(basis="tagged", aggregator="sum"),
@@ -377,7 +386,8 @@ METHODS: tuple[Method, ...] = (
     Method(
         name="epimer_free",
         summary="no data at all: each task vector stands in for its own curvature, singular values calibrated",
-        equation="tensor x task-gram x anchored: (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a)",
+        equation="tensor x task-gram x anchored: θ = θ0 + α Σ_r γ_r σ_r u_r v_rᵀ "
+        "of the SVD of (H̄ + εI)⁻¹(Σ λ_t H̃_t x_t + ε x_a), γ_r = T / Σ_t max(c, s_rt)",
         citation="this project; after Lu et al., CVPR 2026 Findings",
         merge=epimer_free,
         merge_stack=epimer_free_stack,

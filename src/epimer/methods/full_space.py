@@ -189,7 +189,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         name="fisher",
         summary="the mean of the models, entry by entry weighted by the diagonal Fisher information",
-        equation="full x diagonal x mean: Σ λ_t F_t ∘ θ_t / Σ λ_t F_t",
+        equation="full x diagonal x mean: θ = θ0 + α Σ λ_t F_t ∘ D_t / Σ λ_t F_t",
         citation="Matena and Raffel, Merging Models with Fisher-Weighted Averaging, NeurIPS 2022",
         merge=fisher,
         options=FISHER,
@@ -203,7 +203,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         name="regmean",
         summary="least squares on the layers' outputs, from the inputs' Gram matrices",
-        equation="full x kronecker(G = I) x mean: (Σ λ_t W_t A_t)(Σ λ_t A_t)⁻¹",
+        equation="full x kronecker(G = I) x mean: θ = θ0 + α (Σ λ_t D_t A_t)(Σ λ_t A_t)⁻¹",
         citation="Jin et al., Dataless Knowledge Fusion by Merging Weights of Language Models, ICLR 2023",
         merge=regmean,
         options=RegMeanOptions(basis="full", normalize="none", damping=0.0),
@@ -218,7 +218,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         name="mats",
         summary="the Fréchet mean under Kronecker-factored curvature in the full space",
-        equation="full x kronecker x mean: Σ λ_t G_t (X - D_t) A_t = 0, by conjugate gradients",
+        equation="full x kronecker x mean: θ = θ0 + α X with Σ λ_t (G_t (X - D_t) A_t + ε (X - D_t)) = 0",
         citation="Tam et al., Merging by Matching Models in Task Parameter Subspaces, TMLR 2024",
         merge=frechet,
         options=FrechetOptions(basis="full"),
@@ -231,7 +231,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         name="wudi",
         summary="least squares on the task vectors' own outputs, without data",
-        equation="full x (A = DᵀD/‖D‖², G = I) x mean",
+        equation="full x (A = DᵀD/‖D‖², G = I) x mean: θ = θ0 + α (Σ λ_t D_t (A_t + εI))(Σ λ_t A_t + εI)⁻¹",
         citation="Cheng et al., Whoever Started the Interference Should End It (WUDI), ICML 2025",
         merge=wudi,
         options=FrechetOptions(basis="full"),

@@ -43,6 +43,10 @@ MERGEKIT = (
     "arcee_fusion", "passthrough",
 )  # fmt: skip
 """the methods that mergekit 0.1.5 has too"""
+MERGEKIT_LAMBDA = (
+    "task_arithmetic", "ties", "dare", "dare_ties", "breadcrumbs", "breadcrumbs_ties", "della", "della_linear",
+)  # fmt: skip
+"""those of them that mergekit multiplies by `lambda`; it ignores that parameter elsewhere"""
 COMPAT = ("mergekit",)
 """the programs whose numbers can be had where they differ from the papers'"""
 RESERVED = ("auto", *ALIASES)
@@ -86,6 +90,11 @@ class Layer:
     def shape(self) -> Sequence[int]:
         """The shape of the whole tensor's task vectors, which ranks and means of singular values are counted from."""
         return self.whole_shape or self.deltas[0].shape
+
+    @property
+    def inputs_first(self) -> bool:
+        """Whether dimension 0 of the stored tensor belongs to the layer's inputs, by its name or by its curvature."""
+        return not self.inputs or any(getattr(metric, "inputs", 1) == 0 for metric in self.metrics)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from epimer.methods.registry import Layer, Method, with_mergekit_form
 
 BLOCK = 1 << 17  # entries of a tensor that are widened to float64 at a time
 COLLINEAR = 1e-16  # 1 - cos² up to which two vectors have no arc between them
+OPPOSITE = -0.9995  # cosine below which vectors have no stable arc between them; mergekit's threshold for slerp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +85,15 @@ def flat_products(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def arc(t: float, cosine: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the coefficients of both ends at `t` of the arc between them; those of a straight line where `linear`."""
-    theta = torch.acos(torch.where(linear, 0.0, cosine))
+    """Return the coefficients of both ends at `t` of the arc between them; those of a straight line where `linear`.
+
+    The arc's coefficients grow without bound towards opposite ends. From a cosine of `OPPOSITE` down to -1 they stay as
+    they are there and are mixed with those of the straight line, which alone count at -1: so they are continuous.
+    """
+    theta = torch.acos(torch.where(linear, 0.0, cosine.clamp_min(OPPOSITE)))
     first, second = (torch.sin(share * theta) / torch.sin(theta) for share in (1 - t, t))
-    return torch.where(linear, 1 - t, first), torch.where(linear, t, second)
+    curved = torch.where(linear, 0.0, ((1 + cosine) / (1 + OPPOSITE)).clamp_max(1.0))
+    return 1 - t + curved * (first - (1 - t)), t + curved * (second - t)
 
 
 def cosine_of(inner: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -200,7 +206,7 @@ def _directions_mean(products: Tensor, norms: Tensor, weights: Tensor, options: 
 
 
 def model_stock(layer: Layer, options: ModelStockOptions) -> Solution:
-    """Return t Σ λ_t D_t with t = T cos θ / (1 + (T - 1) cos θ), θ being the mean angle between task vectors."""
+    """Return t Σ λ_t D_t with t = T cos θ / (1 + (T - 1) cos θ), cos θ being the mean cosine of two task vectors."""
     tasks, shape = len(layer.deltas), layer.deltas[0].shape
     filters = options.filter_wise and len(shape) > 1
     vectors = [D.reshape(-1, shape[-1]) if filters else D.reshape(1, -1) for D in layer.deltas]
@@ -262,7 +268,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         name="karcher",
         summary="the Fréchet mean of the models' directions on the sphere, at their mean length",
-        equation="θ = Σ λ_t ‖θ_t‖ · argmin over ‖x‖ = 1 of Σ λ_t φ(x, θ_t)², φ the angle between them",
+        equation="θ = θ0 + α (x - θ0), x = Σ λ_t ‖θ_t‖ · argmin over ‖u‖ = 1 of Σ λ_t φ(u, θ_t)², φ the angle",
         citation="Karcher, Riemannian center of mass, 1977; for model merging in arXiv 2603.04972",
         merge=karcher,
         options=KarcherOptions(),
@@ -275,7 +281,7 @@ METHODS: tuple[Method, ...] = (
         Method(
             name="model_stock",
             summary="the mean of the models, pulled to the base where their task vectors disagree",
-            equation="θ = θ0 + α t Σ λ_t D_t, t = T cos φ / (1 + (T - 1) cos φ), φ the mean angle of task vectors",
+            equation="θ = θ0 + α t Σ λ_t D_t, t = T cos φ / (1 + (T - 1) cos φ), cos φ the mean cosine of D_s and D_t",
             citation="Jang et al., Model Stock: All we need is just a few fine-tuned models, ECCV 2024",
             merge=model_stock,
             options=ModelStockOptions(),

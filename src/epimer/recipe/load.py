@@ -373,9 +373,14 @@ class Reader:
         """Return parameters without those of mergekit that change no number, which are noted."""
         if not isinstance(raw, dict):
             return raw
-        self.notes |= {text: None for key, text in ACCEPTED.items() if key in raw}
+        from epimer.methods.registry import MERGEKIT_LAMBDA
+
+        ignored = dict(ACCEPTED)
+        if self.compat is not None and self.method_name.removeprefix("mergekit_") not in MERGEKIT_LAMBDA:
+            ignored["lambda"] = "lambda has no effect: mergekit ignores it in this method; scale has its effect."
+        self.notes |= {text: None for key, text in ignored.items() if key in raw}
         without = {"rescale"} if "rescale" not in self.known and raw.get("rescale") in (False, 0) else set()
-        return {key: value for key, value in raw.items() if key not in ACCEPTED and key not in without}
+        return {key: value for key, value in raw.items() if key not in ignored and key not in without}
 
     def parameters(self, data: Mapping[str, Any], models: int) -> tuple[dict[str, Value], bool | None]:
         """Return the parameters for all models, and whether to normalise weights (mergekit's `normalize`)."""

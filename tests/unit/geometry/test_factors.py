@@ -48,7 +48,8 @@ OPTIONS = {
     "tsv": [{}, {"rank": 2}, {"rank": 7}, {"coefficients": "projected"}],
     "iso_cts": [{}, {"common": 0.3}, {"common": 1.0}],
     "epimer_free": [
-        {}, {"rank": 2}, {"calibrate": None}, {"anchor": "iso_c"}, {"anchor": "stretched", "normalize": "common"},
+        {}, {"rank": 2}, {"calibrate": None}, {"anchor": "iso_c", "calibrate": None},
+        {"anchor": "stretched", "normalize": "common"},
         {"aggregator": "mean"}, {"basis": "tagged", "aggregator": "sum"},
     ],
 }  # fmt: skip

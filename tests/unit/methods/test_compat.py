@@ -54,6 +54,26 @@ def test_without_it_one_line_tells_the_difference_on_the_terminal_and_in_the_rec
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("method", ["sce", "karcher", "ties"])
+def test_lambda_has_the_effect_that_mergekit_gives_it(models, tmp_path, method):
+    """mergekit multiplies the sums of task arithmetic's family by lambda, and ignores it in every other method."""
+    text = f"merge_method: {method}\nbase_model: m0\nmodels: [{{model: m1}}, {{model: m2}}]\ncompat: mergekit\n"
+    if method == "karcher":
+        text = text.replace("[", "[{model: m0}, ")
+    (tmp_path / "plain.yaml").write_text(text)
+    (tmp_path / "scaled.yaml").write_text(text + "parameters: {lambda: 0.5}\n")
+    epimer.merge("plain.yaml", "plain", progress=False)
+    epimer.merge("scaled.yaml", "scaled", progress=False)
+    plain, scaled = (load_file(f"{out}/model.safetensors") for out in ("plain", "scaled"))
+    notes = json.loads(Path("scaled", "epimer.json").read_text())["notes"]
+    if method == "ties":
+        assert all(torch.allclose(2 * (scaled[k] - W), plain[k] - W, atol=1e-5) for k, W in models[0].items())
+        assert notes == []
+    else:
+        assert all(torch.equal(scaled[k], W) for k, W in plain.items())
+        assert notes == ["lambda has no effect: mergekit ignores it in this method; scale has its effect."]
+
+
 @pytest.mark.parametrize(
     ("text", "method", "count", "given"),
     [

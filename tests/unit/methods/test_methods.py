@@ -5,6 +5,7 @@ import torch
 
 import epimer
 from dense import close
+from epimer import ParameterError
 from epimer.methods.rules import stored_inputs_first
 from models import MATRICES, make_base, make_models
 
@@ -259,6 +260,37 @@ def test_weights_stored_inputs_first_merge_as_their_transposes_do(method, hidden
     found = epimer.merge_state_dicts(base, models, method)
     twins = epimer.merge_state_dicts(transposed(base), [transposed(model) for model in models], method)
     assert all(close(found[name], twins[name].T, 1e-9) for name in base)
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("epimer_full", {}),
+        ("epimer_kron", {"calibrate": 1.0, "rank": 3}),
+        ("epimer_kron", {"calibrate": 1.0, "rank": 3, "anchor": "tsv"}),
+    ],
+)
+def test_calibration_goes_along_the_outputs_that_curvature_names(method, given):
+    """As of a transposed convolution, which no name tells: its curvature says that its inputs are stored first."""
+    generator = torch.Generator().manual_seed(0)
+    base, *models = (torch.randn(14, 9, generator=generator, dtype=torch.float64) for _ in range(4))
+    factors = [(X.T @ X, Y.T @ Y) for X, Y in ((torch.randn(20, 14, generator=generator, dtype=torch.float64),
+                torch.randn(20, 9, generator=generator, dtype=torch.float64)) for _ in models)]  # fmt: skip
+    usual = [{"w": epimer.Kronecker(G=G, A=A)} for G, A in factors]
+    turned = [{"w": epimer.Kronecker(G=A, A=G, inputs=0)} for G, A in factors]
+    expected = epimer.merge_state_dicts({"w": base}, [{"w": W} for W in models], method, curvature=usual, **given)["w"]
+    flipped = [{"w": W.T.contiguous()} for W in models]
+    found = epimer.merge_state_dicts({"w": base.T.contiguous()}, flipped, method, curvature=turned, **given)["w"]
+    assert close(found.T, expected, 1e-8)
+
+
+def test_an_anchor_without_singular_vectors_is_not_calibrated():
+    for method in ("epimer_free", "epimer_full"):
+        with pytest.raises(ParameterError, match="set calibrate to None, or take another anchor") as caught:
+            epimer.describe_method(method).resolve({"anchor": "iso_c"})
+        assert "'iso_c'" in str(caught.value)
+        epimer.describe_method(method).resolve({"anchor": "iso_c", "calibrate": None})
+        epimer.describe_method(method).resolve({"anchor": "iso_c", "aggregator": "mean"})
 
 
 def test_wudi_s_inputs_are_the_rows_of_a_conv1d():

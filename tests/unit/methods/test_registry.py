@@ -226,6 +226,14 @@ def test_collisions_and_words_with_another_meaning_are_refused(added):
         epimer.unregister_method("nothing")
 
 
+@pytest.mark.parametrize("name", epimer.list_methods())
+def test_an_equation_names_the_scale_and_the_calibration(name):
+    """α multiplies every method's merge, and γ every singular value where calibration is on by default."""
+    row = epimer.describe_method(name)
+    assert "α" in row.equation
+    assert ("γ" in row.equation) == (row.defaults.get("calibrate") is not None)
+
+
 def test_options_that_cannot_be_described_are_refused():
     def refused(annotation, name="own"):
         own = dataclass(frozen=True, kw_only=True)(

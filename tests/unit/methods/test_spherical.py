@@ -92,6 +92,28 @@ def test_nuslerp_of_rows_or_columns(row_wise):
     near(merged, expected.T if row_wise else expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", ["slerp", "nuslerp"])
+def test_nearly_opposite_vectors_merge_continuously_and_opposite_ones_on_the_line(method, dtype):
+    """Ends of lengths 1 and 2 at angles up to π: no merge is far longer than they are, and none leaps."""
+    x = torch.tensor([1.0, 0.0, 0.0], dtype=dtype)
+
+    def merged(t, off):
+        y = 2 * torch.tensor([-math.cos(off), math.sin(off), 0.0], dtype=dtype)
+        if method == "slerp":
+            return epimer.merge_state_dicts({"w": x}, [{"w": y}], "slerp", t=t)["w"]
+        return epimer.merge_state_dicts(None, [{"w": x}, {"w": y}], "nuslerp", weights=[1 - t, t])["w"]
+
+    offs = [0.0, *(10.0**power for power in range(-9, -4)), *(0.001 * step for step in range(1, 61))]
+    for t in (0.3, 0.5):
+        path = torch.stack([merged(t, off) for off in offs])
+        near(path[0], x - t * 3 * x, 1e-6)  # the straight line from x to -2x
+        assert float(path.norm(dim=1).max()) < 2 / math.sqrt(1 - 0.9995**2)
+        assert float((path[1:] - path[:-1]).norm(dim=1).max()) < 2.5
+        far = 2 * torch.tensor([-math.cos(0.06), math.sin(0.06), 0.0], dtype=torch.float64)
+        near(path[-1].double(), arc(x.double(), far, t), 1e-4 if dtype == torch.float32 else 1e-9)
+
+
 def test_multislerp_takes_the_published_steps():
     """Unit vectors, their mean as the point of tangency, the tangent step and the exponential map."""
     weights = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
@@ -140,6 +162,7 @@ def test_model_stock_goes_as_far_as_the_models_agree(filter_wise):
     share = 3 * cosine / (1 + 2 * cosine)
     merged = epimer.merge_state_dicts(BASE, MODELS, "model_stock", filter_wise=filter_wise)["w"] - BASE["w"]
     near(merged, (share[:, None] * x.mean(0)).reshape(30, 20))
+    assert "mean cosine" in epimer.describe_method("model_stock").equation
 
 
 def test_model_stock_of_small_task_vectors_is_the_same_and_nothing_to_mergekit():
