@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import epimer
+from epimer.methods.registry import COUNTS_MODELS
 
 PAGE = Path(__file__).with_name("methods.md")
 OWN = (
@@ -37,6 +38,8 @@ def render() -> str:
     for method in methods:
         lines += ["", f"## {method.name}", "", f"{method.summary[0].upper()}{method.summary[1:]}.", ""]
         lines += [f"    {method.equation}", "", f"{method.citation}.", ""]
+        if method.counts_models:
+            lines += [f"{COUNTS_MODELS[0].upper()}{COUNTS_MODELS[1:]}.", ""]
         lines += ["| parameter | default | meaning | valid |", "|---|---|---|---|"]
         for p in method.parameters:
             lines.append(f"| `{p.name}` | `{p.default!r}` | {p.meaning} | {p.expected} |")

@@ -227,10 +227,29 @@ def _zero_weight(method: Method) -> str | None:
     return None
 
 
+def _weight_limit(method: Method) -> str | None:
+    if method.models[1] is not None:
+        return None  # a model more would be refused, so there is no merge without it
+    base, models = make_base(torch.float64), make_models(make_base(torch.float64))
+    needs = required_arguments(method, base)
+    merged = _merge(method, base, models, weights=[0.3, 0.7, 1e-9])
+    given = needs | {"weights": [0.3, 0.7]}
+    if "curvature" in needs:
+        given["curvature"] = needs["curvature"][:2]
+    alone = epimer.merge_state_dicts(base, models[:2], method.name, **given)
+    broken = _differs(merged, alone, 1e-5)
+    if broken and not method.counts_models:
+        return f"with a weight of 1e-9, {broken} from the merge of the others, and its row does not state counts_models"
+    if method.counts_models and not broken:
+        return "its row states counts_models, but a weight of 1e-9 gives the merge of the others"
+    return None
+
+
 Law = tuple[str, Callable[[Method], str | None]]
 
 EVERY_METHOD: dict[str, Law] = {
     "zero_weight": ("a model of weight 0 might as well not be there", _zero_weight),
+    "weight_limit": ("a model whose weight goes to 0 fades, unless `counts_models` says otherwise", _weight_limit),
 }
 """laws that every method must obey, whatever its row states"""
 

@@ -168,7 +168,8 @@ def build_problem(
         except CurvatureError as error:
             raise CurvatureError(f"curvature[{t}][{name!r}]: {error}") from None
     operators = [replace(H, max_steps=max_steps) if isinstance(H, KroneckerSum) else H for H in operators]
-    sizes = [H.mean_diagonal() + jitter for H in operators]
+    per_dimension = subspace.coordinates_per_dimension
+    sizes = [per_dimension * H.mean_diagonal() + jitter for H in operators]
     mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True))
     scaled = normalize != "none"
     divisors = {"trace": sizes, "common": [mean_size] * len(sizes), "none": [1.0] * len(sizes)}[normalize]

@@ -219,18 +219,17 @@ def stack_gram(X_mp: Tensor) -> Tensor:
     return gram(X_mp.double() if X_mp.shape[1] > NEARLY_SQUARE * X_mp.shape[0] else X_mp)
 
 
-def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Polar:
+def polar(X_mp: Tensor, inner: Tensor | None = None) -> Polar:
     """Return X(XᵀX)^(-1/2), the column-orthonormal matrix nearest to `X_mp`.
 
     On a GPU by Newton-Schulz steps alone; elsewhere by the eigenvectors of the p x p Gram matrix, in float64 where
     float32 would show, and one step for what squaring lost: far cheaper than an SVD of X, which is taken where the
-    Gram matrix is near-singular. A rank-deficient stack gives the partial isometry. Above 0, `least` regularises:
-    singular values σ of X below it become σ / `least` instead of 1, so that the factor depends continuously on a
-    stack that comes close to a deficient one. `inner` is its `stack_gram`, where the caller has it.
+    Gram matrix is near-singular. A rank-deficient stack gives the partial isometry. `inner` is the stack's Gram
+    matrix, if the caller has it.
     """
     if not X_mp.shape[1]:
         return Polar(X_mp, True, 1.0, 1.0)
-    if X_mp.is_cuda and X_mp.dtype != torch.float64 and least == 0:
+    if X_mp.is_cuda and X_mp.dtype != torch.float64:
         factor, (amplification,) = newton_schulz_polar(X_mp)
         if amplification < math.inf:
             return Polar(factor, True, amplification, math.inf)  # a direction that turned over has amplified a lot
@@ -240,7 +239,7 @@ def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Pola
         values, vectors = small_eigh(G)
         lowest, highest = torch.stack([values[0], values[-1]]).tolist()
         enough = 1e-3 if G.dtype == torch.float32 else 1e-9 if X_mp.dtype == torch.float64 else NULL
-        if lowest > enough * highest and lowest >= least**2:
+        if lowest > enough * highest:
             factor = X_mp @ gram((vectors * values.pow(-0.25)).T).to(X_mp.dtype)
             if X_mp.dtype == torch.float64 or lowest < 0.1 * highest:  # rounding shows
                 factor = _newton_schulz(factor)
@@ -250,11 +249,10 @@ def polar(X_mp: Tensor, least: float = 0.0, inner: Tensor | None = None) -> Pola
     rows = len(tau)
     U, sigma, Vh = thin_svd(reflectors[:rows].triu())
     kept = sigma > math.sqrt(NULL) * sigma[0]
-    shrunk = (sigma[kept] / least).clamp_max(1.0) if least > 0 else torch.ones_like(sigma[kept])
     Q = householder_product(reflectors[:, :rows], tau)
     del reflectors
-    factor = (Q @ ((U[:, kept] * shrunk) @ Vh[kept])).to(X_mp.dtype)
-    if least > 0 or not bool(kept.all()):
+    factor = (Q @ (U[:, kept] @ Vh[kept])).to(X_mp.dtype)
+    if not bool(kept.all()):
         return Polar(factor, False, math.inf, 0.0)
     return Polar(factor, True, *_sensitivity(sigma.square(), len(X_mp)))
 
@@ -312,9 +310,14 @@ def _sensitivity(values: Tensor, m: int) -> tuple[float, float]:
 
 
 def column_basis(X_mp: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns of a partial isometry."""
+    """Return orthogonal columns U diag(σ) that span those of X, without the negligible ones.
+
+    A partial isometry gives an orthonormal basis. Singular values between 0 and 1 stay, so that a column that
+    comes and goes does so continuously.
+    """
     U, sigma, _ = thin_svd(X_mp)
-    return U[:, sigma > 0.5]
+    kept = sigma > (1e-6 if X_mp.dtype == torch.float64 else 1e-4)
+    return U[:, kept] * sigma[kept].clamp_max(1.0)
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from epimer.geometry.decompositions import eigh
+from epimer.geometry.decompositions import eigh, thin_svd
 from epimer.geometry.linalg import (
     NEARLY_SQUARE,
     NULL,
+    Polar,
     atom_coefficients,
     column_basis,
     gram,
     newton_schulz_polar,
     polar,
+    squared_norm,
     stack_gram,
     sum_of_atoms,
 )
@@ -34,8 +36,9 @@ BASIS_TOLERANCE = 4 * SVD_TOLERANCE  # error of a whitened basis
 CROWDED_TOLERANCE = 4e-4  # of the SVDs of a nearly square stack, which has a weak direction by chance alone
 SHARPEST = 3e-4  # error below which a sharper search is not worth it: SVDs are taken exactly
 SHARPEST_AT_ONCE = 1e-4  # the same where layers are searched at once, and exact SVDs cost many times as much
-DISTINCT, COPIES = 0.5, 0.9  # cosine up to which task vectors count as distinct, and from which on as copies
-LEAST = 0.5  # a stack's singular values below this are what copies differ by, not directions of their own
+DISTINCT, COPIES = 0.98, 0.998  # cosine up to which task vectors count as distinct, and from which on as copies
+PENALTY = 0.5  # of the directions in which two copies differ, as a singular value of their stack
+FAINT_ATOMS = 0.1  # of 1 / tasks: atoms whose Gram matrix has eigenvalues below this are softened
 
 
 def clamp_rank(shape: Sequence[int], tasks: int, rank: int | None) -> int:
@@ -63,6 +66,11 @@ class Subspace(ABC):
     def restrict(self, metric: Metric, tolerance: float = 0.0) -> SubspaceOperator:
         """Return SᵀHS; `tolerance` allows a shortcut where one exists (a diagonal on tagged atoms)."""
 
+    @property
+    def coordinates_per_dimension(self) -> float:
+        """Number of coordinates / trace(SᵀS): 1 for an orthonormal basis, more if it has softened directions."""
+        return 1.0
+
 
 @dataclass(frozen=True)
 class Full(Subspace):
@@ -84,8 +92,10 @@ class Full(Subspace):
 class Tagged(Subspace):
     """The paper's basis: atoms u_i v_iᵀ, each owned by the task whose SVD gave it.
 
-    Where the stacked factors were rank-deficient (copied models, a zero task vector), U and V are partial
-    isometries and `mix` (p x q) makes the atoms orthonormal: direction j is Σ_i mix_ij u_i v_iᵀ.
+    If the stacked factors are rank-deficient (copied models, a zero task vector) or regularised (near-copies), the
+    columns of U and V are not orthonormal, and `mix` (p x q) gives orthogonal directions: Σ_i mix_ij u_i v_iᵀ is
+    direction j. Its length is 1, and less for a *softened* direction, one in which near-copies differ. A softened
+    direction of length f contributes f² times to a merge, so that it enters continuously as copies come apart.
     """
 
     U: Tensor
@@ -95,11 +105,20 @@ class Tagged(Subspace):
     owner: Tensor
     """index of the task that owns each atom"""
     mix: Tensor | None = None
+    near_copies: tuple[tuple[int, int], ...] = ()
+    """pairs of tasks that were regularised because their leading parts are nearly equal"""
 
     @property
     def rank(self) -> int:
         """Directions per task; the most, where tasks differ."""
         return int(self.owner.bincount().max()) if self.owner.numel() else 0
+
+    @cached_property
+    def coordinates_per_dimension(self) -> float:
+        if self.mix is None or not self.mix.numel():
+            return 1.0
+        inner_pp = gram(self.U.double()) * gram(self.V.double())
+        return self.mix.shape[1] / float(((inner_pp @ self.mix) * self.mix).sum())
 
     @cached_property
     def squares(self) -> Tensor:
@@ -120,7 +139,8 @@ class Tagged(Subspace):
     def to(self, like: Tensor) -> Tagged:
         """Return the basis on the device and in the precision of `like`."""
         mix = None if self.mix is None else self.mix.to(like.device)
-        return Tagged(self.U.to(like), self.V.to(like), self.sigma.to(like), self.owner.to(like.device), mix)
+        owner = self.owner.to(like.device)
+        return Tagged(self.U.to(like), self.V.to(like), self.sigma.to(like), owner, mix, self.near_copies)
 
     def restrict(self, metric: Metric, tolerance: float = 0.0) -> SubspaceOperator:
         return metric.on_tagged(self, tolerance)
@@ -132,7 +152,10 @@ class Tagged(Subspace):
 
 @dataclass(frozen=True)
 class TensorProduct(Subspace):
-    """The span of all pairs u_i v_jᵀ: coordinates X (p x q), lift U X Vᵀ. It contains the tagged subspace."""
+    """The span of all pairs u_i v_jᵀ: coordinates X (p x q), lift U X Vᵀ. It contains the tagged subspace.
+
+    The columns of U and V are orthogonal, of length 1 and less for directions in which near-copies differ (`Tagged`).
+    """
 
     U: Tensor
     V: Tensor
@@ -143,6 +166,19 @@ class TensorProduct(Subspace):
     def rank(self) -> int:
         """Directions per task; the most, where tasks differ."""
         return self.atoms.rank
+
+    def orthonormalized(self) -> TensorProduct:
+        """Return the same space with directions of length 1."""
+        if self.atoms.mix is None:
+            return self
+        U, V = (X / torch.linalg.vector_norm(X, dim=0) for X in (self.U, self.V))
+        return replace(self, U=U, V=V)
+
+    @cached_property
+    def coordinates_per_dimension(self) -> float:
+        if self.atoms.mix is None or not self.U.numel() or not self.V.numel():
+            return 1.0
+        return self.U.shape[1] * self.V.shape[1] / (squared_norm(self.U) * squared_norm(self.V))
 
     def project(self, D: Tensor) -> Tensor:
         return (self.U.T @ D @ self.V).double()
@@ -180,12 +216,15 @@ class Span(Subspace):
         return Dense((flat @ torch.stack(images, dim=1) if images else flat @ flat.T).double())
 
 
-def tagged(deltas: Sequence[Tensor], rank: int) -> Tagged:
-    """Return the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor."""
-    return tagged_with_triples(deltas, rank)[0]
+def tagged(deltas: Sequence[Tensor], rank: int, *, regularize: bool = True) -> Tagged:
+    """Return the tagged basis: each task's top-`rank` SVD, factors stacked, each side replaced by its polar factor.
+
+    `regularize` treats near-copies so that the basis depends continuously on the task vectors (see `whiten`).
+    """
+    return tagged_with_triples(deltas, rank, regularize=regularize)[0]
 
 
-def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, list[Svd]]:
+def tagged_with_triples(deltas: Sequence[Tensor], rank: int, *, regularize: bool = True) -> tuple[Tagged, list[Svd]]:
     """Return the tagged basis and every task's leading singular triples, which it is built from.
 
     Whitening magnifies errors where the stack is near-singular (near-duplicate models, or as many directions as there
@@ -194,7 +233,7 @@ def tagged_with_triples(deltas: Sequence[Tensor], rank: int) -> tuple[Tagged, li
     tolerance = _first_tolerance(deltas, rank)
     while True:
         triples, errors = top_svds(deltas, rank, tolerance)
-        atoms, bearable = whiten(triples)
+        atoms, bearable = whiten(triples, regularize=regularize)
         if max(errors, default=0.0) <= bearable:
             return atoms, triples
         tolerance = bearable / 2 if bearable > SHARPEST else 0.0
@@ -245,7 +284,7 @@ def _tagged_within(
     )
     sigma = torch.stack([torch.cat([triple.sigma for triple in one]) for one in by_layer])
     owner = torch.arange(tasks, device=sigma.device).repeat_interleave(rank)
-    nearest = _largest_cosines(gram(left), gram(right), sigma, owner).tolist()
+    nearest = _cosines(gram(left), gram(right), sigma, owner).amax((-2, -1)).tolist()
     (U, above), (V, below) = newton_schulz_polar(left), newton_schulz_polar(right)
     found: list[tuple[Tagged | None, float, float]] = []
     for i, near in enumerate(nearest):
@@ -256,30 +295,80 @@ def _tagged_within(
     return found
 
 
-def whiten(triples: Sequence[Svd], rank: int | None = None) -> tuple[Tagged, float]:
-    """Return the tagged basis of the first `rank` triples of every task, and the error of theirs that it bears."""
+def whiten(triples: Sequence[Svd], rank: int | None = None, *, regularize: bool = True) -> tuple[Tagged, float]:
+    """Return the tagged basis of the first `rank` triples of every task, and the error of theirs that it bears.
+
+    The polar factor X(XᵀX)^(-1/2) of a stack X gives every direction the same length, also one in which two copies of
+    a model differ by next to nothing. With `regularize`, pairs of tasks whose leading parts have a cosine above
+    `DISTINCT` get X(XᵀX + BᵀB)^(-1/2) instead: rows of B (`_difference_rows`) penalise the directions in which the two
+    differ, increasingly up to a cosine of `COPIES`. Other tasks keep the polar factor.
+    """
     triples = [Svd(U[:, :rank], sigma[:rank], V[:, :rank]) for U, sigma, V in triples]
     stacks = [torch.cat([triple[side] for triple in triples], dim=1) for side in (0, 2)]
     grams = [stack_gram(X) for X in stacks]
     sigma = torch.cat([triple.sigma for triple in triples])
     owner = torch.cat([torch.full((len(triple.sigma),), t) for t, triple in enumerate(triples)]).to(sigma.device)
-    nearness = (float(_largest_cosines(grams[0], grams[1], sigma, owner)) - DISTINCT) / (COPIES - DISTINCT)
-    least = LEAST * min(1.0, max(0.0, nearness))
-    left, right = (polar(stacks.pop(0), least, grams.pop(0)) for _ in range(2))  # each is let go with its factor
+    near_copies = _near_copies(_cosines(grams[0], grams[1], sigma, owner)) if regularize else {}
+    left, right = (_regularized_polar(stacks.pop(0), grams.pop(0), owner, near_copies) for _ in range(2))
     mix = None
-    if not (left.full_rank and right.full_rank):
+    if near_copies or not (left.full_rank and right.full_rank):
         inner = gram(left.factor.double())  # one after the other, so that only one is widened
         values, vectors = eigh(inner.mul_(gram(right.factor.double())))
-        kept = values > (NULL if left.factor.dtype == torch.float64 else 1e-4) * values[-1]
-        mix = vectors[:, kept] * values[kept].rsqrt()
-    atoms = Tagged(left.factor, right.factor, sigma, owner, mix)
+        is_double = left.factor.dtype == torch.float64
+        kept = values > (NULL if is_double else 1e-5) * values[-1]
+        # T copies share one direction, whose eigenvalue is 1 / T; smaller ones are differences between near-copies
+        softest = FAINT_ATOMS / len(triples) if regularize else 0.0
+        mix = vectors[:, kept] * values[kept].clamp_min(softest).rsqrt()
+    atoms = Tagged(left.factor, right.factor, sigma, owner, mix, tuple(near_copies))
     amplification = max(left.amplification, right.amplification)
     allowed = BASIS_TOLERANCE / amplification if amplification else math.inf
     return atoms, min(left.bearable, right.bearable, allowed)
 
 
-def _largest_cosines(left: Tensor, right: Tensor, sigma: Tensor, owner: Tensor) -> Tensor:
-    """Return the largest cosine between two tasks' leading parts U diag(σ) Vᵀ, from UᵀU and VᵀV; 0 for a single one.
+def _near_copies(cosines: Tensor) -> dict[tuple[int, int], float]:
+    """Return the pairs of tasks with a cosine above `DISTINCT`, each with its share of the way to `COPIES`."""
+    pairs = {}
+    for i, j in (cosines.triu(1) > DISTINCT).nonzero().tolist():
+        pairs[i, j] = min(1.0, (float(cosines[i, j]) - DISTINCT) / (COPIES - DISTINCT))
+    return pairs
+
+
+def _regularized_polar(
+    X_mp: Tensor, inner_pp: Tensor, owner: Tensor, near_copies: Mapping[tuple[int, int], float]
+) -> Polar:
+    """Return X(XᵀX + BᵀB)^(-1/2): the first m rows of the polar factor of [X; B]."""
+    if not near_copies:
+        return polar(X_mp, inner_pp)
+    rows = [
+        _difference_rows(inner_pp, (owner == i).nonzero()[:, 0], (owner == j).nonzero()[:, 0], strength)
+        for (i, j), strength in near_copies.items()
+    ]
+    B = torch.cat(rows)
+    whole = polar(torch.cat([X_mp, B.to(X_mp.dtype)]), inner_pp + (B.T @ B).to(inner_pp.dtype))
+    return whole._replace(factor=whole.factor[: len(X_mp)].clone())
+
+
+def _difference_rows(inner_pp: Tensor, first: Tensor, second: Tensor, strength: float) -> Tensor:
+    """Return one row per direction in which two tasks nearly agree, along the difference of their columns.
+
+    With the SVD A diag(s) Bᵀ of U_iᵀU_j, the combinations U_i a_r and U_j b_r have cosine s_r, and their difference
+    along (a_r, -b_r) / √2 the squared length 1 - s_r in the stack. Row r is that vector times √π_r. Copies get the
+    penalty π = `PENALTY`² s, which leaves the length f = √((1 - s) / (1 - s + π)) in the polar factor. Below a
+    `strength` of 1 it leaves 1 - strength (1 - f), so that the factor does not change suddenly where strength does.
+    """
+    A, s, B = thin_svd(inner_pp[first][:, second].double())
+    gap = (1 - s).clamp_min(1e-30)  # of copies it is 0, and divided by
+    shortest = (gap / (gap + PENALTY**2 * s)).sqrt()
+    length = 1 - strength * (1 - shortest)
+    weight = (gap * (1 / length.square() - 1) / 2).sqrt()
+    rows = torch.zeros(len(s), len(inner_pp), dtype=torch.float64, device=inner_pp.device)
+    rows[:, first] = (weight * A).T
+    rows[:, second] = -weight[:, None] * B
+    return rows
+
+
+def _cosines(left: Tensor, right: Tensor, sigma: Tensor, owner: Tensor) -> Tensor:
+    """Return the cosines between the tasks' leading parts U diag(σ) Vᵀ, from UᵀU and VᵀV; 0 on the diagonal.
 
     Of one layer (p x p and p), or of several at once.
     """
@@ -289,11 +378,14 @@ def _largest_cosines(left: Tensor, right: Tensor, sigma: Tensor, owner: Tensor) 
     norms = inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     cosines = inner / (norms.unsqueeze(-1) * norms.unsqueeze(-2)).clamp_min(torch.finfo(inner.dtype).tiny)
     cosines.diagonal(dim1=-2, dim2=-1).zero_()
-    return cosines.amax((-2, -1))
+    return cosines
 
 
 def tensor_product(atoms: Tagged) -> TensorProduct:
-    """Return the span of all pairs u_i v_jᵀ of a tagged basis's singular vectors."""
+    """Return the span of all pairs u_i v_jᵀ of a tagged basis's singular vectors.
+
+    Singular vectors that are not orthonormal are replaced by orthogonal ones with their singular values as lengths.
+    """
     if atoms.mix is None:
         return TensorProduct(atoms.U, atoms.V, atoms)
     return TensorProduct(column_basis(atoms.U), column_basis(atoms.V), atoms)

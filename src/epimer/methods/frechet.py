@@ -22,7 +22,7 @@ from epimer.geometry.aggregator import (
     tsv_coefficients,
     tsv_delta,
 )
-from epimer.geometry.frechet import build_problem
+from epimer.geometry.frechet import Problem, build_problem
 from epimer.geometry.linalg import weighted_sum
 from epimer.geometry.metric import TaskGram
 from epimer.geometry.solution import Solution
@@ -42,7 +42,7 @@ from epimer.geometry.svd import Svd, top_svd
 from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
-from epimer.methods.spectral import clamped, rank_note
+from epimer.methods.spectral import basis_note, clamped, rank_note
 
 Normalize = Annotated[
     Literal["trace", "common", "none"],
@@ -144,16 +144,14 @@ def frechet(layer: Layer, options: FrechetOptions) -> Solution:
     if options.calibrate is None or len(shape) != 2:
         solution = aggregator.aggregate(problem)
     elif isinstance(problem.subspace, TensorProduct) and options.stays_in_subspace(basis):
-        solution = aggregator.solve(problem)
-        value = _calibrated_coordinates(solution.value, problem.subspace, problem.points, layer, options.calibrate)
-        solution = replace(solution, value=problem.subspace.lift(value))
+        solution = _solved_and_calibrated(problem, problem.subspace, aggregator, layer, options.calibrate)
     else:
         solution = aggregator.aggregate(problem)
         del problem  # a calibration needs its memory
         solution = replace(solution, value=_calibrated(solution.value, layer, options.calibrate))
     if layer.basis is not None:
         return replace(solution, rank=layer.basis.rank)
-    return solution if atoms is None else replace(solution, rank=rank, note=rank_note(options.rank, rank))
+    return solution if atoms is None else replace(solution, rank=rank, note=basis_note(atoms, options.rank, rank))
 
 
 def frechet_stack(layers: Sequence[Layer], options: FrechetOptions) -> list[Solution | None]:
@@ -209,6 +207,23 @@ def _calibrated(delta: Tensor, layer: Layer, least: float) -> Tensor:
     if layer.inputs_first:
         return calibrated(Svd(V, sigma, U), [D.T for D in layer.deltas], least).T
     return calibrated(Svd(U, sigma, V), layer.deltas, least)
+
+
+def _solved_and_calibrated(
+    problem: Problem, subspace: TensorProduct, aggregator: Aggregator, layer: Layer, least: float
+) -> Solution:
+    """Return the calibrated solution of a problem in all pairs of singular vectors, by its coordinates alone."""
+    orthonormal = subspace.orthonormalized()
+    if orthonormal is subspace:
+        solution = aggregator.solve(problem)
+        x, points = solution.value, problem.points
+    else:
+        # An anchor has its full length along softened directions, where the coordinates of the problem do not.
+        solution = aggregator.aggregate(problem)
+        x = orthonormal.project(solution.value)
+        points = [orthonormal.project(D) for D in layer.deltas]
+    x = _calibrated_coordinates(x, orthonormal, points, layer, least)
+    return replace(solution, value=orthonormal.lift(x))
 
 
 def _calibrated_coordinates(
@@ -330,6 +345,7 @@ METHODS: tuple[Method, ...] = (
         bounded_rank=in_basis,
         sweep=True,
         forecast=True,
+        counts_models=True,
         laws=SUM_LAWS,
     ),
     Method(
@@ -349,6 +365,7 @@ METHODS: tuple[Method, ...] = (
         bounded_rank=in_basis,
         sweep=True,
         forecast=True,
+        counts_models=True,
         laws=MEAN_LAWS | {"curvature_scale"},
     ),
     Method(
@@ -363,6 +380,7 @@ METHODS: tuple[Method, ...] = (
         accepts=("kronecker", "ekfac"),
         workspace=workspace.frechet,
         directions=directions,
+        counts_models=True,
         laws=MEAN_LAWS | {"curvature_scale"},
     ),
     Method(
@@ -381,6 +399,7 @@ METHODS: tuple[Method, ...] = (
         bounded_rank=in_basis,
         sweep=True,
         forecast=True,
+        counts_models=True,
         laws=SUM_LAWS,
     ),
     Method(
@@ -401,6 +420,7 @@ METHODS: tuple[Method, ...] = (
         sweep=True,
         forecast=True,
         advised_without_data=True,
+        counts_models=True,
         laws=MEAN_LAWS,
     ),
 )

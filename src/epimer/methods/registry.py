@@ -210,8 +210,22 @@ class Method(Generic[OptionsT]):
     more care, which `merge` has"""
     laws: frozenset[str] = frozenset()
     """which of the laws in epimer.testing it obeys at its defaults"""
+    counts_models: bool = False
+    """whether a model counts as one of T however small its weight, so that the merge at a weight near 0 is not the
+    merge without that model"""
     mergekit: Method | None = None
     """the row that gives the numbers of mergekit 0.1.5, where they are others; its summary says how they differ"""
+
+    def weight_caution(self, weights: Sequence[float]) -> str | None:
+        """Return a warning if a model has a tiny weight and yet counts as one of the models, else None."""
+        total = sum(abs(weight) for weight in weights)
+        tiny = [t for t, weight in enumerate(weights) if 0 < abs(weight) * len(weights) < TINY_WEIGHT * total]
+        if not self.counts_models or not tiny:
+            return None
+        return (
+            f"models[{tiny[0]}] has next to no weight, but {self.name} counts it as one of {len(weights)} models all "
+            "the same; give it weight 0 to leave it out."
+        )
 
     @property
     def needs_curvature(self) -> bool:
@@ -307,11 +321,16 @@ class Method(Generic[OptionsT]):
             f"  equation  {self.equation}",
             f"  needs     {' and '.join(needs) or 'only the models'}",
             f"  citation  {self.citation}",
-            "  parameters",
         ]
+        if self.counts_models:
+            lines.append(f"  weights   {COUNTS_MODELS}")
+        lines.append("  parameters")
         lines += [f"    {p.name:<16} {p.default!r:<12} {p.meaning} ({p.expected})" for p in self.parameters]
         return "\n".join(lines)
 
+
+COUNTS_MODELS = "a model counts as one of T however small its weight is; only weight 0 leaves it out"
+TINY_WEIGHT = 0.01  # of an equal share
 
 _METHODS: dict[str, Method] = {}
 """filled when it is first used: epimer's own in the order they are documented, then those of others"""

@@ -12,7 +12,7 @@ from torch import Tensor
 from epimer.geometry.aggregator import iso_c_delta, tsv_delta
 from epimer.geometry.linalg import polar, rounding_share, weighted_sum
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import atoms_of, clamp_rank, tagged
+from epimer.geometry.subspace import Tagged, atoms_of, clamp_rank, tagged
 from epimer.geometry.svd import Svd, top_svd
 from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option
@@ -28,6 +28,13 @@ class TsvOptions(MethodOptions):
     coefficients: Annotated[
         Literal["sigma", "projected"], Option("sigma: the authors' algorithm; projected: the flat limit of epimer")
     ] = "sigma"
+    near_copies: Annotated[
+        Literal["regularized", "as_published"],
+        Option(
+            "models with a cosine above 0.98. regularized: directions in which they differ are shortened; "
+            "as_published: the authors' algorithm, which gives these directions full length"
+        ),
+    ] = "regularized"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,14 @@ def rank_note(wanted: int | None, rank: int) -> str:
     return "" if wanted is None or wanted <= rank else f"rank {wanted} lowered to {rank}"
 
 
+def basis_note(atoms: Tagged, wanted: int | None, rank: int) -> str:
+    """Return the notes on a basis: a lowered rank, and near-copies that were regularised."""
+    notes = [rank_note(wanted, rank)]
+    if atoms.near_copies:
+        notes.append(f"near-copies regularized, pairs of models: {len(atoms.near_copies)}")
+    return "; ".join(note for note in notes if note)
+
+
 def tsv(layer: Layer, options: TsvOptions) -> Solution:
     """Put each task's singular values on the whitened atoms, or each atom's share of all task vectors."""
     if layer.basis is not None and options.coefficients == "sigma":  # a projection is on atoms of the method's own rank
@@ -56,7 +71,9 @@ def tsv(layer: Layer, options: TsvOptions) -> Solution:
         rank = clamp_rank(layer.shape, len(layer.deltas), options.rank)
         if rank == 0:
             return clamped(layer)
-        atoms, note = layer.atoms or tagged(layer.deltas, rank), rank_note(options.rank, rank)
+        # Atoms that were computed beforehand are never regularised: near-copies are left to this function.
+        atoms = layer.atoms or tagged(layer.deltas, rank, regularize=options.near_copies == "regularized")
+        note = basis_note(atoms, options.rank, rank)
     if options.coefficients == "sigma":
         delta = tsv_delta(atoms, layer.weights)
     else:
@@ -108,6 +125,7 @@ METHODS: tuple[Method, ...] = (
         equivariant=True,
         sweep=True,
         forecast=True,
+        counts_models=True,
         laws=frozenset({"permutation", "copies", "scale_zero"}),
     ),
     Method(
@@ -121,6 +139,7 @@ METHODS: tuple[Method, ...] = (
         factored=True,
         equivariant=True,
         sweep=True,
+        counts_models=True,
         laws=frozenset({"permutation", "scale_zero"}),
     ),
     Method(
@@ -132,6 +151,7 @@ METHODS: tuple[Method, ...] = (
         options=IsoCtsOptions(),
         workspace=workspace.iso_cts,
         equivariant=True,
+        counts_models=True,
         laws=frozenset({"permutation", "scale_zero"}),
     ),
 )

@@ -287,6 +287,7 @@ METHODS: tuple[Method, ...] = (
             options=ModelStockOptions(),
             models=(2, None),
             elementwise=True,
+            counts_models=True,
             laws=ALONG,
         ),
         "a cosine divides by 1e-6 at least, so tensors that moved little stay near the base",

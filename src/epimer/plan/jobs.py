@@ -301,10 +301,11 @@ class Plan:
 
     @property
     def cautions(self) -> list[str]:
-        """What the method warns of under the options it has here, each once."""
-        if self.method.caution is None:
-            return []
-        texts = (self.method.caution(job.options) for job in self.jobs if job.rule in ("matrix", "elementwise"))
+        """Warnings of the method about the options and weights of this merge, each once."""
+        merged = [job for job in self.jobs if job.rule in ("matrix", "elementwise")]
+        texts = [self.method.weight_caution(job.weights) for job in merged]
+        if self.method.caution is not None:
+            texts += [self.method.caution(job.options) for job in merged]
         return [text for text in dict.fromkeys(texts) if text]
 
     @cached_property

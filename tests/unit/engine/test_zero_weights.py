@@ -1,5 +1,7 @@
 """Models of weight 0: their options, their bases, tensors in which they alone have none, and what is still refused."""
 
+import warnings
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -8,6 +10,7 @@ import epimer
 from epimer.api import make_basis, merge, sweep_state_dicts
 from epimer.errors import CurvatureError, TensorError
 from epimer.evaluation.judges import by_function
+from epimer.testing import required_arguments
 from models import make_base, make_curvature, make_models
 
 BASE = make_base(torch.float64)
@@ -106,3 +109,16 @@ def test_a_weight_that_is_zero_in_some_tensors(recipe, tmp_path):
     make_basis(recipe, tmp_path / "basis", progress=False)
     merge(recipe | {"basis": str(tmp_path / "basis")}, tmp_path / "with-basis", progress=False)
     check(tmp_path / "with-basis")
+
+
+@pytest.mark.parametrize(("method", "warned"), [("tsv", True), ("average", False), ("regmean", False)])
+def test_a_weight_near_0_is_warned_of_if_the_method_counts_models(method, warned):
+    base = make_base(torch.float64)
+    models, arguments = make_models(base), required_arguments(method, base)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        epimer.merge_state_dicts(base, models, method, weights=[1.0, 1e-6, 1.0], **arguments)
+    texts = [str(warning.message) for warning in caught if "next to no weight" in str(warning.message)]
+    assert len(texts) == int(warned)
+    assert all("models[1]" in text and "give it weight 0 to leave it out" in text for text in texts)
+    assert ("only weight 0 leaves it out" in str(epimer.describe_method(method))) == warned
