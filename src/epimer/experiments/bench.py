@@ -19,8 +19,8 @@ from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.sweep import climb, scaled
 from epimer.engine.in_memory import MergedState
 from epimer.errors import DataError, EpimerError, EpimerWarning
-from epimer.evaluation.evaluate import provenance
 from epimer.evaluation.metrics import shared_unit
+from epimer.evaluation.provenance import provenance
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Suite
 from epimer.geometry.metric import Metric
@@ -171,7 +171,7 @@ class Bench:
         return shared_unit(self.suite)
 
     def with_provenance(self, result: Experiment, *notes: str, seeds: Sequence[int] = ()) -> Experiment:
-        """Return a result with the suite's name, and the versions, settings and date it was made with."""
+        """Return a result with the suite's name and its provenance."""
         seed: Any = list(seeds) or self.seed
         origin = provenance(seed=seed, samples=self.samples, threads=torch.get_num_threads())
         by = f"seeds {', '.join(map(str, seeds))}" if seeds else f"seed {self.seed}"
