@@ -29,7 +29,7 @@ from epimer.records import Experiment, Status
 
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
 COARSE_SCALES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.6, 2.0, 2.6, 3.4)
-STEPS = 40  # of conjugate gradients; solved to the end, the same merges score the same (docs/glyphs8.md)
+STEPS = 40  # of conjugate gradients
 SAMPLES = 256  # per task, for curvature
 RANK = 32  # of bases, where a candidate does not set another
 CURVATURE_VERSION = 3  # raised when the estimate changes, so that cached curvature is measured again
