@@ -86,7 +86,7 @@ RECIPES = {
 NEAR = ("slerp", "nuslerp", "karcher", "multislerp", "sce", "model_stock", "ties, density")
 """also with models that moved little, where mergekit's thresholds decide; in double precision, as the angles that its
 karcher takes in float32 are rounded to nothing there"""
-RELATED = ("slerp", "nuslerp, task vectors", "multislerp, task vectors", "ties", "sce, selected", "model_stock", "karcher")
+RELATED = ("slerp", "nuslerp, task vectors", "multislerp, task vectors", "ties", "sce", "model_stock", "karcher")
 """also with models 768 wide whose steps have cosines of .3 to .9"""
 RANDOM = {
     "dare_linear": "merge_method: dare_linear\n{}parameters: {{density: 0.3}}\n",
