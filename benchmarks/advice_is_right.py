@@ -9,12 +9,13 @@ validation data chose. Regret is what following it, scale included, loses agains
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+
+from result_file import write_result
 
 import epimer
 from epimer.diagnosis.advice import choice
@@ -75,7 +76,7 @@ def main() -> None:
             )
             print(f"   always {method}: regret {at_1:.2f} at scale 1, {at_forecast:.2f} at the scale of its forecast")
     if given.json:
-        given.json.write_text(json.dumps({"seed": given.seed, "rows": rows}, indent=1))
+        write_result(given.json, {"rows": rows}, seed=given.seed)
 
 
 def _steps(method: str) -> dict[str, int]:

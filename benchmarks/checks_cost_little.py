@@ -10,19 +10,18 @@ where the first try succeeds.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from result_file import write_result
 from safetensors.torch import save_file
 
 import epimer
@@ -47,7 +46,7 @@ def main() -> None:
         rows.append(row)
         print(row, flush=True)
     if given.json:
-        given.json.write_text(json.dumps({"date": date.today().isoformat(), "rows": rows}, indent=1) + "\n")
+        write_result(given.json, {"rows": rows}, seed=0)
 
 
 @contextmanager

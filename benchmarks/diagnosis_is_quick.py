@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from result_file import write_result
 from safetensors.torch import load_file, save_file
 
 import epimer
@@ -79,7 +80,7 @@ def main() -> None:
     )
     print({name: round(one.mean, 3) for name, one in found.forecast.items()})
     if given.json:
-        given.json.write_text(json.dumps(row, indent=1))
+        write_result(given.json, row, seed=0)
 
 
 if __name__ == "__main__":

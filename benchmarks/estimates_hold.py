@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from result_file import write_result
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,6 +32,7 @@ from epimer.api import plan_merge
 from epimer.curvature.curvature import Curvature, Provenance
 from epimer.engine.options import RunOptions
 from epimer.engine.output import write_merge
+from epimer.evaluation.provenance import SOURCE, source_state
 from epimer.geometry.metric import Diagonal, Kronecker, Metric, Samples
 from epimer.methods.registry import Method
 from epimer.plan import time as plan_time
@@ -151,7 +151,9 @@ def main() -> None:
         plan_time.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
     there = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
     found = {(row["method"], row["shape"], row["tasks"]): row for row in there}
+    commit = source_state(SOURCE)["commit"]  # of each row, as the file may have rows of earlier runs
     for row in compare(options):
+        row["commit"] = commit
         found[row["method"], row["shape"], row["tasks"]] = row
         what = f"{row['method']:20} {row['shape']:>11} T = {row['tasks']}  estimated {row['estimated']:8.2f} s"
         if row["taken"] is None:
@@ -160,10 +162,8 @@ def main() -> None:
             ratio = row["estimated"] / row["taken"]
             print(f"{what}, taken {row['taken']:8.2f}, {ratio:5.2f}x{'' if 0.5 <= ratio <= 2 else '  <-'}", flush=True)
         if options.json:  # as far as it has come; cases that the file has already are replaced
-            about = {"date": date.today().isoformat(), "torch": torch.__version__, "cores": os.cpu_count()}
-            about["clock"] = "processor" if options.processor else "wall"
-            rows = ",\n".join(json.dumps(one) for one in found.values())
-            options.json.write_text(f'{json.dumps(about | {"threads": 1})[:-1]}, "rows": [\n{rows}\n]}}\n')
+            about = {"clock": "processor" if options.processor else "wall", "threads": 1}
+            write_result(options.json, {**about, "rows": list(found.values())}, seed=0)
 
 
 if __name__ == "__main__":

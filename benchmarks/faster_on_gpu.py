@@ -16,14 +16,13 @@ Needs torch and epimer, nothing else. A row that fails says so, and the others g
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from faster_than_fusionbench import LAYER, RANK, TASKS, State, difference
+from result_file import write_result
 
 import epimer
 
@@ -134,7 +133,7 @@ def main() -> None:
     kept = {row: case for row, case in CASES.items() if not options.only or row.startswith(tuple(options.only))}
     curvatures: dict[str, Any] = {}
     card = torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu"
-    about = {"date": date.today().isoformat(), "torch": torch.__version__, "device": card, "variant": options.variant,
+    about = {"device": card, "variant": options.variant,
              "layers": layers, "paper_3090ti_s": PAPER[options.variant], "tasks": TASKS, "rank": RANK}  # fmt: skip
     rows: list[dict[str, Any]] = []
     for row, (method, given, kind, claimed) in kept.items():
@@ -155,7 +154,7 @@ def main() -> None:
         text = f"{name:<30}{seconds:8.3f} s" + (f" (claimed {claimed:g} s)" if claimed else "")
         print(text + (f"   difference {apart:.1e}" if apart is not None else ""), flush=True)
         if options.json:
-            options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            write_result(options.json, {**about, "rows": rows}, seed=0)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
-import platform
 import time
 from collections.abc import Callable, Iterable
-from datetime import date
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from result_file import write_result
 
 import epimer
 
@@ -206,9 +205,8 @@ def main() -> None:
         print(f"{row:<34}{seconds:7.2f} s{against}" + (f"   difference {apart:.1e}" if apart is not None else ""),
               flush=True)  # fmt: skip
     if options.json:
-        about = {"date": date.today().isoformat(), "torch": torch.__version__, "threads": THREADS, "tasks": TASKS,
-                 "machine": platform.machine()}  # fmt: skip
-        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+        peers = {"fusion_bench": version("fusion-bench")} if peer else {}
+        write_result(options.json, {"threads": THREADS, "tasks": TASKS, "rows": rows}, seed=[0, 1], **peers)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,18 @@ import argparse
 import json
 import math
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
+from result_file import write_result
 
 import epimer
 from epimer.checkpoints.writer import save_tensors
@@ -209,10 +208,12 @@ def main() -> None:
         ratios = [float(str(row["times_epimer"])) for row in rows if row["method"] == method][1:]
         print(f"{method:<16}{min(ratios):5.2f}x to {max(ratios):.2f}x faster (claimed {CLAIMS[method]}x)")
     if options.json:
-        about = {"date": date.today().isoformat(), "torch": torch.__version__, "cores": os.cpu_count(),
-                 "machine": platform.machine(), "entries": sum(map(math.prod, shapes().values())),
-                 "model_gb": size / 1e9, "repeats": options.repeats, "options": OPTIONS}  # fmt: skip
-        options.json.write_text(json.dumps({**about, "limit": limit, "rows": rows}, indent=1) + "\n")
+        about = {"entries": sum(map(math.prod, shapes().values())), "model_gb": size / 1e9,
+                 "repeats": options.repeats, "options": OPTIONS}  # fmt: skip
+        python = [str(options.mergekit.with_name("python")), "-c"]
+        ask = "from importlib.metadata import version; print(version('mergekit'))"
+        peer = subprocess.check_output([*python, ask], text=True).strip() if options.methods else None
+        write_result(options.json, {**about, "limit": limit, "rows": rows}, mergekit=peer)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,13 @@ MiniLM's encoder on two text tasks (σ_48/σ_32 = 0.8, σ_96/σ_32 = 0.5, σ_192
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import time
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 from pathlib import Path
 
 import torch
+from result_file import write_result
 
 import epimer
 from epimer.geometry.linalg import conjugate_gradients
@@ -162,10 +160,8 @@ def main() -> None:
         rows.append({"method": name, "shape": "all", "textbook_s": theirs_s, "ours_s": ours_s,
                      "ratio": theirs_s / ours_s, "difference": difference})  # fmt: skip
     if options.json:
-        about = {"date": date.today().isoformat(), "torch": torch.__version__, "threads": THREADS, "tasks": TASKS,
-                 "rank": RANK, "flat": options.flat, "device": options.device,
-                 "machine": platform.machine()}  # fmt: skip
-        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        about = {"threads": THREADS, "tasks": TASKS, "rank": RANK, "flat": options.flat, "device": options.device}
+        write_result(options.json, {**about, "rows": rows}, seed=0)
 
 
 if __name__ == "__main__":

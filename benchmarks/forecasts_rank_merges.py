@@ -9,11 +9,11 @@ Measured is the share of each task's gain that a merge loses, (loss - own) / (ba
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from pathlib import Path
 
 import torch
+from result_file import write_result
 from torch import Tensor
 
 import epimer
@@ -96,7 +96,7 @@ def main() -> None:
             f"{row['choice']} ({100 * row['accuracy']:.1f}; best {100 * row['best']:.1f})"
         )
     if given.json:
-        given.json.write_text(json.dumps({"suite": "glyphs8", "seed": given.seed, "rows": rows}, indent=1))
+        write_result(given.json, {"suite": "glyphs8", "rows": rows}, seed=given.seed)
 
 
 def judge(forecast: Tensor, measured: Tensor, labels: list[tuple[str, float]], right: list[float]) -> dict:

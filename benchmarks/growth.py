@@ -11,17 +11,16 @@ the library's own cost model (`epimer merge --dry-run`) says of 70B x 8 and 405B
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from faster_than_fusionbench import factor, task_vector
+from result_file import write_result
 
 import epimer
 from epimer.methods.rules import is_matrix
@@ -150,8 +149,7 @@ def main() -> None:
                 cost = f"{found['core_hours']:10.1f} core hours, {found['terabytes']:.1f} TB"
                 print(f"{label:10} {method:12} {cost}: {hours}", flush=True)
     if options.json:
-        about = {"date": date.today().isoformat(), "torch": torch.__version__, "threads": 1, "usual": USUAL}
-        options.json.write_text(json.dumps({**about, "rows": rows, "projected": projected}, indent=1) + "\n")
+        write_result(options.json, {"threads": 1, "usual": USUAL, "rows": rows, "projected": projected})
 
 
 if __name__ == "__main__":

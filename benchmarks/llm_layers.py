@@ -21,12 +21,12 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from plans_hold import NAME, SAMPLES, measure_apart, metric_of, recipe_of, write_models, write_projected
+from result_file import write_result
 
 import epimer
 from epimer.api import plan_merge
@@ -202,8 +202,7 @@ def main() -> None:
         found.append(row)
         print(line(row), flush=True)
         if options.json:  # as far as it has come
-            lines = ",\n".join(json.dumps(one) for one in found)
-            options.json.write_text(f'{{"date": "{date.today()}", "rows": [\n{lines}\n]}}\n')
+            write_result(options.json, {"rows": found})
     for text in growth(found):
         print(text)
 

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from result_file import write_result
 
 from epimer.checkpoints.checkpoint import header
 from epimer.checkpoints.writer import plan_shards, save_tensors
@@ -118,8 +118,8 @@ def main() -> None:
                 shares = f"{row['time_share']:.2f} of 60 s, {row['memory_share']:.2f} of 2 GB"
                 print(f"{method:16} {shown:8} {times}  {sizes}  ({shares})")
     if args.json:
-        about = {"date": str(date.today()), "layers": args.layers, "tasks": args.tasks, "rank": args.rank}
-        args.json.write_text(json.dumps({**about, "cores": os.cpu_count(), "rows": rows}, indent=1) + "\n")
+        about = {"layers": args.layers, "tasks": args.tasks, "rank": args.rank}
+        write_result(args.json, {**about, "rows": rows})
 
 
 if __name__ == "__main__":

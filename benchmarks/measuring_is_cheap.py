@@ -9,13 +9,14 @@ torch.func.vmap(grad) in chunks of 8, as the paper computed its diagonal. Times 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from result_file import write_result
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import ViTConfig, ViTForImageClassification
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.manual_seed(0)
     device = given.device
@@ -117,10 +118,7 @@ def main() -> None:
         row["vmap takes x"] = peer / row["seconds per batch"]
         print(f"{name:<26}" + "".join(f"{key} {value:8.3f}   " for key, value in row.items()))
     if given.json:
-        with open(given.json, "w") as file:
-            json.dump(
-                {"device": device, "layers": given.layers, "torch": torch.__version__, "rows": rows}, file, indent=1
-            )
+        write_result(given.json, {"device": device, "layers": given.layers, "rows": rows}, seed=0)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from result_file import write_result
 
 from epimer.checkpoints.writer import save_tensors
 
@@ -104,7 +105,7 @@ def main() -> None:
     assert all(row["of_limit"] < 1 for row in rows), "a merge went over its limit"
     if args.save:
         target = Path(__file__).parent / "results" / f"memory_is_flat-{date.today()}.json"
-        target.write_text(json.dumps({"limit": args.max_memory, "models": args.models, "rows": rows}, indent=2) + "\n")
+        write_result(target, {"limit": args.max_memory, "models": args.models, "rows": rows})
 
 
 if __name__ == "__main__":

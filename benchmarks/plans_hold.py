@@ -23,13 +23,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from diagnosis_is_quick import step
 from projected_is_small import orthonormal
+from result_file import write_result
 from safetensors.torch import save_file
 
 import epimer
@@ -39,6 +39,7 @@ from epimer.curvature.curvature import Curvature, Provenance
 from epimer.engine.memory import SLACK, peak_memory, resident_memory
 from epimer.engine.options import RunOptions
 from epimer.engine.output import write_merge
+from epimer.evaluation.provenance import SOURCE, source_state
 from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
 from epimer.geometry.subspace import Tagged, tensor_product
 from epimer.methods.registry import Method
@@ -302,13 +303,14 @@ def main() -> None:
         print(table(there), summary(there), sep="\n\n")
         return
     measured = []
+    commit = source_state(SOURCE)["commit"]  # of each row, as the file may have rows of earlier runs
     for row in compare(options, found if options.missing else ()):
+        row["commit"] = commit
         measured.append(row)
         found[what(row)] = row
         print(line(row), flush=True)
         if options.json:  # as far as it has come
-            lines = ",\n".join(json.dumps(one) for one in found.values())
-            options.json.write_text(f'{{"date": "{date.today()}", "rows": [\n{lines}\n]}}\n')
+            write_result(options.json, {"rows": list(found.values())})
     print(summary(measured) if measured else "nothing was measured")
     if any(not 1 <= row["planned"] / row["taken"] <= MOST for row in measured):
         sys.exit(1)

@@ -9,10 +9,11 @@ Printed are the bytes that were really stored for it, times 32 layers, against w
 from __future__ import annotations
 
 import argparse
-import json
 import time
+from pathlib import Path
 
 import torch
+from result_file import write_result
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -39,7 +40,7 @@ def main() -> None:
     """Print the bytes per task."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=1000, num_hidden_layers=1)  # hidden 4096, intermediate 11008: the defaults are 7B's
@@ -79,8 +80,7 @@ def main() -> None:
             "seconds": seconds,
         }
     if given.json:
-        with open(given.json, "w") as file:
-            json.dump({"p": width, "layers": LAYERS, "device": given.device, "rows": shown}, file, indent=1)
+        write_result(given.json, {"p": width, "layers": LAYERS, "device": given.device, "rows": shown}, seed=0)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ cores). Outputs are compared byte by byte.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import ray
 import torch
+from result_file import write_result
 from safetensors.torch import save_file
 
 import epimer
@@ -111,9 +111,8 @@ def main() -> None:
         ", ".join(f"{name[:-3]} {value:.2f} ms" for name, value in cost.items()), f"(load {load[0]:.1f}, {load[1]:.1f})"
     )
     if given.json:
-        row = {"cores": cores, "ray": ray.__version__, "torch": torch.__version__, "started": started}
-        row |= {"parts": cost, "load before and after": load, "rows": rows}
-        given.json.write_text(json.dumps(row, indent=1) + "\n")
+        content = {"started": started, "parts": cost, "load before and after": load, "rows": rows}
+        write_result(given.json, content, seed=0, ray=ray.__version__)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import memory_is_flat
 import torch
 from memory_is_flat import peak_of, shapes
+from result_file import write_result
 
 from epimer.checkpoints.writer import save_tensors
 
@@ -104,9 +104,8 @@ def main() -> None:
             peaked = f"peak {peak / 1e9:.2f} GB of {options.max_memory}"
             print(f"{method:12} {seconds:7.1f} s (planned {expected:.1f}), {speed}; {peaked}", flush=True)
             if options.json:
-                about = {"date": date.today().isoformat(), "layers": options.layers, "models": options.models,
-                         "device": options.device, "limit": options.max_memory}  # fmt: skip
-                options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+                about = {"layers": options.layers, "models": options.models, "device": options.device}
+                write_result(options.json, {**about, "limit": options.max_memory, "rows": rows})
     assert all(row["of_limit"] < 1 for row in rows), "a merge went over its limit"
 
 

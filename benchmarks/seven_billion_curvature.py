@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from projected_is_small import loss_fn, orthonormal
+from result_file import write_result
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -152,10 +151,7 @@ def main() -> None:
     ids = torch.randint(options.vocabulary, shape, device=options.device).split(options.batch_size)
     batches = [({"input_ids": part[:, :-1]}, part[:, 1:]) for part in ids]
     about = {name: value for name, value in vars(options).items() if name != "json"}
-    about |= {"date": date.today().isoformat(), "torch": torch.__version__}
     about |= {"parameters": sum(p.numel() for p in model.parameters())}
-    if options.device != "cpu":
-        about["machine"] = torch.cuda.get_device_name()
     print(
         f"{about['parameters'] / 1e9:.2f}B parameters in bfloat16, {options.samples} texts of {options.length} tokens"
     )
@@ -166,7 +162,7 @@ def main() -> None:
         if plain is not None and "seconds" in row:
             row["x_forward_backward"] = row["seconds"] / plain["seconds"]
         if options.json:
-            options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            write_result(options.json, {**about, "rows": rows}, seed=0)
         if "left_out" in row:
             print(f"{row['way']:<40} left out: {row['left_out']}", flush=True)
             continue

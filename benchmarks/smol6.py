@@ -32,9 +32,9 @@ from transformers.utils import logging
 from epimer.diagnosis.rounds import FIT
 from epimer.diagnosis.sweep import SCALES, climb
 from epimer.errors import EpimerError
-from epimer.evaluation.evaluate import provenance
 from epimer.evaluation.judges import Evaluate, by_agreement
 from epimer.evaluation.metrics import TOKEN_SCORES
+from epimer.evaluation.provenance import provenance
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Suite, SuiteTask
 from epimer.experiments.bench import CANDIDATES, Bench, Candidate

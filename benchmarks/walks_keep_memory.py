@@ -9,10 +9,8 @@ The peak is what the kernel reports for the process; bytes are what it read from
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 import yaml
 from diagnosis_is_quick import TASKS, shapes, step
 from memory_is_flat import peak_of
+from result_file import write_result
 from safetensors.torch import save_file
 
 import epimer
@@ -72,7 +71,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     diagnosis_is_quick.LAYERS = options.layers
-    results: dict[str, Any] = {"date": str(date.today()), "models": TASKS + 1, "layers": options.layers}
+    results: dict[str, Any] = {"models": TASKS + 1, "layers": options.layers}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         sizes = write_models(place)
@@ -99,7 +98,7 @@ def main() -> None:
             f"sweep of {len(METHODS)} methods x {len(RANKS)} ranks: reads each model's bytes {most:.2f} times at most"
         )
     if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_result(options.json, results, seed=0)
 
 
 if __name__ == "__main__":

@@ -86,6 +86,8 @@ RECIPES = {
 NEAR = ("slerp", "nuslerp", "karcher", "multislerp", "sce", "model_stock", "ties, density")
 """also with models that moved little, where mergekit's thresholds decide; in double precision, as the angles that its
 karcher takes in float32 are rounded to nothing there"""
+RELATED = ("slerp", "nuslerp, task vectors", "multislerp, task vectors", "ties", "sce", "model_stock", "karcher")
+"""also with models 768 wide whose steps have cosines of .3 to .9"""
 RANDOM = {
     "dare_linear": "merge_method: dare_linear\n{}parameters: {{density: 0.3}}\n",
     "dare_linear, not rescaled": "merge_method: dare_linear\n{}parameters: {{density: 0.6, rescale: false}}\n",
@@ -112,14 +114,23 @@ def network(family: str, width: int):
             return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=40, n_positions=16, n_embd=width, n_layer=3, n_head=4))
 
 
-def save_models(folder: Path, family: str, spread: float, width: int = 16) -> None:
-    """Save an ancestor and three models that moved by about `spread` of its entries."""
+def save_models(
+    folder: Path, family: str, spread: float, width: int = 16, shares: tuple[float, ...] = (0.0, 0.0, 0.0)
+) -> None:
+    """Save an ancestor and three models that moved by about `spread` of its entries.
+
+    `shares` says how much of each model's step is common to all: the cosine of two steps is the product of theirs.
+    """
     torch.manual_seed(0)
     model = network(family, width)
     start = {name: torch.randn(W.shape) for name, W in model.named_parameters()}
-    for name in ("base", "a", "b", "c"):
+    common = {name: torch.randn(W.shape) for name, W in start.items()}
+    steps = {"base": None, **dict(zip("abc", shares, strict=True))}
+    for name, share in steps.items():
         for key, W in model.named_parameters():
-            W.data = start[key] + (0 if name == "base" else spread) * torch.randn(W.shape)
+            W.data = start[key].clone()
+            if share is not None:
+                W.data += spread * (share * common[key] + (1 - share**2) ** 0.5 * torch.randn(W.shape))
         model.save_pretrained(folder / name)
 
 
@@ -131,8 +142,10 @@ def merged(tmp_path_factory):
         save_models(folder / family, family, 0.3)
     save_models(folder / "near", "llama", 5e-4)
     save_models(folder / "wide", "llama", 0.3, width=128)
+    save_models(folder / "related", "llama", 0.3, width=768, shares=(0.98, 0.92, 0.33))
     texts = {(family, name): text for family in FAMILIES for name, text in RECIPES.items()}
     texts |= {("near", name): RECIPES[name] + "dtype: float64\n" for name in NEAR}
+    texts |= {("related", name): RECIPES[name] for name in RELATED}
     texts |= {("wide", name): text.format(TASKS) for name, text in RANDOM.items()}
     files = {key: folder / key[0] / f"{i}.yaml" for i, key in enumerate(texts)}
     said = ""
@@ -178,6 +191,12 @@ def test_equal(merged, family, name):
 @pytest.mark.parametrize("name", NEAR)
 def test_equal_where_models_moved_little(merged, name):
     ours, theirs, _ = merged("near", name)
+    assert differing(ours, theirs) == {}
+
+
+@pytest.mark.parametrize("name", RELATED)
+def test_equal_where_models_are_wide_and_related(merged, name):
+    ours, theirs, _ = merged("related", name)
     assert differing(ours, theirs) == {}
 
 

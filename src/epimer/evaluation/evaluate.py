@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import date
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import epimer
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.lazy_tensors import LazyTensors
 from epimer.errors import CheckpointError, DataError, ParameterError, listed
 from epimer.evaluation.metrics import unit
+from epimer.evaluation.provenance import provenance
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Subset, Suite
 from epimer.geometry.linalg import nonfinite
@@ -49,7 +48,7 @@ class Evaluation:
     split: str
     tasks: list[TaskScores]
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """versions, date, and the most samples per task (None: all)"""
+    """versions, date, machine, command, and the most samples per task (None: all)"""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -107,11 +106,6 @@ def _values(metric: str, scores: Mapping[str, Scores]) -> Iterator[float]:
     yield score
     yield from sorted(metric_value(metric, end) for end in scores["model"].interval())
     yield from references
-
-
-def provenance(**settings: Any) -> dict[str, Any]:
-    """Return the versions and the date that a record was made with, and the settings that it depends on."""
-    return {"epimer": epimer.__version__, "torch": torch.__version__, "date": str(date.today()), **settings}
 
 
 def evaluate(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from epimer.api import merge_state_dicts
-from epimer.evaluation.evaluate import provenance
+from epimer.evaluation.provenance import provenance
 from epimer.experiments.results import Column, Row, number, tabulate, text
 from epimer.geometry.decompositions import solve
 from epimer.geometry.metric import Diagonal, Kronecker
@@ -139,7 +140,7 @@ def _experiment(name: str, title: str, losses: Mapping[str, Loss]) -> Experiment
         f"A toy after the paper's first figure, made by epimer {origin['epimer']} on {origin['date']}.",
     ]
     figure = Maps(across, along, maps, joint, points, explained=1.0)
-    return tabulate(name, title, columns, data, notes, figure)
+    return replace(tabulate(name, title, columns, data, notes, figure), made=origin)
 
 
 def _point(name: str, kind: str, w: Tensor, losses: Mapping[str, Loss]) -> MapPoint:

@@ -19,8 +19,8 @@ from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.sweep import climb, scaled
 from epimer.engine.in_memory import MergedState
 from epimer.errors import DataError, EpimerError, EpimerWarning
-from epimer.evaluation.evaluate import provenance
 from epimer.evaluation.metrics import shared_unit
+from epimer.evaluation.provenance import provenance
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Suite
 from epimer.geometry.metric import Metric
@@ -29,7 +29,7 @@ from epimer.records import Experiment, Status
 
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0)
 COARSE_SCALES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.6, 2.0, 2.6, 3.4)
-STEPS = 40  # of conjugate gradients; solved to the end, the same merges score the same (docs/glyphs8.md)
+STEPS = 40  # of conjugate gradients
 SAMPLES = 256  # per task, for curvature
 RANK = 32  # of bases, where a candidate does not set another
 CURVATURE_VERSION = 3  # raised when the estimate changes, so that cached curvature is measured again
@@ -171,7 +171,7 @@ class Bench:
         return shared_unit(self.suite)
 
     def with_provenance(self, result: Experiment, *notes: str, seeds: Sequence[int] = ()) -> Experiment:
-        """Return a result with the suite's name, and the versions, settings and date it was made with."""
+        """Return a result with the suite's name and its provenance."""
         seed: Any = list(seeds) or self.seed
         origin = provenance(seed=seed, samples=self.samples, threads=torch.get_num_threads())
         by = f"seeds {', '.join(map(str, seeds))}" if seeds else f"seed {self.seed}"

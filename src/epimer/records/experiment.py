@@ -114,7 +114,7 @@ class Experiment(Record):
     metric: str = "accuracy"
     """what scores are of"""
     made: dict[str, Any] = field(default_factory=dict)
-    """provenance: versions, date, seed and samples"""
+    """provenance: commit, versions, date, machine, command, seed and samples"""
 
     def __post_init__(self) -> None:
         if any(len(row) != len(self.headings) for row in self.rows):

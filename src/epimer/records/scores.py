@@ -125,7 +125,7 @@ class EvaluationRecord(Record):
     worst: OverallScore | None = None
     """both only where all tasks have one metric"""
     made: dict[str, Any] = field(default_factory=dict)
-    """provenance: versions, date, and the most samples per task (None: all)"""
+    """provenance: commit, versions, date, machine, command, and the most samples per task (None: all)"""
 
 
 @dataclass(frozen=True)
