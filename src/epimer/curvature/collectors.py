@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -54,6 +54,7 @@ class Collector(ABC):
         self.tokens: dict[str, int] = dict.fromkeys(self.shapes, 0)
         self.refused: dict[str, str] = {}  # parameters that this kind of curvature cannot describe, and why
         self.samples = 0
+        self.unfinished: list[Callable[[], None]] = []  # what `count` could not do yet in this batch
         self.repeated = False  # whether only the labels differ from the previous pass, so that inputs are counted
 
     @abstractmethod
@@ -100,13 +101,33 @@ class Collector(ABC):
         left, right = torch.cat([use.left for use in outers], dim=1), torch.cat([use.right for use in outers], dim=1)
         return OuterProducts(left, right, outers[0].inputs)
 
-    def count(self, name: str, gradients: Sequence[SampleGradients]) -> Tensor | None:
-        """Count the tokens that are not padding; return their mask over all uses, None where none is padding."""
-        pairs = [(use.per_token.shape[:2], use.mask) for use in gradients]
-        self.tokens[name] += sum(shape.numel() if mask is None else int(mask.sum()) for shape, mask in pairs)
-        if all(mask is None for _, mask in pairs):
-            return None
-        return torch.cat([torch.ones(s, dtype=torch.bool, device=self.device) if m is None else m for s, m in pairs], 1)
+    def count(
+        self, name: str, gradients: Sequence[SampleGradients], then: Callable[[Tensor | None], None] = lambda mask: None
+    ) -> None:
+        """Count the tokens that are not padding, and call `then` with their mask over all uses, None if none is.
+
+        This happens at the end of the batch if the mask is not known before.
+        """
+        pairs = [(use.output_gradients.shape[:2], use.mask) for use in gradients]
+
+        def finish() -> None:
+            known = [(shape, mask() if callable(mask) else mask) for shape, mask in pairs]
+            self.tokens[name] += sum(shape.numel() if mask is None else int(mask.sum()) for shape, mask in known)
+            if all(mask is None for _, mask in known):
+                return then(None)
+            every = [torch.ones(s, dtype=torch.bool, device=self.device) if m is None else m for s, m in known]
+            return then(torch.cat(every, dim=1))
+
+        if any(callable(mask) for _, mask in pairs):
+            self.unfinished.append(finish)
+        else:
+            finish()
+
+    def end_batch(self) -> None:
+        """Count the tokens whose masks were not known before the batch's last backward pass."""
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            while self.unfinished:
+                self.unfinished.pop(0)()
 
 
 class DiagonalCollector(Collector):
@@ -128,7 +149,7 @@ class DiagonalCollector(Collector):
         elif len(gradients) == 1 and isinstance(gradients[0], TableRows):
             add_squared_rows(F, gradients[0])
         else:  # a table that is also the head: one sample at a time
-            for n in range(len(gradients[0].per_token)):
+            for n in range(len(gradients[0].output_gradients)):
                 gradient = torch.zeros_like(F)
                 for use in gradients:
                     use.add_sample(gradient, n)
@@ -209,7 +230,7 @@ class KroneckerCollector(Collector):
         x, g = (outer.right, outer.left) if inputs else (outer.left, outer.right)
         self._add(name, 1 - inputs, g.to(self.dtype).sum(1) if self.reduce else g.flatten(0, 1))
         if not self.repeated:
-            self._add(name, inputs, self._input_rows(x, self.count(name, gradients)))
+            self.count(name, gradients, lambda mask: self._add(name, inputs, self._input_rows(x, mask)))
 
     def _input_rows(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Return the tokens that are not padding, or each sample's mean over them."""

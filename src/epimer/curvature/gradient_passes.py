@@ -194,6 +194,7 @@ class Measurement:
                 self._check_losses(losses)
                 self.recorder.backward(losses.sum(), again=following is not None, loss_scale=self.loss_scale)
                 self.collector.repeated = True
+            self.collector.end_batch()
             self.incomplete.update(self.recorder.mixed)
         return True
 

@@ -1,8 +1,13 @@
-"""Which tokens of a batch are real and which are padding, as the arguments of the model's modules say."""
+"""Which tokens of a batch are real and which are padding.
+
+The arguments of the model's modules say so, where they are masks of a known form. Otherwise the gradient of the loss
+in the model's inputs does: it is exactly zero at tokens that the loss does not depend on.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +28,8 @@ class PaddingMasks:
         self._lengths: list[int] | None = None  # its real tokens of each sample, once they were asked for
         self._by_module: dict[str, list[Tensor]] = {}
         self._by_memory: dict[int, Tensor] = {}  # address of an encoder's output, which a decoder reads -> its mask
+        # tokens of a sample -> [N, tokens], True at those of the model's inputs that the loss depends on
+        self._reached: dict[int, Tensor] = {}
 
     def note(self, label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], N: int) -> None:
         """Keep the masks among the arguments of one module's call."""
@@ -62,6 +69,55 @@ class PaddingMasks:
             label = label.rpartition(".")[0]
         return self._by_module.get(label, [])
 
+    def watch(self, inputs: Tensor, N: int) -> None:
+        """Note at which tokens the gradients of a tensor [N, tokens, width] of the model's inputs are not zero."""
+        if inputs.dim() != 3 or len(inputs) != N:
+            return
+        tokens = inputs.shape[1]
+        self._reached.setdefault(tokens, torch.zeros(N, tokens, dtype=torch.bool, device=inputs.device))
+
+        def on_gradient(g: Tensor) -> None:
+            self._reached[tokens] |= _nonzero(g)
+
+        inputs.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def apply(self, gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
+        """Return per-sample gradients with the first of the masks that fits their shape [N, tokens].
+
+        If none fits, a token is padding if the loss depends neither on the layer's output nor on the model's input at
+        it. The latter is known when the backward passes are over.
+        """
+        N, tokens = gradients.output_gradients.shape[:2]
+        mask: Tensor | None = gradients.mask  # type: ignore[assignment]
+        routed: Tensor | None = None
+        if isinstance(gradients, OuterProducts) and gradients.tokens is not None:
+            tokens, routed = gradients.length, gradients.tokens
+
+        # the late mask calls this function, which must not keep the gradients in memory until then
+        def fitting(known: Iterable[Tensor]) -> Tensor | None:
+            cuts = (trimmed(one, tokens) for one in known if len(one) == N)
+            cut = next((cut for cut in cuts if cut is not None), None)
+            if cut is None or routed is None or mask is None:
+                return cut
+            return cut.gather(1, routed) & mask  # an expert gets some of the tokens, in their order
+
+        if (cut := fitting(masks)) is not None:
+            return replace(gradients, mask=cut)  # type: ignore[type-var]
+        if not self._reached or (reached := _nonzero(gradients.output_gradients)).all():
+            return gradients
+        inputs = self._reached.values()
+
+        def late_mask() -> Tensor | None:
+            cut = fitting(inputs)
+            return mask if cut is None else cut | reached
+
+        return replace(gradients, mask=late_mask)  # type: ignore[type-var]
+
+
+def _nonzero(g: Tensor) -> Tensor:
+    """Return at which tokens a gradient [N, tokens, …] is not exactly zero."""
+    return g.flatten(2).ne(0).any(-1)
+
 
 def _written(named: dict[str, Any], N: int) -> Tensor | None:
     """Return the mask of a decoder's tokens among a model's arguments: all are real where there is none."""
@@ -88,19 +144,6 @@ def trimmed(mask: Tensor, tokens: int) -> Tensor | None:
     if not mask[:, tokens:].any():
         return mask[:, :tokens]
     return None if mask[:, :extra].any() else mask[:, extra:]
-
-
-def with_mask(gradients: SampleGradients, masks: list[Tensor]) -> SampleGradients:
-    """Return per-sample gradients with the first mask that fits their shape [N, tokens]."""
-    N, tokens = gradients.per_token.shape[:2]
-    if isinstance(gradients, OuterProducts) and gradients.tokens is not None:  # some of the tokens, in their order
-        assert gradients.mask is not None
-        for mask in masks:
-            if len(mask) == N and (cut := trimmed(mask, gradients.length)) is not None:
-                return replace(gradients, mask=cut.gather(1, gradients.tokens) & gradients.mask)
-        return gradients
-    fitting = (cut for mask in masks if len(mask) == N and (cut := trimmed(mask, tokens)) is not None)
-    return replace(gradients, mask=next(fitting, None))  # type: ignore[type-var]
 
 
 def _as_mask(value: Any, real: bool, N: int) -> Tensor | None:

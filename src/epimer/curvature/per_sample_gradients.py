@@ -18,17 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+LateMask = Callable[[], Tensor | None]
+"""returns a mask that is known only after the last backward pass of a batch"""
+
 
 class SampleGradients(ABC):
     """One parameter's gradient for each of N samples, through one call of its layer."""
 
-    mask: Tensor | None  # [N, t], False at padding; None where no token is padding
+    mask: Tensor | LateMask | None  # [N, t], False at padding; None if no token is padding
 
     @property
-    def per_token(self) -> Tensor:
-        """The first field, a tensor that begins with the dimensions [N, t]."""
-        first: Tensor = next(iter(vars(self).values()))
-        return first
+    @abstractmethod
+    def output_gradients(self) -> Tensor:
+        """The gradient of the loss in the layer's output at each token, [N, t, …]."""
 
     @abstractmethod
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -46,9 +48,13 @@ class OuterProducts(SampleGradients):
     left: Tensor  # [N, t, rows of the stored weight]
     right: Tensor  # [N, t, columns of the stored weight]
     inputs: int = 1  # the stored weight's dimension that the layer's inputs belong to: 1 (`right`), or 0 (`left`)
-    mask: Tensor | None = None
+    mask: Tensor | LateMask | None = None
     tokens: Tensor | None = None  # [N, t], which of its sample's tokens each is, where an expert gets some of them
     length: int = 0  # how many tokens the sample has then
+
+    @property
+    def output_gradients(self) -> Tensor:
+        return self.left if self.inputs else self.right
 
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         left, right = self.left.flatten(0, 1), self.right.flatten(0, 1).to(self.left)
@@ -64,7 +70,11 @@ class TableRows(SampleGradients):
 
     ids: Tensor  # [N, t]
     g: Tensor  # [N, t, width]
-    mask: Tensor | None = None
+    mask: Tensor | LateMask | None = None
+
+    @property
+    def output_gradients(self) -> Tensor:
+        return self.g
 
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         g = self.g.flatten(0, 1)
@@ -79,7 +89,11 @@ class TokenSums(SampleGradients):
     """Sample n has the gradient Σ_t parts_nt: a bias, a norm's weight, or a grouped convolution."""
 
     parts: Tensor  # [N, t, *the parameter's shape]
-    mask: Tensor | None = None
+    mask: Tensor | LateMask | None = None
+
+    @property
+    def output_gradients(self) -> Tensor:
+        return self.parts
 
     def total(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         return self.parts.sum((0, 1)).reshape(shape), self.parts.norm()

@@ -22,7 +22,7 @@ from epimer.curvature import experts, recurrent
 from epimer.curvature.attention import is_supported, projection_rules, visible_forward
 from epimer.curvature.functional_linear import LinearCalls, candidates
 from epimer.curvature.model_calls import eval_mode
-from epimer.curvature.padding_masks import PaddingMasks, takes_mask, with_mask
+from epimer.curvature.padding_masks import PaddingMasks, takes_mask
 from epimer.curvature.per_sample_gradients import (
     GradientRule,
     Layout,
@@ -155,8 +155,10 @@ class Recorder:
 
     def _attach(self, label: str, module: nn.Module, stack: ExitStack) -> None:
         """Let a module tell of its masks and of the calls that no hook sees, until the stack is unwound."""
-        if isinstance(module, nn.Embedding):  # reentrant checkpointing needs inputs that require gradients
-            stack.callback(module.register_forward_hook(self._require_grad).remove)
+        if isinstance(module, nn.Embedding):
+            stack.callback(module.register_forward_hook(lambda _, args, output: self._require_grad(output)).remove)
+        if module is self.model:
+            stack.callback(module.register_forward_pre_hook(self._watch_features, with_kwargs=True).remove)
         if is_supported(module):
             stack.callback(delattr, module, "forward")
             module.forward = visible_forward(module, partial(self._record_projection, label))
@@ -311,10 +313,23 @@ class Recorder:
             return self._record(layer, args[0] if args else next(iter(kwargs.values())), output)
         return None
 
-    def _require_grad(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.mode in ("forward", "backward") and torch.is_grad_enabled() and not output.requires_grad:
-            return output.detach().requires_grad_().clone()
-        return output
+    def _require_grad(self, x: Tensor) -> Tensor:
+        """Return a tensor of the model's inputs as one that requires gradients, and watch at which tokens it has any.
+
+        Reentrant checkpointing needs inputs that require gradients.
+        """
+        if self.mode in ("forward", "backward") and torch.is_grad_enabled():
+            x = x if x.requires_grad else x.detach().requires_grad_().clone()
+            self.masks.watch(x, self.N)
+        return x
+
+    def _watch_features(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the model's first input require gradients if it holds a vector for each token."""
+        inputs: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        first = next((key for key, x in inputs.items() if isinstance(x, Tensor)), None)
+        if first is not None and inputs[first].dim() == 3 and inputs[first].is_floating_point():
+            inputs[first] = self._require_grad(inputs[first])
+        return tuple(inputs.pop(i) for i in range(len(args))), inputs
 
     def _record_projection(self, attention: str, part: str, x: Tensor, y: Tensor) -> Tensor:
         layer = self.layers.get(f"{attention}.{part}")
@@ -370,7 +385,8 @@ class Recorder:
             self.unsupported |= dict.fromkeys(layer.names.values(), MIXED)
             return y
         y = y if y.requires_grad else y.detach().requires_grad_().clone()
-        N, version, masks = self.N, x._version, self.masks.of_input(layer.label, x)
+        N, version, padding = self.N, x._version, self.masks
+        masks, measured = padding.of_input(layer.label, x), layer.names.keys()
 
         def on_gradient(g: Tensor) -> None:
             if x._version != version:
@@ -385,7 +401,8 @@ class Recorder:
             with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
                 g = g if self._loss_scale == 1 else g.float() / self._loss_scale
                 gradients = layer.rule(layer.module, x, g, layout, N)
-                self._emit(layer, {attribute: with_mask(use, masks) for attribute, use in gradients.items()})
+                used = {attribute: use for attribute, use in gradients.items() if attribute in measured}
+                self._emit(layer, {attribute: padding.apply(use, masks) for attribute, use in used.items()})
 
         y.register_hook(on_gradient)  # type: ignore[no-untyped-call]
         return y

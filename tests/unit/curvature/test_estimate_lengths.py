@@ -181,3 +181,98 @@ def test_a_transformers_model_that_trims_is_measured(architecture):
         for name, metric in measured.items():
             D = torch.randn(inner.get_parameter(name.removeprefix("inner.")).shape, dtype=torch.float64)
             assert near(metric.apply(D), expected[name].apply(D)), name
+
+
+# --- padding that no mask of a known form tells of -------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    """A causal transformer that labels each token, with no mask or one that is called and shaped in its own way."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.qkv = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.features, self.wide, self.narrow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def attend(self, x, hidden):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = q @ k.transpose(1, 2) + torch.ones(x.shape[1], x.shape[1]).tril().log()
+        return x + self.out(scores.masked_fill(hidden, torch.finfo(x.dtype).min).softmax(-1) @ v)
+
+    def forward(self, ids, mask=None):
+        x = self.features(ids).tanh() if ids.is_floating_point() else self.table(ids)
+        if mask is None:
+            hidden = torch.zeros(1, 1, 1, dtype=torch.bool)  # the tokens of a text do not look at those after it
+        else:
+            hidden = mask[:, 0] < 0 if mask.dim() == 4 else ~mask.bool()[:, None]
+        x = self.attend(x, hidden)
+        return self.head(x + self.narrow(self.wide(x).tanh()))
+
+
+def on_real_tokens(outputs, targets):
+    return functional.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").sum(1)
+
+
+def tagged(told, features):
+    """Return batches of padded texts, and the same texts one by one."""
+    torch.manual_seed(3)
+    side = "left" if told == "mask" else "right"
+    table = torch.randn(WORDS, WIDTH, dtype=torch.float64)
+    together, alone = [], []
+    for lengths in ((5, 2, 4), (3, 6), (1, 1)):
+        inputs, _ = texts(*lengths, side=side)
+        real = inputs["attention_mask"].bool()
+        targets = torch.where(real, torch.randint(CLASSES, real.shape), -100)
+        ids = table[inputs["ids"]] if features else inputs["ids"]
+        ahead = torch.where(real, 0.0, float("-inf")).double()[:, None, None].expand(-1, 1, 8, 8)
+        masks = {"mask": {"mask": real.long()}, "4-D": {"mask": ahead}, "none": {}}
+        together.append(({"ids": ids, **masks[told]}, targets))
+        alone += [({"ids": ids[n : n + 1, real[n]]}, targets[n : n + 1, real[n]]) for n in range(len(lengths))]
+    return together, alone
+
+
+@pytest.mark.parametrize("sequence", ["expand", "reduce"])
+@pytest.mark.parametrize("labels", ["true", "expected"])
+@pytest.mark.parametrize("features", [False, True], ids=["tokens", "features"])
+@pytest.mark.parametrize("told", ["mask", "4-D", "none"])
+def test_padding_counts_in_no_factor_however_the_model_learns_of_it(told, features, labels, sequence):
+    torch.manual_seed(0)
+    model = Tagger().double()
+    measured, expected = (
+        epimer.estimate_curvature(model, batches, on_real_tokens, labels=labels, sequence=sequence, progress=False)
+        for batches in tagged(told, features)
+    )
+    layers = ("qkv", "out", "wide", "narrow", "head", *(["features"] if features else []))
+    assert set(measured) == set(expected) >= {f"{layer}.weight" for layer in layers}
+    for name, metric in measured.items():
+        assert near(metric.A, expected[name].A), name
+        assert near(metric.G, expected[name].G), name
+    assert measured.provenance.counts == expected.provenance.counts
+    assert measured.provenance.tokens == 5 + 2 + 4 + 3 + 6 + 1 + 1
+
+
+def test_tokens_that_count_through_others_alone_count_in_every_layer():
+    """Prompts and tokens that a classifier does not read have no gradient in the last layers, and count there too."""
+
+    class Masked(Tagger):
+        def forward(self, ids, attention_mask):
+            return super().forward(ids, attention_mask)
+
+    torch.manual_seed(0)
+    model, masked = Tagger().double(), Masked().double()
+    masked.load_state_dict(model.state_dict())
+    batches, _ = tagged("none", features=False)
+    for _, targets in batches:
+        last = (targets != -100).sum(1, keepdim=True) - 1
+        targets[torch.arange(targets.shape[1]) < last] = -100
+    known = [({**inputs, "attention_mask": (inputs["ids"] != 0).long()}, targets) for inputs, targets in batches]
+    measured, expected = (
+        epimer.estimate_curvature(net, data, on_real_tokens, labels="true", progress=False)
+        for net, data in ((model, batches), (masked, known))
+    )
+    assert measured.provenance.counts == expected.provenance.counts
+    for name, metric in measured.items():
+        assert near(metric.A, expected[name].A), name
+        assert near(metric.G, expected[name].G), name

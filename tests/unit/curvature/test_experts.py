@@ -134,6 +134,19 @@ def test_each_expert_is_measured_on_its_routed_tokens(family, kernel, kind):
     assert routed == 2 * sum(row.shape[1] for row in rows)  # every real token goes to two experts
 
 
+@pytest.mark.parametrize("family", ["gpt-oss", "mixtral"])
+def test_experts_count_no_padding_that_no_mask_tells_of(family):
+    model, rows = build(family, "eager"), texts()
+    batches = [padded(rows[:3]), *(padded([row]) for row in rows)]
+    together, *alone = [({"input_ids": inputs["input_ids"]}, targets) for inputs, targets in batches]
+    found, expected = measured(model, [together], "kronecker"), measured(model, alone[:3], "kronecker")
+    assert found.provenance.counts == expected.provenance.counts
+    assert any("experts" in name for name in found)
+    for name, metric in found.items():
+        torch.testing.assert_close(metric.A, expected[name].A, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(metric.G, expected[name].G, rtol=1e-9, atol=1e-12)
+
+
 def test_the_diagonal_is_autograds():
     """The mean of squared gradients of single samples, straight from autograd."""
     model, rows = build("gpt-oss", "eager"), texts()
