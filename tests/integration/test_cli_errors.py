@@ -662,7 +662,7 @@ def test_dry_run_shows_all_problems(here, run):
 def test_dry_run_knows_the_memory(here, run):
     ran = run("merge", "recipe.yaml", "--dry-run", "--max-memory", "1MB")
     assert ran.code == 2
-    assert "problem: max_memory of 0.00 GB is too little" in ran.out
+    assert "problem: max_memory of 1.0 MB is too little" in ran.out
 
 
 def test_merge_prints_json(here, run):
