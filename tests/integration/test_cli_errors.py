@@ -203,6 +203,32 @@ def test_all_that_cannot_be_opened_is_said_at_once(here, run):
     )
 
 
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [("bsae", "./base"), ("./bsae", "./base"), ("{here}/bsae", "{here}/base"), ("mdels/one", "./models/one")],
+)
+def test_a_misspelt_path_is_answered_with_the_near_one(here, run, monkeypatch, wrong, near):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    shutil.copytree("one", "models/one")
+    wrong, near = wrong.format(here=here), near.format(here=here)
+    write_recipe(base_model=wrong)
+    line = f"error: base_model: {wrong} does not exist. Did you mean {near!r}?\n"
+    assert assert_refused(run("merge", "recipe.yaml", "out")) == line
+    assert assert_refused(run("inspect", wrong)) == line.replace("base_model: ", "")
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert assert_refused(run("merge", "../recipe.yaml", "out")) == line
+
+
+def test_models_that_are_all_elsewhere_are_said_in_one_reason(here, run, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    Path("elsewhere").mkdir()
+    Path("recipe.yaml").rename("elsewhere/recipe.yaml")
+    monkeypatch.chdir("elsewhere")
+    line = assert_refused(run("merge", "recipe.yaml", "out"), "base_model base, models[0] one, models[1] two: each")
+    assert line.count("hub cannot be reached") == 1
+
+
 def test_a_wrong_file_is_refused_by_every_command(here, run):
     Path("model.txt").write_text("hello")
     assert_refused(run("inspect", "model.txt"), "model.txt is not a checkpoint: expected .safetensors, .bin, .pt, .pth")

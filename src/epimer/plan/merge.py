@@ -73,7 +73,8 @@ def open_models(
     )
     curvatures, basis = open_measured(recipe, folder, missing) if measured else (None, None)
     if missing or participants is None:
-        raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in missing) + ".")
+        text = "; also ".join(str(problem).rstrip(".") for problem in missing)
+        raise EpimerError(text if text.endswith("?") else f"{text}.")
     problems: list[EpimerError] = []
     notes += [*equal_models(participants), *tied_updates(participants), *agreed_card(participants)[1]]
     own = tokenizer

@@ -20,7 +20,7 @@ from epimer.checkpoints.hub import is_hub_id
 from epimer.checkpoints.lora import head_is_table
 from epimer.checkpoints.memory import Cached, Model, StateDict, total_bytes
 from epimer.checkpoints.quantized import dequantized
-from epimer.errors import EpimerError, TensorError
+from epimer.errors import CheckpointError, EpimerError, MissingError, TensorError
 from epimer.geometry.linalg import LowRank, as_compute_dtype, nonfinite
 from epimer.plan.slices import stack_sources
 from epimer.plan.vocabularies import Vocabulary, align_vocabularies
@@ -190,11 +190,17 @@ def open_participants(
     are on the hub stay there.
     """
     opened: dict[str, Checkpoint] = {}
+    missing: dict[str, list[tuple[str, MissingError]]] = {}
 
     def opening(text: str, label: str, *, download: bool = download) -> None:
         if text not in opened:
             with collect_errors(problems, label):
-                opened[text] = open_checkpoint(locate(text, folder), progress=progress, download=download)
+                try:
+                    opened[text] = open_checkpoint(
+                        locate(text, folder), progress=progress, download=download, folder=folder
+                    )
+                except MissingError as error:
+                    missing.setdefault(error.reason, []).append((label, error))
 
     if recipe.base_model is not None:
         opening(recipe.base_model, "base_model")
@@ -205,6 +211,7 @@ def open_participants(
     place = Path(os.path.expanduser(locate(source, folder)))
     if source not in ("base", UNION) and not os.path.isdir(place):
         opening(source, "tokenizer_source", download=False)
+    problems += map(_missing_models, missing.values())
     if problems:
         return None, None, Vocabulary()
     if source in ("base", UNION):
@@ -235,6 +242,16 @@ def open_participants(
         skip_non_finite=skips_tensors(recipe.non_finite),
     )
     return participants, tokenizer, vocabulary
+
+
+def _missing_models(missing: Sequence[tuple[str, MissingError]]) -> CheckpointError:
+    """Return the error about models that were not found for one reason; several are listed before the reason."""
+    if len(missing) == 1:
+        label, error = missing[0]
+        return CheckpointError(f"{label}: {error}")
+    names = ", ".join(f"{label} {error.name}" for label, error in missing)
+    remedy = "give paths from here or from the recipe's folder, or download models of the hub first: hf download NAME"
+    return CheckpointError(f"{names}: each {missing[0][1].reason}; {remedy}.")
 
 
 @contextmanager
