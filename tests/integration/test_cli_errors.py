@@ -350,6 +350,12 @@ def test_a_recipe_that_cannot_be_followed(here, run, keys, words):
     assert_refused(run("merge", "recipe.yaml", "out"), *words)
 
 
+@pytest.mark.parametrize("folder", ["out", "one"])
+def test_a_recipe_in_the_place_of_the_output(here, run, folder):
+    line = f"error: the recipe comes first: epimer merge recipe.yaml {folder}.\n"
+    assert assert_refused(run("merge", folder, "recipe.yaml")) == line
+
+
 def test_a_recipe_that_cannot_be_read(here, run):
     assert_refused(run("merge", "nowhere.yaml", "out"), "Cannot read the recipe 'nowhere.yaml': No such file")
     assert_refused(run("merge", "one", "out"), "Cannot read the recipe 'one': Is a directory")
@@ -424,7 +430,15 @@ def test_an_output_that_exists_is_replaced_only_when_asked_and_ours(here, run):
     assert run("merge", "recipe.yaml", "out").code == 0
     before = listing(Path("out"))
     write_recipe(parameters={"scale": 0.5})
-    assert_refused(run("merge", "recipe.yaml", "out"), "out exists and holds something else", "--overwrite", there=True)
+    refused = "out exists and holds another merge: {} changed since; choose another name, or pass --overwrite"
+    assert_refused(run("merge", "recipe.yaml", "out"), refused.format("the recipe"), there=True)
+    write_recipe()
+    shutil.copytree("two", "kept")
+    change("two", lambda state: state["block.0.weight"].mul_(2))
+    assert_refused(run("merge", "recipe.yaml", "out"), refused.format("the models"), there=True)
+    shutil.rmtree("two")
+    Path("kept").rename("two")
+    write_recipe(parameters={"scale": 0.5})
     assert listing(Path("out")) == before
     assert run("merge", "recipe.yaml", "out", "--overwrite").code == 0
     assert listing(Path("out"))["model.safetensors"] != before["model.safetensors"]
@@ -447,6 +461,20 @@ def test_a_folder_of_somebody_else_is_never_removed(here, run, options):
     word = "was not made by epimer, so it is not replaced; remove it yourself" if options else "pass --overwrite"
     assert_refused(run("merge", "recipe.yaml", "out", *options), f"{here / 'out'} ", word, there=True)
     assert listing(Path("out")) == {"thesis.txt": b"years of work"}
+
+
+@pytest.mark.parametrize("out", ["two/out", "base/deep/out", "link/out", "lora/out"])
+def test_an_output_in_the_folder_of_an_input(here, run, out):
+    Path("link").symlink_to("two")
+    Path("lora").mkdir()
+    Path("lora/adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+    factors = {"block.0.lora_A.weight": torch.ones(2, 20), "block.0.lora_B.weight": torch.ones(24, 2)}
+    safetensors.torch.save_file(factors, "lora/adapter_model.safetensors")
+    write_recipe(models=[{"model": name} for name in ("one", "two", "base+lora")])
+    before = listing(here)
+    ran = run("merge", "recipe.yaml", out)
+    assert_refused(ran, f"{out} lies in ", "which the merge reads; choose a folder outside of it", out=Path(out))
+    assert listing(here) == before
 
 
 @pytest.mark.parametrize("out", ["two", "base", "two/.", "./sub/../two", ".", "link"])
@@ -606,6 +634,16 @@ def test_methods(run):
         assert row["needs_base"] is method.needs_base
     (row,) = json.loads(run("methods", "ties", "--json").out)
     assert row["name"] == "ties"
+
+
+def test_diagnose_prints_what_it_writes(here, run):
+    ran = run("diagnose", "recipe.yaml", "--json", "--out", "found.json")
+    assert (ran.code, ran.err) == (0, "")
+    printed = json.loads(ran.out)
+    assert printed == json.loads(Path("found.json").read_text())
+    assert printed["models"] == ["one", "two"]
+    ran = run("diagnose", "nowhere.yaml", "--json")
+    assert json.loads(ran.out)["error"].startswith("Cannot read the recipe 'nowhere.yaml'")
 
 
 def test_inspect(here, run):
