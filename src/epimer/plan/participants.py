@@ -20,6 +20,7 @@ from epimer.checkpoints.hub import is_hub_id
 from epimer.checkpoints.lora import head_is_table
 from epimer.checkpoints.memory import Cached, Model, StateDict, total_bytes
 from epimer.checkpoints.quantized import dequantized
+from epimer.checkpoints.renamed import Renamed
 from epimer.errors import CheckpointError, EpimerError, MissingError, TensorError
 from epimer.geometry.linalg import LowRank, as_compute_dtype, nonfinite
 from epimer.plan.slices import stack_sources
@@ -206,6 +207,10 @@ def open_participants(
         opening(recipe.base_model, "base_model")
     for label, text in recipe.sources.items():
         opening(text, label)
+    for text, prefix in {entry.model: entry.prefix for entry in recipe.models if entry.prefix}.items():
+        if text in opened:
+            with collect_errors(problems, text):
+                opened[text] = Renamed(opened[text], prefix)
     models = dict(opened)
     source = recipe.tokenizer_source or "base"
     place = Path(os.path.expanduser(locate(source, folder)))

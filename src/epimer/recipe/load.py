@@ -29,7 +29,7 @@ DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16"
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
         "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank", "slices", "modules", "tokenizer",
         "chat_template", "name", "compat", "non_finite")  # fmt: skip
-ENTRY_KEYS = ("model", "parameters", "curvature")
+ENTRY_KEYS = ("model", "parameters", "curvature", "prefix")
 CHOICES = {"dtype": DTYPES, "out_dtype": DTYPES, "output": ("model", "lora"), "non_finite": NON_FINITE}
 OWN_KEYS = {"curvature", "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank", "non_finite"}
 """which no file of mergekit has"""
@@ -371,7 +371,15 @@ class Reader:
             model=model,
             parameters=self.own_parameters((*path, "parameters"), data.get("parameters")),
             curvature=self.text((*path, "curvature"), data.get("curvature")),
+            prefix=self.prefix((*path, "prefix"), data.get("prefix")),
         )
+
+    def prefix(self, path: Location, raw: Any) -> dict[str, str]:
+        """Return the prefixes of a model's names with what stands in their place in the base's; '' is one too."""
+        pairs = {} if raw is None else raw
+        if not isinstance(pairs, dict) or not all(isinstance(text, str) for pair in pairs.items() for text in pair):
+            raise self.wrong(path, raw, "a mapping of the model's prefix to the base's, as {base_model.: ''}")
+        return dict(pairs)
 
     def misplaced(self, path: Location, keys: Sequence[str]) -> dict[str, str]:
         """Return an error message for every parameter of a method that is no key of the mapping at `path`."""

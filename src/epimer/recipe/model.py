@@ -47,6 +47,8 @@ class ModelEntry(_Frozen):
     model: str
     parameters: dict[str, Value] = {}
     curvature: str | None = None
+    prefix: dict[str, str] = {}
+    """what the names of its tensors begin with -> what the base has in its place"""
 
 
 class Source(_Frozen):

@@ -689,7 +689,7 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("merge_method: linear\nmodels: a\n",
      "2: models must be a list of models: each a name or a path, or a mapping with 'model'. Got 'a' instead."),
     ("merge_method: linear\nmodels:\n- model: a\n- 7\n",
-     "4: models[1] must be a mapping with keys among model, parameters, curvature. Got 7 instead."),
+     "4: models[1] must be a mapping with keys among model, parameters, curvature, prefix. Got 7 instead."),
     ("merge_method: linear\nmodels:\n- model: a\n- curvature: b\n", "4: models[1] has no 'model'."),
     ("merge_method: linear\nmodels:\n- model: 7\n",
      "3: models[0].model must be text (in quotes if it looks like a number or a yes or no). Got 7 instead."),
@@ -713,6 +713,9 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("merge_method: ties\n" + TAIL + "density: 0.3\n", "4: 'density' is a parameter; move it to 'parameters'."),
     ("merge_method: linear\nmodels:\n- model: a\n  weight: 1\n",
      "4: 'weight' is a parameter; move it to 'models[0].parameters'."),
+    ("merge_method: linear\nmodels:\n- model: a\n  prefix: model.\n",
+     "4: models[0].prefix must be a mapping of the model's prefix to the base's, as {base_model.: ''}. "
+     "Got 'model.' instead."),
     # what holds for all models
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  parameters: {elect: mass}\n",
      "5: 'elect' holds for all models; move it to the recipe's 'parameters'."),
