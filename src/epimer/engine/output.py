@@ -42,7 +42,7 @@ from epimer.engine.written import WritingWalk
 from epimer.errors import DataError, EpimerError, EpimerWarning, OutputError, listed, warn
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
-from epimer.plan.participants import Participants
+from epimer.plan.participants import Participants, recipe_from
 from epimer.progress import Progress
 from epimer.records import MergeRecord, Status, TensorRecord, checked
 
@@ -117,6 +117,7 @@ def write_files(
                 checksums=weights | {file: data_checksum(data) for file, data in sidecars.items()},
                 tensor_checksums=tensors,
                 input_files=hashes,
+                places=plan.recipe and recipe_from(plan.recipe, plan.participants, plan.tokenizer, out),
                 environment=environment(engine.devices[0].type, run.threads),
             )
             for file, data in sidecars.items():

@@ -98,6 +98,8 @@ class Participants:
     """whose config and other files an output gets"""
     names: Mapping[str, str] = field(default_factory=dict)
     """what a recipe calls a model -> what to call it where paths must not be shown"""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """what a recipe calls an input that lies on this disk -> its absolute path"""
     downloads: Mapping[str, int] = field(default_factory=dict)
     """files of theirs that are still on the hub -> their bytes"""
     skip_non_finite: bool = False
@@ -152,7 +154,8 @@ class Participants:
         """Return the same models without the base, whose files the output still gets."""
         labels = [model.label for model in self.models]
         alone = align(None, [model.checkpoint for model in self.models], labels, donor=self.donor)
-        return replace(alone, names=self.names, downloads=self.downloads, skip_non_finite=self.skip_non_finite)
+        same = {key: getattr(self, key) for key in ("names", "places", "downloads", "skip_non_finite")}
+        return replace(alone, **same)
 
     def kept_in_memory(self, most: int) -> Participants:
         """Return the same models with tensors that are read once and kept, where they fit in `most` bytes."""
@@ -243,6 +246,7 @@ def open_participants(
     participants = replace(
         align(base, present, labels, donor=donor),
         names=names,
+        places=_places(recipe, folder),
         downloads=downloads,
         skip_non_finite=skips_tensors(recipe.non_finite),
     )
@@ -278,6 +282,34 @@ def locate(text: str, folder: Path | None) -> str:
     return text if len(parts) == 1 else "+".join(locate(part, folder) for part in parts)
 
 
+def _places(recipe: Recipe, folder: Path | None) -> dict[str, str]:
+    """Return the absolute paths of a recipe's inputs that lie on this disk; an adapter's with that of its base."""
+    sources = [*recipe.sources.values(), recipe.base_model, recipe.tokenizer_source, recipe.basis]
+    places: dict[str, str] = {}
+    for text in (*sources, *(entry.curvature for entry in recipe.models)):
+        if text is not None:
+            parts = [os.path.expanduser(part.strip()) for part in locate(text, folder).split("+")]
+            if any(map(os.path.exists, parts)):
+                places[text] = "+".join(os.path.abspath(part) if os.path.exists(part) else part for part in parts)
+    return places
+
+
+def recipe_from(recipe: Recipe, participants: Participants, tokenizer: Path | None, out: Path) -> str | None:
+    """Return a recipe as YAML with paths relative to the folder `out`; None where its inputs lie far from there.
+
+    Paths are left out whose common folder with `out` is the root or the folder of all home folders: they would tell
+    the names of users and disks.
+    """
+    names = public_names(recipe, participants, tokenizer)
+    for text, place in participants.places.items():
+        parts = place.split("+")
+        for part in filter(os.path.isabs, parts):
+            if Path(os.path.commonpath([part, out])) in (Path(out.anchor), Path.home().parent):
+                return None
+        names[text] = "+".join(os.path.relpath(part, out) if os.path.isabs(part) else part for part in parts)
+    return recipe.to_yaml(names)
+
+
 def sample_rows(
     participants: Participants, tensors: Sequence[tuple[str, Rows, Tensor]]
 ) -> Iterator[tuple[Tensor | None, list[Tensor]]]:
@@ -304,6 +336,11 @@ def sample_rows(
 
 def public_recipe(recipe: Recipe, participants: Participants, tokenizer: Path | None) -> str:
     """Return a recipe as YAML without local paths."""
+    return recipe.to_yaml(public_names(recipe, participants, tokenizer))
+
+
+def public_names(recipe: Recipe, participants: Participants, tokenizer: Path | None) -> dict[str, str]:
+    """Return what a recipe calls its inputs -> what to call them without local paths."""
     names = dict(participants.names)
     source = recipe.tokenizer_source
     if source not in (None, "base", UNION) and source not in names:
@@ -312,7 +349,7 @@ def public_recipe(recipe: Recipe, participants: Participants, tokenizer: Path | 
     for path in (recipe.basis, recipe.eval, *(entry.curvature for entry in recipe.models)):
         if path is not None:
             names[path] = Path(path).name
-    return recipe.to_yaml(names)
+    return names
 
 
 def equal_models(participants: Participants) -> list[str]:
