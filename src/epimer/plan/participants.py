@@ -207,9 +207,9 @@ def open_participants(
                     missing.setdefault(error.reason, []).append((label, error))
 
     if recipe.base_model is not None:
-        opening(recipe.base_model, "base_model")
+        opening(recipe.base_model, recipe.spoken.get("base_model", "base_model"))
     for label, text in recipe.sources.items():
-        opening(text, label)
+        opening(text, recipe.spoken.get(label, label))
     for text, prefix in {entry.model: entry.prefix for entry in recipe.models if entry.prefix}.items():
         if text in opened:
             with collect_errors(problems, text):
@@ -240,7 +240,9 @@ def open_participants(
     if problems:
         return None, None, vocabulary
     each = "sources" if recipe.slices else "models"
-    labels = [f"{each}[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
+    labels = [
+        f"{recipe.spoken.get(f'{each}[{t}]', f'{each}[{t}]')} ({entry.model})" for t, entry in enumerate(recipe.models)
+    ]
     names = {text: checkpoint.name for text, checkpoint in opened.items()}
     downloads = {file: size for text in models for file, size in opened[text].downloads.items()}
     participants = replace(

@@ -53,6 +53,15 @@ def test_unrelated_weights_are_said_and_models_that_moved_far_are_not(here):
     assert float(text.split("cosine of ")[1].split()[0]) == pytest.approx(0, abs=0.03)
 
 
+def test_of_few_entries_nothing_is_said(here):
+    for name in ("base", "other"):
+        save_file(
+            {"layer.weight": weights(int(name == "other"))["model.layers.0.mlp.up_proj.weight"][:16]},
+            here / name / "model.safetensors",
+        )
+    assert not notes(["other"])
+
+
 def test_the_merge_warns_of_unrelated_weights_and_its_record_says_so(here):
     recipe = {"merge_method": "ties", "base_model": "base", "models": [{"model": "near"}, {"model": "other"}]}
     with pytest.warns(epimer.EpimerWarning, match="other seems not to be fine-tuned from base"):
