@@ -117,7 +117,9 @@ def write_files(
                 checksums=weights | {file: data_checksum(data) for file, data in sidecars.items()},
                 tensor_checksums=tensors,
                 input_files=hashes,
-                places=plan.recipe and recipe_from(plan.recipe, plan.participants, plan.tokenizer, out),
+                places=None
+                if plan.recipe is None
+                else recipe_from(plan.recipe, plan.participants, plan.tokenizer, out),
                 environment=environment(engine.devices[0].type, run.threads),
             )
             for file, data in sidecars.items():
