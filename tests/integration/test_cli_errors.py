@@ -166,8 +166,12 @@ BROKEN: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
         ("base['conv.weight'] holds NaN or Inf in 2 of 48 entries",),
     ),
     "another base": (
-        lambda: save(Path("base"), {f"model.{name}": W for name, W in make_base().items()}),
+        lambda: save(Path("base"), {f"other.{i}": W for i, W in enumerate(make_base().values())}),
         ("models[0] (one) has none of base's tensors", "is it a model of this ancestor", "1 more: see epimer merge"),
+    ),
+    "a base with a prefix": (
+        lambda: save(Path("base"), {f"model.{name}": W for name, W in make_base().items()}),
+        ("models[0] (one) has none of base's tensors", "`prefix: {'': 'model.'}`", "1 more: see epimer merge"),
     ),
 }
 
