@@ -165,7 +165,7 @@ COMMANDS = {
     ),
     "sweep": Command(SWEEP, ("out", "sweep.json"), drafts=(".out.epimer",)),
     "diagnose": Command(
-        ("diagnose", "recipe.yaml", "--json", "found.json", "--html", "found.html", "--quiet"),
+        ("diagnose", "recipe.yaml", "--out", "found.json", "--html", "found.html", "--quiet"),
         ("found.json", "found.html"),
     ),
     "report": Command(

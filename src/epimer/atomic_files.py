@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from epimer.errors import OutputError
+from epimer.plain_text import format_size
 
 NOT_REGULAR = "it is not a regular file; name another"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -297,7 +298,7 @@ def explain_os_errors(path: Path, verb: str) -> Iterator[None]:
         number = error.errno or 0
         if number in FULL:
             free = shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free
-            reason = f"{FULL[number]} ({free / 1e9:.2f} GB free); make room, or choose another place"
+            reason = f"{FULL[number]} ({format_size(free)} free); make room, or choose another place"
         elif number in REFUSED:
             reason = f"its folder may not be written to ({error.strerror}); choose another place"
         else:

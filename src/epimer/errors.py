@@ -49,6 +49,14 @@ class CheckpointError(EpimerError):
     """A checkpoint that is missing, damaged, hostile or of a kind that cannot be read."""
 
 
+class MissingError(CheckpointError):
+    """A model that was not found; `reason` is the part of the message that holds for any `name`."""
+
+    def __init__(self, name: str = "", reason: str = "", remedy: str = "") -> None:
+        super().__init__(f"{name} {reason}{remedy}".strip())
+        self.name, self.reason = name, reason
+
+
 class DataError(EpimerError):
     """Data to measure on that is missing, malformed or not what the task needs."""
 

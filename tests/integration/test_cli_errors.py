@@ -166,8 +166,12 @@ BROKEN: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
         ("base['conv.weight'] holds NaN or Inf in 2 of 48 entries",),
     ),
     "another base": (
-        lambda: save(Path("base"), {f"model.{name}": W for name, W in make_base().items()}),
+        lambda: save(Path("base"), {f"other.{i}": W for i, W in enumerate(make_base().values())}),
         ("models[0] (one) has none of base's tensors", "is it a model of this ancestor", "1 more: see epimer merge"),
+    ),
+    "a base with a prefix": (
+        lambda: save(Path("base"), {f"model.{name}": W for name, W in make_base().items()}),
+        ("models[0] (one) has none of base's tensors", "`prefix: {'': 'model.'}`", "1 more: see epimer merge"),
     ),
 }
 
@@ -201,6 +205,32 @@ def test_all_that_cannot_be_opened_is_said_at_once(here, run):
     assert_refused(
         run("merge", "recipe.yaml", "out"), "base_model: ./gone does not exist", "models[1]: ./three does not"
     )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [("bsae", "./base"), ("./bsae", "./base"), ("{here}/bsae", "{here}/base"), ("mdels/one", "./models/one")],
+)
+def test_a_misspelt_path_is_answered_with_the_near_one(here, run, monkeypatch, wrong, near):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    shutil.copytree("one", "models/one")
+    wrong, near = wrong.format(here=here), near.format(here=here)
+    write_recipe(base_model=wrong)
+    line = f"error: base_model: {wrong} does not exist. Did you mean {near!r}?\n"
+    assert assert_refused(run("merge", "recipe.yaml", "out")) == line
+    assert assert_refused(run("inspect", wrong)) == line.replace("base_model: ", "")
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert assert_refused(run("merge", "../recipe.yaml", "out")) == line
+
+
+def test_models_that_are_all_elsewhere_are_said_in_one_reason(here, run, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    Path("elsewhere").mkdir()
+    Path("recipe.yaml").rename("elsewhere/recipe.yaml")
+    monkeypatch.chdir("elsewhere")
+    line = assert_refused(run("merge", "recipe.yaml", "out"), "base_model base, models[0] one, models[1] two: each")
+    assert line.count("hub cannot be reached") == 1
 
 
 def test_a_wrong_file_is_refused_by_every_command(here, run):
@@ -324,6 +354,12 @@ def test_a_recipe_that_cannot_be_followed(here, run, keys, words):
     assert_refused(run("merge", "recipe.yaml", "out"), *words)
 
 
+@pytest.mark.parametrize("folder", ["out", "one"])
+def test_a_recipe_in_the_place_of_the_output(here, run, folder):
+    line = f"error: the recipe comes first: epimer merge recipe.yaml {folder}.\n"
+    assert assert_refused(run("merge", folder, "recipe.yaml")) == line
+
+
 def test_a_recipe_that_cannot_be_read(here, run):
     assert_refused(run("merge", "nowhere.yaml", "out"), "Cannot read the recipe 'nowhere.yaml': No such file")
     assert_refused(run("merge", "one", "out"), "Cannot read the recipe 'one': Is a directory")
@@ -398,7 +434,15 @@ def test_an_output_that_exists_is_replaced_only_when_asked_and_ours(here, run):
     assert run("merge", "recipe.yaml", "out").code == 0
     before = listing(Path("out"))
     write_recipe(parameters={"scale": 0.5})
-    assert_refused(run("merge", "recipe.yaml", "out"), "out exists and holds something else", "--overwrite", there=True)
+    refused = "out exists and holds another merge: {} changed since; choose another name, or pass --overwrite"
+    assert_refused(run("merge", "recipe.yaml", "out"), refused.format("the recipe"), there=True)
+    write_recipe()
+    shutil.copytree("two", "kept")
+    change("two", lambda state: state["block.0.weight"].mul_(2))
+    assert_refused(run("merge", "recipe.yaml", "out"), refused.format("the models"), there=True)
+    shutil.rmtree("two")
+    Path("kept").rename("two")
+    write_recipe(parameters={"scale": 0.5})
     assert listing(Path("out")) == before
     assert run("merge", "recipe.yaml", "out", "--overwrite").code == 0
     assert listing(Path("out"))["model.safetensors"] != before["model.safetensors"]
@@ -421,6 +465,20 @@ def test_a_folder_of_somebody_else_is_never_removed(here, run, options):
     word = "was not made by epimer, so it is not replaced; remove it yourself" if options else "pass --overwrite"
     assert_refused(run("merge", "recipe.yaml", "out", *options), f"{here / 'out'} ", word, there=True)
     assert listing(Path("out")) == {"thesis.txt": b"years of work"}
+
+
+@pytest.mark.parametrize("out", ["two/out", "base/deep/out", "link/out", "lora/out"])
+def test_an_output_in_the_folder_of_an_input(here, run, out):
+    Path("link").symlink_to("two")
+    Path("lora").mkdir()
+    Path("lora/adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+    factors = {"block.0.lora_A.weight": torch.ones(2, 20), "block.0.lora_B.weight": torch.ones(24, 2)}
+    safetensors.torch.save_file(factors, "lora/adapter_model.safetensors")
+    write_recipe(models=[{"model": name} for name in ("one", "two", "base+lora")])
+    before = listing(here)
+    ran = run("merge", "recipe.yaml", out)
+    assert_refused(ran, f"{out} lies in ", "which the merge reads; choose a folder outside of it", out=Path(out))
+    assert listing(here) == before
 
 
 @pytest.mark.parametrize("out", ["two", "base", "two/.", "./sub/../two", ".", "link"])
@@ -582,6 +640,16 @@ def test_methods(run):
     assert row["name"] == "ties"
 
 
+def test_diagnose_prints_what_it_writes(here, run):
+    ran = run("diagnose", "recipe.yaml", "--json", "--out", "found.json")
+    assert (ran.code, ran.err) == (0, "")
+    printed = json.loads(ran.out)
+    assert printed == json.loads(Path("found.json").read_text())
+    assert printed["models"] == ["one", "two"]
+    ran = run("diagnose", "nowhere.yaml", "--json")
+    assert json.loads(ran.out)["error"].startswith("Cannot read the recipe 'nowhere.yaml'")
+
+
 def test_inspect(here, run):
     expected = safetensors.torch.load_file(FILE)
     ran = run("inspect", "two", "--json")
@@ -662,7 +730,7 @@ def test_dry_run_shows_all_problems(here, run):
 def test_dry_run_knows_the_memory(here, run):
     ran = run("merge", "recipe.yaml", "--dry-run", "--max-memory", "1MB")
     assert ran.code == 2
-    assert "problem: max_memory of 0.00 GB is too little" in ran.out
+    assert "problem: max_memory of 1.0 MB is too little" in ran.out
 
 
 def test_merge_prints_json(here, run):

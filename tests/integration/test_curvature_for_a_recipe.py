@@ -92,9 +92,7 @@ def test_what_fits_nowhere_is_measured_in_a_basis_that_the_merge_finds(here, nam
     for name in names:
         note, told, *_ = assert_done(run(*on(name, None, "--recipe", recipe))).splitlines()
         place = "curvature is measured in r.basis, the basis of the models of r.yaml, and their merge finds it."
-        assert note.startswith(
-            "note: the curvature takes 0.00 GB, " if built is None else "note: the recipe's basis is"
-        )
+        assert note.startswith("note: the curvature takes " if built is None else "note: the recipe's basis is")
         assert note.endswith(place)
         assert told.startswith(f"{name}.curv: projected kronecker of 7 tensors")
         built = built or contents("r.basis")
@@ -242,7 +240,7 @@ def test_a_folder_that_names_its_basis_by_a_path_is_refused(here, name):
 @pytest.mark.usefixtures("too_large")
 def test_what_a_recipe_cannot_help(here):
     recipe = write("r.yaml")
-    assert_refused(run(*on("one")), "the curvature takes 0.00 GB", "--recipe recipe.yaml", "--layers")
+    assert_refused(run(*on("one")), "the curvature takes ", "--recipe recipe.yaml", "--layers")
     assert_refused(run(*on("one", None, "--recipe", recipe, "--basis", "b")), "give either --basis or --recipe")
     assert_refused(run(*on("one", None, "--recipe", "no.yaml")), "Cannot read the recipe 'no.yaml'")
     kind = ("--recipe", recipe, "--kind", "ekfac")

@@ -122,7 +122,7 @@ def assert_close(found: Any, expected: Any, where: str = "") -> None:
 @pytest.mark.parametrize("curved", [False, True])
 def test_a_diagnosis_from_another_folder_has_the_numbers_of_its_tensors(here, curved):
     recipe = write(here, curved=curved)
-    command = ["diagnose", recipe, "--rank", "3", "--json", "found.json", "--html", "page.html"]
+    command = ["diagnose", recipe, "--rank", "3", "--out", "found.json", "--html", "page.html"]
     out = assert_done(run(*command) if curved else start(*command, cwd=here))
     found, page = json.loads((here / "found.json").read_text()), (here / "page.html").read_text()
     base, models = states(here)
@@ -182,9 +182,9 @@ def test_the_models_are_read_once(here, monkeypatch):
 
 
 def test_a_diagnosis_forecasts_what_is_asked(here):
-    assert_done(run("diagnose", write(here), "--methods", "tsv, iso_c", "--json", "found.json", "-q"))
+    assert_done(run("diagnose", write(here), "--methods", "tsv, iso_c", "--out", "found.json", "-q"))
     assert set(json.loads((here / "found.json").read_text())["forecast"]) == {"tsv", "iso_c"}
-    assert_done(run("diagnose", write(here, merge_method="iso_cts"), "--json", "found.json", "-q"))
+    assert_done(run("diagnose", write(here, merge_method="iso_cts"), "--out", "found.json", "-q"))
     usual = {"average", "tsv", "epimer_free"}
     assert set(json.loads((here / "found.json").read_text())["forecast"]) == usual | {"iso_cts"}
 
@@ -213,12 +213,12 @@ def test_a_diagnosis_that_cannot_be_made_is_refused_in_one_line(here, changes, o
 
 
 def test_an_error_is_not_printed_twice(here):
-    assert_refused(run("diagnose", write(here), "--methods", "tvs", "--json", "found.json"), "'tvs'")
+    assert_refused(run("diagnose", write(here), "--methods", "tvs", "--out", "found.json"), "'tvs'")
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(here, monkeypatch):
     monkeypatch.setattr("epimer.api.diagnose", lambda *args, **given: pytest.fail("worked first"))
-    assert run("diagnose", write(here), "--json", "no/found.json").code == 2
+    assert run("diagnose", write(here), "--out", "no/found.json").code == 2
 
 
 # auto
@@ -230,7 +230,7 @@ def test_auto_without_inputs_is_the_merge_that_the_diagnosis_advises(here, curve
     models = {"models": bare} if curved else {}
     recipe = write(here, merge_method="auto", scale="auto", **models)
     out = assert_done(run("merge", recipe, "auto"))
-    assert_done(run("diagnose", recipe, "--json", "found.json", "-q"))
+    assert_done(run("diagnose", recipe, "--out", "found.json", "-q"))
     found = json.loads((here / "found.json").read_text())
     forecast = found["forecast"]
     best, why = "epimer_free", "without data it beat tsv and averaging"
@@ -548,7 +548,7 @@ def test_adapters_are_diagnosed_swept_and_merged_like_whole_models(here):
     for name, form in forms.items():
         models = [{"model": form.format(task)} for task in tiny.TASKS]
         recipe = write(here, f"{name}.yaml", models=models, **rules)
-        assert_done(run("diagnose", recipe, "--json", f"{name}.json", "-q"))
+        assert_done(run("diagnose", recipe, "--out", f"{name}.json", "-q"))
         asked = ["--eval", "suite.yaml", "--methods", "tsv,average", "--scale", "1,2", "--keep-best", name, "--json"]
         swept = json.loads(assert_done(run("sweep", recipe, *asked)))
         found[name] = json.loads((here / f"{name}.json").read_text()), swept

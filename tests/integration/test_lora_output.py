@@ -582,3 +582,26 @@ def test_adapters_that_are_not_read_are_refused_for_what_they_are(config, why, t
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     with pytest.raises(epimer.CheckpointError, match=f"{why}.*merge_and_unload"):
         open_checkpoint(f"{tmp_path / 'base'}+{tmp_path / 'adapter'}")
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ({"rank": 0}, ("'rank' parameter of extract_lora must be an integer at least 1. Got 0",)),
+    ({"dtype": "int8"}, ("'dtype' parameter of extract_lora must be one of float64",)),
+    ({"base": "bsae"}, ("the base: bsae does not exist. Did you mean './base'?",)),
+    ({"finetuned": "./tuned"}, ("the fine-tuned model: ./tuned does not exist",)),
+    ({"finetuned": "base"}, ("the fine-tuned model and the base are both base",)),
+    ({"finetuned": "narrow"}, ("the fine-tuned model (narrow)['layer.weight'] has shape", "with `output: lora`")),
+])  # fmt: skip
+def test_errors_of_an_extraction_speak_of_no_recipe_that_nobody_wrote(tmp_path, monkeypatch, more, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, width in (("base", 8), ("one", 8), ("narrow", 4)):
+        (tmp_path / name).mkdir()
+        save_file({"layer.weight": torch.randn(6, width)}, tmp_path / name / "model.safetensors")
+    given = {"finetuned": "one", "base": "base", "out": "out", "rank": 2} | more
+    with pytest.raises(epimer.EpimerError) as caught:
+        epimer.extract_lora(**given, progress=False)
+    text = str(caught.value)
+    assert all(word in text for word in words), text
+    assert "models[" not in text
+    assert not text.startswith("recipe")

@@ -11,6 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import epimer
@@ -142,6 +143,39 @@ def test_names_are_found_beside_the_folder_and_here(made, monkeypatch, tmp_path)
     monkeypatch.chdir(made)
     assert epimer.verify(moved).verified
     assert outcomes(epimer.verify(moved, files_only=True)) == dict.fromkeys(PARTS[:3], "ok")
+
+
+@pytest.mark.parametrize("out", ["out", "runs/deep/out"])
+def test_models_that_lie_elsewhere_are_found_from_anywhere_and_after_a_move(root, tmp_path, monkeypatch, out):
+    for place, name in (("p", "one"), ("q", "two")):  # models of one name, told by their places
+        (root / "models" / place).mkdir(parents=True)
+        (root / name).rename(root / "models" / place / "same")
+    (root / "recipes").mkdir()
+    models = [{"model": f"../models/{place}/same"} for place in ("p", "q")]
+    written = {"merge_method": "tsv", "base_model": "../base", "models": models}
+    (root / "recipes/recipe.yaml").write_text(yaml.safe_dump(written))
+    monkeypatch.chdir(root)
+    epimer.merge("recipes/recipe.yaml", out, progress=False)
+    assert str(tmp_path) not in (root / out / "epimer.json").read_text()
+    assert epimer.verify(out).verified
+    monkeypatch.chdir("/")
+    assert epimer.verify(root / out).verified
+    moved = root.rename(tmp_path / "moved")
+    assert epimer.verify(moved / out).verified
+    shutil.rmtree(moved / "models")
+    lost = epimer.verify(moved / out)
+    assert lost.checks[3].text.startswith("'same', 'same' not found here or beside the folder; give the recipe")
+
+
+def test_places_far_from_the_output_are_not_recorded(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "somebody"))
+    for user in ("somebody", "another"):
+        (tmp_path / "home" / user).mkdir(parents=True)
+    shutil.copytree(root / "base", tmp_path / "home/another/base")
+    epimer.merge(recipe(root) | {"base_model": str(tmp_path / "home/another/base")}, tmp_path / "home/somebody/out")
+    text = (tmp_path / "home/somebody/out/epimer.json").read_text()
+    assert "another" not in text
+    assert "places" not in json.loads(text)
 
 
 def test_renamed_models_and_models_of_one_name_are_told_by_their_place(root):

@@ -131,7 +131,11 @@ def extract_lora(
     What is no linear layer and moved is written whole; the record tells every layer's relative error. `options` are
     those of `merge`: device, progress, overwrite, max_memory, workers, threads.
     """
-    return merge(extraction(finetuned, base, rank, dtype), out, **options)
+    try:
+        return merge(extraction(finetuned, base, rank, dtype), out, **options)
+    except TensorError as error:
+        recipe = "rules and non_finite are for recipes: to use them, write one with `output: lora` (docs/lora.md)"
+        raise TensorError(f"{error} Here, {recipe}.") from error
 
 
 @torch.no_grad()

@@ -125,9 +125,12 @@ def _check_merge(
         if given is not None:
             original, where = open_recipe(given)
             recipe = with_places(recipe, original)
+        elif folder.store is not None:
+            recipe = found_here(recipe, [Path.cwd()])
         else:
-            beside = Path(folder.place).parent if folder.store is None else Path.cwd()
-            recipe = found_here(recipe, [Path.cwd(), beside])
+            out = Path(os.path.abspath(folder.place))
+            placed = _loaded_recipe(record.places) if record.places else recipe
+            recipe = found_here(placed, [Path.cwd(), out.parent], out if record.places else None)
         settled = recipe.model_copy(update={"rounds": 0, "refine": 0, "eval": None})
         plan = plan_merge(settled, folder=where, any_curvature=True, download=record.input_files is not None)
         plan.check()
@@ -148,9 +151,14 @@ def _recorded_recipe(record: MergeRecord) -> Recipe:
     """Return the recipe of a record."""
     if not record.recipe:
         raise DataError("the record holds no recipe.")
+    return _loaded_recipe(record.recipe)
+
+
+def _loaded_recipe(text: str) -> Recipe:
+    """Return a recipe that a record holds as YAML."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "recipe.yaml"
-        file.write_bytes(record.recipe.encode(errors="surrogatepass"))
+        file.write_bytes(text.encode(errors="surrogatepass"))
         try:
             recipe = load_recipe(file)
         except EpimerError as error:
@@ -180,25 +188,49 @@ def with_places(recorded: Recipe, given: Recipe) -> Recipe:
     return placed(recipe, given, "base_model", "basis", "tokenizer_source", "tokenizer")
 
 
-def found_here(recipe: Recipe, folders: Sequence[Path]) -> Recipe:
-    """Return a recipe of names without paths with the paths of what has these names in some folders.
+def found_here(recipe: Recipe, folders: Sequence[Path], out: Path | None = None) -> Recipe:
+    """Return a recipe with the paths of its inputs.
 
     A model of the hub keeps its name, which has the commit. What is not found is refused.
+
+    Args:
+        recipe: has names without paths, or paths relative to `out`.
+        folders: where inputs are looked for by their names, if not at their paths.
+        out: the output's folder, where the recipe has paths.
     """
+    places: dict[str, str] = {}
+    for name in input_names(recipe):
+        on_hub = _is_on_hub(recipe, name)
+        last = name if out is None or on_hub else Path(name).name
+        tried = [f"{folder / last}{suffix}" for folder in folders for suffix in ("", *FORMATS)]
+        tried = tried if out is None else [os.path.normpath(out / name), *tried]
+        places[name] = next((path for path in tried if os.path.exists(path)), name if on_hub else "")
+    if missing := [Path(name).name for name, place in places.items() if not place]:
+        raise DataError(f"{listed(missing)} not found here or beside the folder; {REMEDY}.")
+    return with_paths(recipe, places)
+
+
+def input_names(recipe: Recipe) -> list[str]:
+    """Return what a recipe calls its models, adapters apart from what is under them, its curvature and its basis."""
     keyword = recipe.tokenizer_source in ("base", UNION)
     models = (recipe.model_copy(update={"tokenizer_source": None}) if keyword else recipe).model_names
     measured = [one for one in (recipe.basis, *(entry.curvature for entry in recipe.models)) if one is not None]
-    places: dict[str, str] = {}
-    for name in (*sorted(models), *measured):
-        tried = (f"{folder / name}{suffix}" for folder in folders for suffix in ("", *FORMATS))
-        on_hub = HUB_NAME.fullmatch(name) or (name == recipe.tokenizer_source and is_hub_id(name) and "/" in name)
-        places[name] = next((path for path in tried if os.path.exists(path)), name if on_hub else "")
-    if missing := [name for name, place in places.items() if not place]:
-        raise DataError(f"{listed(missing)} not found here or beside the folder; {REMEDY}.")
-    entries = (one.model_copy(update={"curvature": places.get(one.curvature or "")}) for one in recipe.models)
-    changes = {"models": tuple(entries), "basis": places.get(recipe.basis or "")}
-    located = recipe.model_copy(update=changes).renamed(places)
+    return [*sorted(models), *measured]
+
+
+def with_paths(recipe: Recipe, paths: Mapping[str, str]) -> Recipe:
+    """Return a recipe with the paths of what it calls by these names."""
+    entries = (one.model_copy(update={"curvature": paths.get(one.curvature or "")}) for one in recipe.models)
+    changes = {"models": tuple(entries), "basis": paths.get(recipe.basis or "")}
+    located = recipe.model_copy(update=changes).renamed(paths)
+    keyword = recipe.tokenizer_source in ("base", UNION)
     return located.model_copy(update={"tokenizer_source": recipe.tokenizer_source}) if keyword else located
+
+
+def _is_on_hub(recipe: Recipe, name: str) -> bool:
+    """Whether a name is that of a model of the hub with its commit, or of a tokenizer there."""
+    tokenizer = name == recipe.tokenizer_source and is_hub_id(name) and "/" in name
+    return HUB_NAME.fullmatch(name) is not None or tokenizer
 
 
 def _check_inputs(plan: Plan, record: MergeRecord, run: RunOptions) -> Check:

@@ -28,6 +28,8 @@ Rows = tuple[int, int] | None
 BLOCK = 1 << 26  # bytes of two tensors that are compared at a time
 LARGE = 1 << 20  # bytes from which a tensor gets pages of its own
 KEPT = 1 << 25  # bytes of unused pages that are kept for the next tensors
+PACKED_BITS = {"F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
+"""dtypes of safetensors that torch does not compute with -> bits per entry; headers have uint8 in their place"""
 SAMPLE = 4096  # bytes at the start, in the middle and at the end of a tensor that enter its fingerprint
 
 
@@ -44,6 +46,8 @@ class Checkpoint(ABC):
     """meta tensors: shapes and dtypes without data, in the order of the file"""
     ties: Mapping[str, str] = {}
     """name -> the name it shares its tensor with; both are in `headers`"""
+    packed: Mapping[str, str] = {}
+    """name -> safetensors' name of a dtype that no version of torch computes with; such tensors can only be listed"""
     in_memory: bool = False
     """whether `read` returns tensors that others hold too, and that must not be written to"""
     files: Sequence[Path] = ()
@@ -123,7 +127,7 @@ class Checkpoint(ABC):
 
     def size(self, name: str) -> int:
         """Return the bytes that a tensor has once it is read."""
-        return nbytes(self.headers[name])
+        return nbytes(self.headers[name]) * PACKED_BITS.get(self.packed.get(name, ""), 8) // 8
 
     def equal(self, name: str, other: Checkpoint, twin: str) -> bool:
         """Whether two tensors are the same, compared some rows at a time."""
@@ -255,6 +259,7 @@ class ShardedCheckpoint(Checkpoint):
         self.files = [file for shard in shards for file in shard.files]
         self.downloads = {file: size for shard in shards for file, size in shard.downloads.items()}
         self.streams = all(shard.streams for shard in shards)
+        self.packed = {name: dtype for shard in shards for name, dtype in shard.packed.items()}
         self.owner: dict[str, Checkpoint] = {}
         self.headers, self.ties = {}, {}
         for part in shards:

@@ -18,7 +18,7 @@ from epimer.checkpoints.folder import (
     refuse_formats,
 )
 from epimer.checkpoints.sidecar_files import TEMPLATES
-from epimer.errors import CheckpointError, EpimerError, listed, short
+from epimer.errors import CheckpointError, EpimerError, MissingError, listed, short
 
 REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
 HUB_NAME = re.compile(rf"({REPO})@[0-9a-f]{{40}}")
@@ -80,10 +80,9 @@ def fetch_repo(
                     login = f"ask for access on {page(repo, kind)} and log in: hf auth login"
                     raise failure(f"{text}: the hub refused it ({refused}); {login}") from error
                 problem = f"refused it ({refused})" if refused else f"cannot be reached ({reason})"
-                raise failure(
-                    f"{text} is neither a path here nor in the hub's cache, and the hub {problem}; "
-                    f"download it where there is a network: hf download {repo}{options}"
-                ) from error
+                reason = f"is neither a path here nor in the hub's cache, and the hub {problem}"
+                remedy = f"; download it where there is a network: hf download {repo}{options}"
+                raise _missing(failure, text, reason, remedy) from error
             folder = Path(cached)
     return folder, f"{repo}@{folder.resolve().name}"
 
@@ -141,9 +140,15 @@ def explain_refusals(repo: str, kind: str, revision: str, failure: type[EpimerEr
         raise failure(f"{repo} has no revision {revision!r} on the hub; see its page for branches.") from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         name = f"{repo}@{revision}" if revision else repo
-        raise failure(
-            f"{name} is neither a path here nor a {kind} on the hub (a private one needs `hf auth login`)."
-        ) from error
+        reason = f"is neither a path here nor a {kind} on the hub (a private one needs `hf auth login`)"
+        raise _missing(failure, name, reason, ".") from error
+
+
+def _missing(failure: type[EpimerError], name: str, reason: str, remedy: str) -> EpimerError:
+    """Return the error about a repository that was not found; a model's can be told from other failures."""
+    if issubclass(failure, CheckpointError):
+        return MissingError(name, reason, remedy)
+    return failure(f"{name} {reason}{remedy}")
 
 
 def page(repo: str, kind: str) -> str:

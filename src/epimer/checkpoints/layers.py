@@ -28,7 +28,34 @@ class LayerRange(NamedTuple):
     stop: int | None = None
 
 
-class Stacked(Checkpoint):
+class Assembled(Checkpoint):
+    """A checkpoint of which each tensor is a tensor of another."""
+
+    places: dict[str, tuple[Checkpoint, str]]
+    """name -> the checkpoint that has the tensor, and its name there"""
+
+    def read(self, name: str, rows: Rows = None) -> Tensor:
+        source, inner = self.places[name]
+        return source.read(inner, rows)
+
+    def prefetch(self, name: str, rows: Rows = None) -> None:
+        source, inner = self.places[name]
+        source.prefetch(inner, rows)
+
+    def size(self, name: str) -> int:
+        source, inner = self.places[name]
+        return source.size(inner)
+
+    def problem(self, name: str) -> str | None:
+        source, inner = self.places[name]
+        return source.problem(inner)
+
+    def sample(self, name: str) -> bytes:
+        source, inner = self.places[name]
+        return source.sample(inner)
+
+
+class Stacked(Assembled):
     """The layers of several checkpoints on top of each other, for each module of a model.
 
     What belongs to no layer comes from the first checkpoint if it is an embedding, else (norm, head) from the last.
@@ -46,7 +73,7 @@ class Stacked(Checkpoint):
         self.files = list(dict.fromkeys(file for one in self.sources for file in one.files))
         self.streams = all(one.streams for one in self.sources)
         self.in_memory = any(one.in_memory for one in self.sources)
-        self.places: dict[str, tuple[Checkpoint, str]] = {}
+        self.places = {}
         for module, each in modules.items():
             self.places.update(self._places(module, each))
         self.headers = {name: source.headers[inner] for name, (source, inner) in self.places.items()}
@@ -104,30 +131,10 @@ class Stacked(Checkpoint):
     def state(self) -> list[tuple[str, int, int | str]]:
         return [entry for one in self.sources for entry in one.state]
 
-    def read(self, name: str, rows: Rows = None) -> Tensor:
-        source, inner = self.places[name]
-        return source.read(inner, rows)
-
-    def prefetch(self, name: str, rows: Rows = None) -> None:
-        source, inner = self.places[name]
-        source.prefetch(inner, rows)
-
     def delta(self, name: str, base: Checkpoint, rows: Rows = None) -> LowRank | None:
         source, inner = self.places[name]
         under, twin = base.places[name] if isinstance(base, Stacked) else (base, name)
         return source.delta(inner, under, rows) if twin == inner else None
-
-    def size(self, name: str) -> int:
-        source, inner = self.places[name]
-        return source.size(inner)
-
-    def problem(self, name: str) -> str | None:
-        source, inner = self.places[name]
-        return source.problem(inner)
-
-    def sample(self, name: str) -> bytes:
-        source, inner = self.places[name]
-        return source.sample(inner)
 
     def adapted_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the number of these layers, and with its lists of one entry per layer in their order."""

@@ -17,7 +17,7 @@ from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_embedding
 from epimer.checkpoints.expert_factors import ExpertPart, stored_parts
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.checkpoints.token_rows import STORED, TokenRows, indices_problem, token_indices
-from epimer.errors import CheckpointError, listed
+from epimer.errors import CheckpointError, listed, short
 from epimer.geometry.linalg import LowRank, as_compute_dtype
 
 PREFIX = "base_model.model."
@@ -177,6 +177,13 @@ class Adapted(Checkpoint):
         part = b"" if update.expert is None else repr(tuple(update.expert)).encode()
         return W + repr((update.scaling, update.transposed)).encode() + part + factors + lengths
 
+    @property
+    def _other_base(self) -> str:
+        """A question about the base, for errors that another base would explain."""
+        named = self.config.get("base_model_name_or_path")
+        says = f" It says that it was trained on {short(named)}." if isinstance(named, str) and named else ""
+        return f"is it an adapter of this base?{says}"
+
     def _refuse(self, problem: str) -> CheckpointError:
         remedy = "merge it into its base with PEFT's merge_and_unload() and give the saved model"
         return CheckpointError(f"{self.where} {problem}; {remedy}.")
@@ -240,7 +247,7 @@ class Adapted(Checkpoint):
         indices = token_indices(self.config, module)
         problem = indices_problem(indices, self.adapter.headers[key], self.base.headers[name])
         if problem is not None:
-            raise CheckpointError(f"{self.where}: of {module!r} {problem}; is it an adapter of this base?")
+            raise CheckpointError(f"{self.where}: of {module!r} {problem}; {self._other_base}")
         assert isinstance(indices, list)
         self.tokens[name] = TokenRows(key, tuple(indices))
         if self.model_config.get("tie_word_embeddings") and is_embedding(name):
@@ -297,7 +304,7 @@ class Adapted(Checkpoint):
         if own.shape != W.shape or own.is_floating_point() != W.is_floating_point():
             raise CheckpointError(
                 f"{self.where} brings its own {name!r}, {own.dtype} of shape {tuple(own.shape)}, but the base's is "
-                f"{W.dtype} of shape {tuple(W.shape)}; is it an adapter of this base?"
+                f"{W.dtype} of shape {tuple(W.shape)}; {self._other_base}"
             )
         if not self.adapter.equal(key, self.base, name):
             self.replaced[name], self.headers[name] = key, own
@@ -329,7 +336,7 @@ class Adapted(Checkpoint):
         if shape not in ((m, n), (n, m)) or (embedding and shape != (n, m)):
             raise CheckpointError(
                 f"{self.where} changes {name!r} by a {m} x {n} matrix, but the base's has shape {shape}; "
-                "is it an adapter of this base?"
+                f"{self._other_base}"
             )
         return Update(
             A, B, self._scaling(module, rank), embedding or self._transposed(module, shape == (m, n), shape == (n, m))
@@ -401,7 +408,7 @@ class Adapted(Checkpoint):
         if len(fits) != 1:
             raise CheckpointError(
                 f"{self.where}: {key!r} belongs to no tensor of {self.base.where}, which has "
-                f"{listed(self.base.headers)}; is it an adapter of this base?"
+                f"{listed(self.base.headers)}; {self._other_base}"
             )
         return fits[0]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, ShardedCheckpoint, allocate, nbytes, sample_ranges
 from epimer.checkpoints.folder import INDEXES, assemble, parse_json
 from epimer.checkpoints.hub import SIDECARS, beside_weights
-from epimer.checkpoints.safetensors import as_bytes, parse_header
+from epimer.checkpoints.safetensors import as_bytes, packed_dtypes, parse_header
 from epimer.errors import CheckpointError, EpimerError, listed
 
 URL = re.compile(r"([a-z][a-z0-9.-]*)://(.+)")
@@ -157,6 +157,7 @@ class StoreFile(Checkpoint):
                 first += fs.cat_file(path, start=FIRST, end=length)
         self.entries, metadata = parse_header(io.BytesIO(first), self.bytes, url)
         self.headers = {name: entry.W for name, entry in self.entries.items()}
+        self.packed = packed_dtypes(self.entries)
         self.ties = {}
         for name, twin in metadata.items():
             if twin in self.entries and name not in self.entries and name != "format":

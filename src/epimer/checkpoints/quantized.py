@@ -178,6 +178,8 @@ def _as_bfloat16(W: Tensor) -> Tensor:
 def packed_format(checkpoint: Checkpoint, method: object = None) -> str | None:
     """Return the format whose packed integers a checkpoint holds, as its config's `method` or its names tell."""
     headers = checkpoint.headers
+    if checkpoint.packed:
+        return f"{', '.join(sorted({*checkpoint.packed.values()}))} in {listed(checkpoint.packed)}"
     if not any(_is_code(name, W) for name, W in headers.items()):
         return None
     found = [kind for name in headers for ending, kind in PACKED.items() if name.endswith(ending)]

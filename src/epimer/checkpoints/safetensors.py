@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -16,7 +17,16 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from epimer.checkpoints.checkpoint import Checkpoint, Rows, allocate_with_bytes, header, is_text, nbytes, sample_ranges
+from epimer.checkpoints.checkpoint import (
+    PACKED_BITS,
+    Checkpoint,
+    Rows,
+    allocate_with_bytes,
+    header,
+    is_text,
+    nbytes,
+    sample_ranges,
+)
 from epimer.errors import CheckpointError
 from epimer.json_values import RepeatedKeyError, json_value
 from epimer.opened_files import OpenedFile
@@ -24,6 +34,7 @@ from epimer.opened_files import OpenedFile
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool, "C64": torch.complex64,
@@ -38,6 +49,8 @@ class Entry(NamedTuple):
     W: Tensor
     start: int
     stop: int
+    dtype: str = ""
+    """as the file has it"""
 
 
 class SafetensorsFile(Checkpoint):
@@ -51,26 +64,29 @@ class SafetensorsFile(Checkpoint):
         with self.file.open() as file:
             self.entries, self.metadata = parse_header(file, os.fstat(file.fileno()).st_size, self.where)
         self.headers = {name: entry.W for name, entry in self.entries.items()}
+        self.packed = packed_dtypes(self.entries)
         self.ties = {}
         for name, twin in self.metadata.items():  # tensors that were left out because another name holds them
             if twin in self.entries and name not in self.entries and name != "format":
                 self.ties[name], self.headers[name] = twin, self.entries[twin].W
 
     def read(self, name: str, rows: Rows = None) -> Tensor:
-        header, start, _ = self._part(name, rows)
-        W, data = allocate_with_bytes(header.shape, header.dtype)
-        self.file.fill(data, start)
+        part = self._part(name, rows)
+        W, data = allocate_with_bytes(part.W.shape, part.W.dtype)
+        self.file.fill(data, part.start)
         return W
 
     def prefetch(self, name: str, rows: Rows = None) -> None:
-        _, start, stop = self._part(name, rows)
+        part = self._part(name, rows)
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError), self.path.open("rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(file.fileno(), part.start, part.stop - part.start, os.POSIX_FADV_WILLNEED)
 
     def _part(self, name: str, rows: Rows) -> Entry:
         """Return some rows of a tensor as if they were a tensor of the file."""
         entry = self.entries[self.ties.get(name, name)]
+        if name in self.packed:
+            raise CheckpointError(f"{self.where}: {name!r} is {entry.dtype}, which torch does not compute with.")
         if rows is None:
             return entry
         W, row = entry.W[slice(*rows)], nbytes(entry.W[:1])
@@ -80,6 +96,11 @@ class SafetensorsFile(Checkpoint):
         entry = self.entries[self.ties.get(name, name)]
         ranges = sample_ranges(entry.stop - entry.start)
         return b"".join(self.file.read([(entry.start + start, entry.start + stop) for start, stop in ranges]))
+
+
+def packed_dtypes(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return the tensors of a file that can only be listed, with their dtype."""
+    return {name: entry.dtype for name, entry in entries.items() if entry.dtype in PACKED_BITS}
 
 
 def as_bytes(W: Tensor) -> Any:
@@ -117,10 +138,10 @@ def parse_header(file: BinaryIO, size: int, where: str) -> tuple[dict[str, Entry
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{where}: __metadata__ must map strings to strings; save the file again.")
     entries = {name: _entry(name, description, where) for name, description in parsed.items()}
-    entries = dict(sorted(entries.items(), key=lambda item: item[1][1:]))
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     _check_layout(entries, size - 8 - length, where)
     start = 8 + length
-    return {n: Entry(e.W, start + e.start, start + e.stop) for n, e in entries.items()}, metadata
+    return {n: Entry(e.W, start + e.start, start + e.stop, e.dtype) for n, e in entries.items()}, metadata
 
 
 def _parse(text: bytes, where: str) -> dict[str, Any]:
@@ -144,22 +165,24 @@ def _entry(name: str, description: Any, where: str) -> Entry:
     if not isinstance(description, dict) or not {"dtype", "shape", "data_offsets"} <= description.keys():
         raise refuse("lacks dtype, shape or data_offsets")
     dtype, shape, offsets = (description[key] for key in ("dtype", "shape", "data_offsets"))
-    if str(dtype) not in DTYPES:
+    bits = PACKED_BITS | {known: 8 * torch_dtype.itemsize for known, torch_dtype in DTYPES.items()}
+    if str(dtype) not in bits:
         raise CheckpointError(f"{where}: {name!r} has dtype {dtype!r}; known are {', '.join(DTYPES)}.")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
         raise refuse(f"has shape {shape!r} and offsets {offsets!r}")
     if not is_text(name):
         raise refuse("is not a valid name")
     start, stop = offsets
-    expected = DTYPES[dtype].itemsize
+    expected = bits[dtype]
     for side in shape:
         expected *= side
-        if expected >= 2**63:
+        if expected >= 2**66:
             raise refuse("has a shape whose size overflows")
+    expected = -(-expected // 8)
     if stop - start != expected:
         size = f"of shape {tuple(shape)} in {dtype} takes {expected} bytes"
         raise refuse(f"{size}, but its offsets span {stop - start}")
-    return Entry(header(tuple(shape), DTYPES[dtype]), start, stop)
+    return Entry(header(tuple(shape), DTYPES.get(dtype, torch.uint8)), start, stop, dtype)
 
 
 def _counts(values: Any) -> bool:

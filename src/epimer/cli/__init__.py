@@ -81,7 +81,7 @@ def run() -> None:
 
 def _fail(message: str, code: int) -> None:
     line = visible(" ".join(message.split()))
-    if line and "--json" in sys.argv and sys.argv[1:2] != ["diagnose"]:  # whose --json takes a file
+    if line and "--json" in sys.argv:
         print(json.dumps({"error": line}))  # noqa: T201
     if line:
         print(line if code == 1 else f"error: {line}", file=sys.stderr)  # noqa: T201

@@ -20,7 +20,6 @@ SHOWN = 5  # pairs of tasks, and layers, with the most conflict
 @app.command()
 def diagnose(
     recipe: options.Recipe,
-    json_file: Annotated[Path | None, option("Write all that was found to this JSON file.", "--json")] = None,
     html: Annotated[Path | None, option("Write a page that shows it to this HTML file.")] = None,
     rank: Annotated[int | None, option("Directions per task.", default="what the recipe says, or 32")] = None,
     methods: Annotated[
@@ -31,6 +30,8 @@ def diagnose(
     workers: options.Workers = None,
     engine: options.Engine = "local",
     address: options.Address = None,
+    out: options.OutJson = None,
+    as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """See before merging: which tasks and layers conflict, which rank and method to take, what each merge would lose.
@@ -40,18 +41,18 @@ def diagnose(
     from epimer.api import diagnose as run
     from epimer.atomic_files import check_file
 
-    check_file(json_file)
+    check_file(out)
     check_file(html)
     with stoppable("nothing was written"):
         result = run(
             recipe, rank=rank, methods=split_commas(methods, str, "--methods"), any_curvature=any_curvature,
-            progress=not quiet, max_memory=max_memory, workers=workers, engine=engine, address=address,
+            progress=not (quiet or as_json), max_memory=max_memory, workers=workers, engine=engine, address=address,
         )  # fmt: skip
     if html is not None:
         from epimer.report.write import write_page
 
         write_page([result.to_dict()], html)
-    render.output(result.to_dict(), lambda: _print_diagnosis(result), file=json_file, quiet=quiet)
+    render.output(result.to_dict(), lambda: _print_diagnosis(result), file=out, as_json=as_json, quiet=quiet)
 
 
 def _print_diagnosis(result: Diagnosis) -> None:

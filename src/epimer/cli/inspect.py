@@ -20,8 +20,8 @@ def inspect(
     model = open_checkpoint(path, progress=not as_json, as_stored=True)
     tensors: list[dict[str, Any]] = [
         {
-            "name": name, "shape": list(W.shape), "dtype": render.dtype(W), "bytes": model.size(name),
-            "fingerprint": model.fingerprints[name], "tied_to": model.ties.get(name),
+            "name": name, "shape": list(W.shape), "dtype": model.packed.get(name, render.dtype(W)),
+            "bytes": model.size(name), "fingerprint": model.fingerprints[name], "tied_to": model.ties.get(name),
         }
         for name, W in model.headers.items()
     ]  # fmt: skip

@@ -74,6 +74,7 @@ def merge(
 
     progress = not (quiet or as_json)
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
+    _check_order(recipe, out)
     if out is None and not dry_run:
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
@@ -116,6 +117,12 @@ def merge(
             render.output(result.to_dict(), show, file=record if last else None, as_json=as_json, quiet=quiet)
     if push_to_hub is not None and out is not None:
         _upload(out, push_to_hub, progress=progress)
+
+
+def _check_order(recipe: Path, out: str | None) -> None:
+    """Refuse a recipe in the place of the output, before the folder in its own place is read."""
+    if out is not None and out.endswith((".yaml", ".yml")) and Path(out).is_file() and not recipe.is_file():
+        raise EpimerError(f"the recipe comes first: epimer merge {out} {recipe}.")
 
 
 def _check_upload(out: str, name: str) -> None:

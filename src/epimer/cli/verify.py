@@ -18,7 +18,11 @@ def verify(
     out: Annotated[str, argument("The folder that a merge made, here or in a store.")],
     recipe: Annotated[
         Path | None,
-        option("The recipe with the models' paths.", "--recipe", default="the record's; models here or beside OUT"),
+        option(
+            "The recipe with the models' paths.",
+            "--recipe",
+            default="the record's; models where they were, here or beside OUT",
+        ),
     ] = None,
     sample: Annotated[int, typer.Option(help="Tensors to compute again.")] = 8,
     every: Annotated[bool, option("Compute all tensors again.", "--all")] = False,

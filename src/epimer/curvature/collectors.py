@@ -21,6 +21,7 @@ from epimer.geometry.diagonal import TaggedDiagonal
 from epimer.geometry.metric import EKFAC, Diagonal, Kronecker, Metric, Projected, Samples
 from epimer.geometry.subspace import Basis
 from epimer.methods.rules import is_matrix
+from epimer.plain_text import format_size
 
 CHUNK = 1 << 20  # entries of a block of per-sample gradients: what a CPU's cache holds
 GPU_CHUNK = 1 << 26
@@ -209,7 +210,7 @@ class KroneckerCollector(Collector):
         if not (wide := [name for name in self.refused if is_matrix(name, self.shapes[name])]):
             return
         numbers = sum(side * side for name in wide for side in self.shapes[name])
-        size = f"{numbers * self.dtype.itemsize / 1e9:.2f} GB; they are kept at most {WIDEST} wide"
+        size = f"{format_size(numbers * self.dtype.itemsize)}; they are kept at most {WIDEST} wide"
         problem = f"{listed(wide)} will have no Kronecker factors, which would take {size}"
         remedy = "measure in a basis instead: `epimer basis RECIPE BASIS`, then --basis BASIS (basis=)"
         warn(EpimerWarning(f"{problem}. Methods that need them refuse such a matrix; {remedy}."))

@@ -23,6 +23,7 @@ from epimer.curvature.kinds import tensors_of
 from epimer.errors import EpimerWarning, TooLargeError, warn
 from epimer.geometry.metric import Metric
 from epimer.machine import available_memory
+from epimer.plain_text import format_size
 
 SHARE = 0.6  # of the free memory that sums may take; the model's activations take the rest
 WRITTEN = 2  # times that curvature which is measured on disk is written: as it is finished, and when it is saved
@@ -73,7 +74,7 @@ def plan_passes(sizes: Mapping[str, int], device: torch.device, passes: int | No
         _check_disk(needed, host, folder)
     if passes is None and len(groups) > 1:
         place = "" if folder is None else ", finished ones being kept on disk"
-        size = f"the sums of {len(sizes)} tensors take {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB of memory are free"
+        size = f"the sums of {len(sizes)} tensors take {format_size(needed)} and {format_size(free)} of memory are free"
         measured = f"they are measured in {len(groups)} passes over the data (--passes, passes=){place}"
         warn(EpimerWarning(f"{size}: {measured}; {BASIS}."))
     return Passes(groups, folder)
@@ -101,8 +102,8 @@ def _check_disk(needed: int, host: int, folder: Path) -> None:
     """Refuse what fits neither in memory nor on disk, before anything is measured."""
     room = shutil.disk_usage(folder).free
     if WRITTEN * needed > room:
-        free = f"{host / 1e9:.2f} GB of memory and {room / 1e9:.2f} GB of disk at {folder} are free"
-        taken = f"the curvature takes {needed / 1e9:.2f} GB, {WRITTEN} times that on disk, to be measured and saved"
+        free = f"{format_size(host)} of memory and {format_size(room)} of disk at {folder} are free"
+        taken = f"the curvature takes {format_size(needed)}, {WRITTEN} times that on disk, to be measured and saved"
         raise TooLargeError(f"{taken}; {free}", REMEDY)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from epimer.checkpoints.checkpoint import KEPT
 from epimer.errors import ParameterError
 from epimer.machine import available_memory
+from epimer.plain_text import format_size
 from epimer.plan.memory import METHOD
 
 M_MMAP_THRESHOLD = -3  # glibc's name for it
@@ -42,7 +43,7 @@ def memory_budget(max_memory: str | int | None, jobs: Iterable[Any], *, elsewher
         free = available_memory()
         if widest is not None and needed > free and not elsewhere:
             raise ParameterError(
-                f"{widest.name!r} needs {needed / 1e9:.2f} GB of memory and {free / 1e9:.2f} GB are free; "
+                f"{widest.name!r} needs {format_size(needed)} of memory and {format_size(free)} are free; "
                 f"{_remedy(widest, free)}."
             )
         if needed > free // 4:
@@ -52,8 +53,8 @@ def memory_budget(max_memory: str | int | None, jobs: Iterable[Any], *, elsewher
     most, used = parse_size(max_memory, "max_memory"), resident_memory() + SLACK
     if widest is not None and used + needed > most:
         raise ParameterError(
-            f"max_memory of {most / 1e9:.2f} GB is too little: {widest.name!r} needs {needed / 1e9:.2f} GB "
-            f"beside {used / 1e9:.2f} GB for Python and torch; give {(used + needed) / 1e9 + 0.01:.2f}GB"
+            f"max_memory of {format_size(most)} is too little: {widest.name!r} needs {format_size(needed)} "
+            f"beside {format_size(used)} for Python and torch; give {(used + needed) / 1e9 + 0.01:.2f}GB"
             f"{_otherwise(widest, most - used)}."
         )
     return most - used
@@ -85,7 +86,7 @@ def _fitting(job: Any, free: int) -> list[str]:
     fitting: dict[str, str] = {}
     for setting, value, needed in getattr(job, "smaller", tuple)():
         if needed <= free:
-            fitting.setdefault(setting, f"{setting}: {value} ({needed / 1e9:.2f} GB)")
+            fitting.setdefault(setting, f"{setting}: {value} ({format_size(needed)})")
     if len(fitting) > 1:
         fitting.pop(METHOD, None)
     return list(fitting.values())

@@ -15,6 +15,7 @@ import torch
 
 import epimer
 from epimer.atomic_files import explain_os_errors, output_path
+from epimer.checkpoints.adapter_files import adapters_of
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.file_checksums import data_checksum, hash_files
 from epimer.checkpoints.folder import DIFFUSERS, parse_json
@@ -41,7 +42,7 @@ from epimer.engine.written import WritingWalk
 from epimer.errors import DataError, EpimerError, EpimerWarning, OutputError, listed, warn
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
-from epimer.plan.participants import Participants
+from epimer.plan.participants import Participants, recipe_from
 from epimer.progress import Progress
 from epimer.records import MergeRecord, Status, TensorRecord, checked
 
@@ -96,7 +97,7 @@ def write_files(
     record = finished(out, plan, shards, sidecars)
     if record is not None and (record.input_files is not None or not hash_inputs):
         return record
-    check_output(out, plan.participants, overwrite=overwrite)
+    check_output(out, plan.participants, overwrite=overwrite, plan=plan)
     key = _key(plan, shards, engine.devices[0].type, run.threads)
     draft = Draft(out, shards, key, lambda: check_output(out, plan.participants, overwrite=overwrite))
     with draft.opened(), Progress(run.progress) as progress:
@@ -116,6 +117,9 @@ def write_files(
                 checksums=weights | {file: data_checksum(data) for file, data in sidecars.items()},
                 tensor_checksums=tensors,
                 input_files=hashes,
+                places=None
+                if plan.recipe is None
+                else recipe_from(plan.recipe, plan.participants, plan.tokenizer, out),
                 environment=environment(engine.devices[0].type, run.threads),
             )
             for file, data in sidecars.items():
@@ -263,13 +267,20 @@ def _recorded(out: Path) -> MergeRecord | None:
     return None if data is None else MergeRecord.from_json(data, str(out / RECORD))
 
 
-def check_output(out: Path, participants: Participants, *, overwrite: bool) -> None:
-    """Refuse to write over what is there, unless it was asked for and is ours."""
+def check_output(out: Path, participants: Participants, *, overwrite: bool, plan: Plan | None = None) -> None:
+    """Refuse to write into an input, or over what is there, unless it was asked for and is ours.
+
+    With a `plan`, the error says in what the merge at `out` differs from it.
+    """
     real = out.resolve()
     for one in participants.checkpoints:
         for file in one.files:
             if file.resolve().is_relative_to(real):
                 raise OutputError(f"{out} holds {one.where}, which the merge reads; choose another output.")
+        adapters = [adapter.adapter.files[0].parent for adapter in adapters_of(one)]
+        for folder in (*one.folders, *adapters):
+            if real.is_relative_to(folder.resolve()):
+                raise OutputError(f"{out} lies in {folder}, which the merge reads; choose a folder outside of it.")
     if not os.path.lexists(out):
         return
     if out.is_symlink():
@@ -281,10 +292,29 @@ def check_output(out: Path, participants: Participants, *, overwrite: bool) -> N
     if not content:
         return
     if not overwrite:
-        raise OutputError(
-            f"{out} exists and holds something else, or another version's; choose another name, or pass --overwrite."
-        )
+        raise OutputError(f"{out} exists and holds {_found(out, plan)}; choose another name, or pass --overwrite.")
     _check_is_ours(out, content)
+
+
+def _found(out: Path, plan: Plan | None) -> str:
+    """Return a description of a folder that is not the output of `plan`, and in what a merge there differs from it."""
+    try:
+        record = _recorded(out)
+    except EpimerError:
+        record = None
+    if record is None:
+        return "something else, which epimer did not make"
+    if plan is None:
+        return "another merge"
+    models = tuple((one.checkpoint.name, one.checkpoint.fingerprint) for one in plan.participants.all)
+    compared = {
+        f"epimer ({record.version} made it)": record.version == epimer.__version__,
+        "the recipe": record.recipe == plan.public_recipe(),
+        "the models": record.models == models,
+    }
+    changed = [name for name, same in compared.items() if not same]
+    since = f": {' and '.join(changed)} changed since" if changed else " with other files or options"
+    return f"another merge{since}"
 
 
 def _check_is_ours(out: Path, content: set[str]) -> None:

@@ -25,6 +25,7 @@ from epimer.engine.threads import Threads
 from epimer.engine.written import WritingWalk
 from epimer.errors import EpimerError, OutputError, ParameterError
 from epimer.machine import out_of_memory
+from epimer.plain_text import format_size
 
 AHEAD = 2  # jobs that are submitted and not done, per worker, where workers take all of the cluster
 KEPT = 16  # jobs that are submitted and whose results are not consumed, per worker
@@ -285,8 +286,8 @@ def cluster_memory(max_memory: str | int | None, jobs: Sequence[Any], address: s
     widest = max(jobs, key=lambda job: job.memory, default=None)
     if widest is not None and task_memory(widest) > max(memory, default=0):
         raise ParameterError(
-            f"{widest.name!r} needs {task_memory(widest) / 1e9:.2f} GB on one machine, and the largest of the cluster "
-            f"offers {max(memory, default=0) / 1e9:.2f} GB; take a method that needs less, or a larger machine."
+            f"{widest.name!r} needs {format_size(task_memory(widest))} on one machine, and the largest of the cluster "
+            f"offers {format_size(max(memory, default=0))}; take a method that needs less, or a larger machine."
         )
     total = sum(memory) if max_memory is None else parse_size(max_memory, "max_memory")
     return total

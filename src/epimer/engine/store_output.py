@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool =
 
     The folder is made in the current folder first, and removed once it is uploaded; a killed run is taken up.
     """
-    url = url.rstrip("/")
+    url, plan = url.rstrip("/"), _without_places(plan)
     fs, path = filesystem(url, OutputError)
     plan.check()
     with explain_store_errors(url, "written", OutputError):
@@ -76,7 +77,7 @@ def merge_into_hub(plan: Plan, url: str, run: RunOptions, **options: Any) -> Mer
 
     The repository is made where there is none; what it held before stays in its history.
     """
-    url = url.rstrip("/")
+    url, plan = url.rstrip("/"), _without_places(plan)
     repo, staged = url.removeprefix(HUB), staging_folder(url)
     plan.check()
     check_upload(repo)
@@ -84,6 +85,11 @@ def merge_into_hub(plan: Plan, url: str, run: RunOptions, **options: Any) -> Mer
     upload_folder(staged, repo, progress=run.progress)
     shutil.rmtree(staged)
     return record
+
+
+def _without_places(plan: Plan) -> Plan:
+    """Return a plan whose record does not say where inputs lie: the folder is made here and used elsewhere."""
+    return replace(plan, participants=replace(plan.participants, places={}))
 
 
 def staging_folder(url: str) -> Path:

@@ -21,6 +21,7 @@ from epimer.engine.protocol import JobT, LoadedT, ResultT, Walk
 from epimer.errors import OutputError, ParameterError
 from epimer.geometry.decompositions import eigh
 from epimer.machine import out_of_memory
+from epimer.plain_text import format_size
 
 J = TypeVar("J")
 L = TypeVar("L")
@@ -224,8 +225,8 @@ class _Run(Generic[J, L, R]):
         most = self.budget.most
         if most is not None and needed > most:
             raise ParameterError(
-                f"{name!r} must be merged once more in float64, which needs {needed / 1e9:.2f} GB of memory, and "
-                f"{most / 1e9:.2f} GB may be used; free some or raise max_memory, or give it the rule 'average'."
+                f"{name!r} must be merged once more in float64, which needs {format_size(needed)} of memory, and "
+                f"{format_size(most)} may be used; free some or raise max_memory, or give it the rule 'average'."
             )
         with self.turns.alone_for_now():
             yield

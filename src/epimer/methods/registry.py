@@ -429,9 +429,19 @@ def describe_method(name: str) -> Method:
     """Return a method's row: its parameters, needs, equation and citation. mergekit's names are known too."""
     table = _methods()
     if not isinstance(name, str) or ALIASES.get(name, name) not in table:
-        hint = nearest(name, [*table, *ALIASES]) if isinstance(name, str) else ""
-        raise ParameterError(f"There is no method {short(name)}.{hint} Methods: {', '.join(list_methods())}.")
+        raise ParameterError(unknown_method(name))
     return table[ALIASES.get(name, name)]
+
+
+def unknown_method(name: object, *more: str) -> str:
+    """Return an error message for an unknown method, with the nearest known name or name among `more`."""
+    hint = nearest(name, [*_methods(), *ALIASES, *more]) if isinstance(name, str) else ""
+    return f"There is no method {short(name)}.{hint} {all_methods()}."
+
+
+def all_methods() -> str:
+    """Return how to list all methods, for error messages."""
+    return f"`epimer methods` lists all {len(list_methods())}"
 
 
 def compatible_method(name: str, compat: str | None) -> Method:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from epimer.checkpoints.renamed import find_prefix
 from epimer.errors import EpimerError, ParameterError, TensorError, listed
 from epimer.geometry.linalg import nonfinite
 from epimer.methods.frechet import FrechetOptions
@@ -125,20 +126,28 @@ def _name_problems(
         if needed and not headers:
             yield TensorError(f"{who} is empty, expected {template}'s tensors: {listed(needed)}.")
         elif missing and len(missing) == len(needed):
+            remedy = _other_prefix(participants, model, missing) or "is it a model of this ancestor?"
             yield TensorError(
-                f"{who} has none of {template}'s tensors: it has {listed(headers)}, not {listed(needed)}; "
-                "is it a model of this ancestor, or are its names prefixed?"
+                f"{who} has none of {template}'s tensors: it has {listed(headers)}, not {listed(needed)}; {remedy}"
             )
         elif missing:
-            yield TensorError(
-                f"{who} lacks {len(missing)} tensors that {template} has: {listed(missing)}; "
-                "add them, or give them the rule 'copy' or 'skip'."
-            )
+            remedy = _other_prefix(participants, model, missing)
+            remedy = remedy or "add them, or give them the rule 'copy' or 'skip'."
+            yield TensorError(f"{who} lacks {len(missing)} tensors that {template} has: {listed(missing)}; {remedy}")
         elif extra:
             yield TensorError(
                 f"{who} has {len(extra)} tensors that {template} lacks: {listed(extra)}; "
                 "remove them, or give them the rule 'skip'."
             )
+
+
+def _other_prefix(participants: Participants, model: Participant, missing: Sequence[str]) -> str:
+    """Return the remedy where a model has the missing tensors under names with another prefix, or nothing."""
+    prefix = find_prefix(model.headers, participants.template.headers, missing)
+    if not prefix:
+        return ""
+    old, new = next(iter(prefix.items()))
+    return f"it has names with {old!r} in place of {new!r}: give the model `prefix: {prefix}` in the recipe."
 
 
 def _tensor_problems(

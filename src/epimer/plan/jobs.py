@@ -49,6 +49,9 @@ from epimer.recipe.model import Recipe, depths
 PART = 1 << 28  # a job that takes more memory than this is divided if it can be
 STREAMED_PART = 1 << 26  # as is one that is streamed and reads and writes more, so that workers finish together
 
+LARGEST_SCALE = 10.0
+USUAL_SCALES = "the merged change is multiplied by it, and most merges are best between 0.1 and 3."
+
 SettingsOf = Callable[[str, float], tuple[MethodOptions, list[float]]]
 """a tensor's name and depth -> the method's options and the weights of the models for it"""
 
@@ -301,9 +304,11 @@ class Plan:
 
     @property
     def cautions(self) -> list[str]:
-        """Warnings of the method about the options and weights of this merge, each once."""
+        """Warnings about the options and weights of this merge, each once."""
         merged = [job for job in self.jobs if job.rule in ("matrix", "elementwise")]
-        texts = [self.method.weight_caution(job.weights) for job in merged]
+        scales = dict.fromkeys(job.options.scale for job in self.merged if abs(job.options.scale) > LARGEST_SCALE)
+        texts: list[str | None] = [f"scale {scale:g} is unusual: {USUAL_SCALES}" for scale in scales]
+        texts += [self.method.weight_caution(job.weights) for job in merged]
         if self.method.caution is not None:
             texts += [self.method.caution(job.options) for job in merged]
         return [text for text in dict.fromkeys(texts) if text]

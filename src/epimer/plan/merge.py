@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.errors import EpimerError, ParameterError, RecipeError, TensorError
 from epimer.methods.registry import Method, describe_method
+from epimer.plan.ancestry import ancestry_notes
 from epimer.plan.cards import agreed_card
 from epimer.plan.compatibility import compare_folders
 from epimer.plan.curvature_inputs import (
@@ -51,6 +53,11 @@ class OpenedModels:
         """The kind of curvature there is, if any."""
         return self.curvatures[0].kind if self.curvatures else None
 
+    @cached_property
+    def ancestry_notes(self) -> list[str]:
+        """Warnings about models that were probably not fine-tuned from the base."""
+        return ancestry_notes(self.participants)
+
 
 def open_models(
     recipe: Recipe,
@@ -73,7 +80,8 @@ def open_models(
     )
     curvatures, basis = open_measured(recipe, folder, missing) if measured else (None, None)
     if missing or participants is None:
-        raise EpimerError("; also ".join(str(problem).rstrip(".") for problem in missing) + ".")
+        text = "; also ".join(str(problem).rstrip(".") for problem in missing)
+        raise EpimerError(text if text.endswith("?") else f"{text}.")
     problems: list[EpimerError] = []
     notes += [*equal_models(participants), *tied_updates(participants), *agreed_card(participants)[1]]
     own = tokenizer
@@ -97,6 +105,8 @@ def plan_recipe(recipe: Recipe, opened: OpenedModels) -> Plan:
     # mergekit's `normalize: false` sums the models themselves, so there is nothing to take differences from.
     if method.ignores_base or (method.sums_models and recipe.normalize_weights is False):
         participants = participants.without_base()
+    if participants.base is not None and not recipe.slices:  # layers of slices may come from other places of the base
+        recipe = recipe.model_copy(update={"notes": (*recipe.notes, *opened.ancestry_notes)})
     projected = method.needs_curvature and "basis" in method.defaults
     basis = opened.basis if recipe.basis is not None or projected else None
     if basis is not None and recipe.basis is None:  # the curvature named it

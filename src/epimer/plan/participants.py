@@ -20,7 +20,8 @@ from epimer.checkpoints.hub import is_hub_id
 from epimer.checkpoints.lora import head_is_table
 from epimer.checkpoints.memory import Cached, Model, StateDict, total_bytes
 from epimer.checkpoints.quantized import dequantized
-from epimer.errors import EpimerError, TensorError
+from epimer.checkpoints.renamed import Renamed
+from epimer.errors import CheckpointError, EpimerError, MissingError, TensorError
 from epimer.geometry.linalg import LowRank, as_compute_dtype, nonfinite
 from epimer.plan.slices import stack_sources
 from epimer.plan.vocabularies import Vocabulary, align_vocabularies
@@ -97,6 +98,8 @@ class Participants:
     """whose config and other files an output gets"""
     names: Mapping[str, str] = field(default_factory=dict)
     """what a recipe calls a model -> what to call it where paths must not be shown"""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """what a recipe calls an input that lies on this disk -> its absolute path"""
     downloads: Mapping[str, int] = field(default_factory=dict)
     """files of theirs that are still on the hub -> their bytes"""
     skip_non_finite: bool = False
@@ -151,7 +154,8 @@ class Participants:
         """Return the same models without the base, whose files the output still gets."""
         labels = [model.label for model in self.models]
         alone = align(None, [model.checkpoint for model in self.models], labels, donor=self.donor)
-        return replace(alone, names=self.names, downloads=self.downloads, skip_non_finite=self.skip_non_finite)
+        same = {key: getattr(self, key) for key in ("names", "places", "downloads", "skip_non_finite")}
+        return replace(alone, **same)
 
     def kept_in_memory(self, most: int) -> Participants:
         """Return the same models with tensors that are read once and kept, where they fit in `most` bytes."""
@@ -190,21 +194,32 @@ def open_participants(
     are on the hub stay there.
     """
     opened: dict[str, Checkpoint] = {}
+    missing: dict[str, list[tuple[str, MissingError]]] = {}
 
     def opening(text: str, label: str, *, download: bool = download) -> None:
         if text not in opened:
             with collect_errors(problems, label):
-                opened[text] = open_checkpoint(locate(text, folder), progress=progress, download=download)
+                try:
+                    opened[text] = open_checkpoint(
+                        locate(text, folder), progress=progress, download=download, folder=folder
+                    )
+                except MissingError as error:
+                    missing.setdefault(error.reason, []).append((label, error))
 
     if recipe.base_model is not None:
-        opening(recipe.base_model, "base_model")
+        opening(recipe.base_model, recipe.spoken.get("base_model", "base_model"))
     for label, text in recipe.sources.items():
-        opening(text, label)
+        opening(text, recipe.spoken.get(label, label))
+    for text, prefix in {entry.model: entry.prefix for entry in recipe.models if entry.prefix}.items():
+        if text in opened:
+            with collect_errors(problems, text):
+                opened[text] = Renamed(opened[text], prefix)
     models = dict(opened)
     source = recipe.tokenizer_source or "base"
     place = Path(os.path.expanduser(locate(source, folder)))
     if source not in ("base", UNION) and not os.path.isdir(place):
         opening(source, "tokenizer_source", download=False)
+    problems += map(_missing_models, missing.values())
     if problems:
         return None, None, Vocabulary()
     if source in ("base", UNION):
@@ -225,16 +240,29 @@ def open_participants(
     if problems:
         return None, None, vocabulary
     each = "sources" if recipe.slices else "models"
-    labels = [f"{each}[{t}] ({entry.model})" for t, entry in enumerate(recipe.models)]
+    labels = [
+        f"{recipe.spoken.get(f'{each}[{t}]', f'{each}[{t}]')} ({entry.model})" for t, entry in enumerate(recipe.models)
+    ]
     names = {text: checkpoint.name for text, checkpoint in opened.items()}
     downloads = {file: size for text in models for file, size in opened[text].downloads.items()}
     participants = replace(
         align(base, present, labels, donor=donor),
         names=names,
+        places=_places(recipe, folder),
         downloads=downloads,
         skip_non_finite=skips_tensors(recipe.non_finite),
     )
     return participants, tokenizer, vocabulary
+
+
+def _missing_models(missing: Sequence[tuple[str, MissingError]]) -> CheckpointError:
+    """Return the error about models that were not found for one reason; several are listed before the reason."""
+    if len(missing) == 1:
+        label, error = missing[0]
+        return CheckpointError(f"{label}: {error}")
+    names = ", ".join(f"{label} {error.name}" for label, error in missing)
+    remedy = "give paths from here or from the recipe's folder, or download models of the hub first: hf download NAME"
+    return CheckpointError(f"{names}: each {missing[0][1].reason}; {remedy}.")
 
 
 @contextmanager
@@ -254,6 +282,34 @@ def locate(text: str, folder: Path | None) -> str:
         return str(folder / text)
     parts = [part.strip() for part in text.split("+")]
     return text if len(parts) == 1 else "+".join(locate(part, folder) for part in parts)
+
+
+def _places(recipe: Recipe, folder: Path | None) -> dict[str, str]:
+    """Return the absolute paths of a recipe's inputs that lie on this disk; an adapter's with that of its base."""
+    sources = [*recipe.sources.values(), recipe.base_model, recipe.tokenizer_source, recipe.basis]
+    places: dict[str, str] = {}
+    for text in (*sources, *(entry.curvature for entry in recipe.models)):
+        if text is not None:
+            parts = [os.path.expanduser(part.strip()) for part in locate(text, folder).split("+")]
+            if any(map(os.path.exists, parts)):
+                places[text] = "+".join(os.path.abspath(part) if os.path.exists(part) else part for part in parts)
+    return places
+
+
+def recipe_from(recipe: Recipe, participants: Participants, tokenizer: Path | None, out: Path) -> str | None:
+    """Return a recipe as YAML with paths relative to the folder `out`; None where its inputs lie far from there.
+
+    Paths are left out whose common folder with `out` is the root or the folder of all home folders: they would tell
+    the names of users and disks.
+    """
+    names = public_names(recipe, participants, tokenizer)
+    for text, place in participants.places.items():
+        parts = place.split("+")
+        for part in filter(os.path.isabs, parts):
+            if Path(os.path.commonpath([part, out])) in (Path(out.anchor), Path.home().parent):
+                return None
+        names[text] = "+".join(os.path.relpath(part, out) if os.path.isabs(part) else part for part in parts)
+    return recipe.to_yaml(names)
 
 
 def sample_rows(
@@ -282,6 +338,11 @@ def sample_rows(
 
 def public_recipe(recipe: Recipe, participants: Participants, tokenizer: Path | None) -> str:
     """Return a recipe as YAML without local paths."""
+    return recipe.to_yaml(public_names(recipe, participants, tokenizer))
+
+
+def public_names(recipe: Recipe, participants: Participants, tokenizer: Path | None) -> dict[str, str]:
+    """Return what a recipe calls its inputs -> what to call them without local paths."""
     names = dict(participants.names)
     source = recipe.tokenizer_source
     if source not in (None, "base", UNION) and source not in names:
@@ -290,7 +351,7 @@ def public_recipe(recipe: Recipe, participants: Participants, tokenizer: Path | 
     for path in (recipe.basis, recipe.eval, *(entry.curvature for entry in recipe.models)):
         if path is not None:
             names[path] = Path(path).name
-    return recipe.to_yaml(names)
+    return names
 
 
 def equal_models(participants: Participants) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from epimer.errors import ParameterError, RecipeError, nearest
+from epimer.errors import ParameterError, RecipeError
 from epimer.recipe.model import AUTO, Filtered, ModelEntry, Recipe, Scalar, Slice, Source, Value, Word, known_parameters
 from epimer.recipe.non_finite import ERROR, NON_FINITE
 from epimer.recipe.slices import read_slices
@@ -25,9 +25,11 @@ RecipeLike = str | os.PathLike[str] | Mapping[str, Any] | Recipe
 """a YAML file, its content as a mapping, or a loaded recipe"""
 NAME = re.compile(r"\w[\w. -]*")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
+DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "tokenizer_source", "curvature",
         "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank", "slices", "modules", "tokenizer",
         "chat_template", "name", "compat", "non_finite")  # fmt: skip
+ENTRY_KEYS = ("model", "parameters", "curvature", "prefix")
 CHOICES = {"dtype": DTYPES, "out_dtype": DTYPES, "output": ("model", "lora"), "non_finite": NON_FINITE}
 OWN_KEYS = {"curvature", "basis", "rules", "scale", "eval", "rounds", "refine", "output", "lora_rank", "non_finite"}
 """which no file of mergekit has"""
@@ -113,7 +115,8 @@ class Reader:
     def recipe(self, raw: Any) -> Recipe:
         if raw is None or raw == {}:
             raise self.error((), "the recipe is empty; it needs at least merge_method and models.")
-        data = {key: value for key, value in self.mapping((), raw, KEYS, {}).items() if value is not None}
+        checked = self.mapping((), raw, KEYS, self.misplaced((), KEYS))
+        data = {key: value for key, value in checked.items() if value is not None}
         auto = self.take_auto(data)
         self.method = None if "merge_method" in auto else self.find_method(data)
         if self.method is None and (self.compat or "compat" in data):
@@ -136,6 +139,8 @@ class Reader:
         self.check_weights(parameters, models, slices, base)
         tokenizer_source, tokenizer = read_tokenizer(self, data)
         for key, words in CHOICES.items():
+            if key in data:
+                data[key] = DTYPE_ALIASES.get(str(data[key]), data[key])
             if data.get(key, words[0]) not in words:
                 raise self.wrong((key,), data[key], f"one of {', '.join(words)}")
         return Recipe(
@@ -261,17 +266,15 @@ class Reader:
         return folder
 
     def find_method(self, data: Mapping[str, Any]) -> Method:
-        from epimer.methods.registry import ALIASES, compatible_method, describe_method, list_methods
+        from epimer.methods.registry import all_methods, compatible_method, describe_method, unknown_method
 
-        ours = ", ".join(list_methods())
         name = self.text(("merge_method",), data.get("merge_method"))
         if name is None:
-            raise self.error((), f"the recipe has no 'merge_method'. Methods: {ours}.")
+            raise self.error((), f"the recipe has no 'merge_method'; {all_methods()}.")
         try:
             describe_method(name)
         except ParameterError:
-            hint = nearest(name, [*list_methods(), *ALIASES, AUTO])
-            raise self.error(("merge_method",), f"There is no method {name!r}.{hint} Methods: {ours}.") from None
+            raise self.error(("merge_method",), unknown_method(name, AUTO)) from None
         self.compat = self.compat or self.text(("compat",), data.get("compat"))
         try:
             return compatible_method(name, self.compat)
@@ -282,7 +285,7 @@ class Reader:
         """Return the models to merge by their position in the recipe; mergekit's recipes often list the base too."""
         raw = data.get("models")
         if not isinstance(raw, list) or not raw:
-            raise self.wrong(("models",), raw, "a list of models, each with the key 'model'")
+            raise self.wrong(("models",), raw, "a list of models: each a name or a path, or a mapping with 'model'")
         models = {t: self.entry(("models", t), item) for t, item in enumerate(raw)}
         for t, entry in list(models.items()):
             apart = self.needs_base or (self.method is not None and self.method.optional_base)
@@ -359,7 +362,8 @@ class Reader:
         return {key: self.value((*path, key), key, value) for key, value in values.items()}
 
     def entry(self, path: Location, raw: Any) -> ModelEntry:
-        data = self.mapping(path, raw, ("model", "parameters", "curvature"), {})
+        raw = {"model": raw} if isinstance(raw, str) else raw
+        data = self.mapping(path, raw, ENTRY_KEYS, self.misplaced(path, ENTRY_KEYS))
         model = self.text((*path, "model"), data.get("model"))
         if model is None:
             raise self.error(path, f"{spell(path)} has no 'model'.")
@@ -367,7 +371,23 @@ class Reader:
             model=model,
             parameters=self.own_parameters((*path, "parameters"), data.get("parameters")),
             curvature=self.text((*path, "curvature"), data.get("curvature")),
+            prefix=self.prefix((*path, "prefix"), data.get("prefix")),
         )
+
+    def prefix(self, path: Location, raw: Any) -> dict[str, str]:
+        """Return the prefixes of a model's names with what stands in their place in the base's; '' is one too."""
+        pairs = {} if raw is None else raw
+        if not isinstance(pairs, dict) or not all(isinstance(text, str) for pair in pairs.items() for text in pair):
+            raise self.wrong(path, raw, "a mapping of the model's prefix to the base's, as {base_model.: ''}")
+        return dict(pairs)
+
+    def misplaced(self, path: Location, keys: Sequence[str]) -> dict[str, str]:
+        """Return an error message for every parameter of a method that is no key of the mapping at `path`."""
+        from epimer.methods.registry import list_methods
+
+        names = {name for method in list_methods() for name in known_parameters(method)} | {"lambda", "normalize"}
+        place = spell((*path, "parameters"))
+        return {name: f"{name!r} is a parameter; move it to {place!r}." for name in names.difference(keys)}
 
     def accepted(self, raw: Any) -> Any:
         """Return parameters without those of mergekit that change no number, which are noted."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from epimer.errors import RecipeError
+from epimer.errors import ParameterError, RecipeError
 from epimer.layer_names import before_layers, module_of, split_layer
 from epimer.recipe.non_finite import ERROR
 
@@ -47,6 +47,8 @@ class ModelEntry(_Frozen):
     model: str
     parameters: dict[str, Value] = {}
     curvature: str | None = None
+    prefix: dict[str, str] = {}
+    """what the names of its tensors begin with -> what the base has in its place"""
 
 
 class Source(_Frozen):
@@ -140,6 +142,8 @@ class Recipe(_Frozen):
     """what the other recipes of the same file call the merged model"""
     notes: tuple[str, ...] = Field(default=(), exclude=True)
     """what the file says that has another meaning here, or none"""
+    spoken: dict[str, str] = Field(default={}, exclude=True)
+    """base_model or models[t] -> what errors call it where no user wrote the recipe"""
 
     def settings(self, name: str, t: float) -> Settings:
         """Return the parameters and weights of the tensor `name` at depth `t` (from `depths`)."""
@@ -362,10 +366,22 @@ def _along_gradient(values: tuple[Word, ...], kind: str, t: float) -> Any:
     return round(value) if kind == "integer" else value
 
 
-def extraction(finetuned: str, base: str, rank: int, dtype: str | None = None) -> dict[str, Any]:
-    """Return the recipe, as a mapping, of an adapter that is one model's difference from its base."""
-    recipe = {"merge_method": "task_arithmetic", "base_model": base, "models": [{"model": finetuned}]}
-    return {**recipe, "output": "lora", "lora_rank": rank, **({} if dtype is None else {"dtype": dtype})}
+def extraction(finetuned: str, base: str, rank: int, dtype: str | None = None) -> Recipe:
+    """Return the recipe of an adapter that is one model's difference from its base."""
+    from epimer.recipe.load import DTYPE_ALIASES, DTYPES, load_recipe
+
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ParameterError(f"The 'rank' parameter of extract_lora must be an integer at least 1. Got {rank} instead.")
+    if dtype not in (None, *DTYPES, *DTYPE_ALIASES):
+        expected = f"one of {', '.join(DTYPES)}"
+        raise ParameterError(f"The 'dtype' parameter of extract_lora must be {expected}. Got {dtype!r} instead.")
+    if finetuned == base:
+        raise ParameterError(f"the fine-tuned model and the base are both {base}; give two models.")
+    models = {"base_model": base, "models": [{"model": finetuned}]}
+    output = {"output": "lora", "lora_rank": rank, **({} if dtype is None else {"dtype": dtype})}
+    recipe = load_recipe({"merge_method": "task_arithmetic", **models, **output})
+    spoken = {"base_model": "the base", "models[0]": "the fine-tuned model"}
+    return recipe.model_copy(update={"spoken": spoken})
 
 
 def tokenizer_data(options: TokenizerOptions, source: str | None) -> dict[str, Any]:

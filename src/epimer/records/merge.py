@@ -75,7 +75,7 @@ class MergeRecord(Record):
     """How a merge was done: the method, its parameters and every tensor's rule."""
 
     kind: ClassVar[str] = "merge"
-    omitted: ClassVar[frozenset[str]] = frozenset({"error", "input_files", "lost"})
+    omitted: ClassVar[frozenset[str]] = frozenset({"error", "input_files", "lost", "places"})
 
     method: str
     parameters: dict[str, Any]
@@ -115,6 +115,8 @@ class MergeRecord(Record):
     """what the last digits depend on: the version of torch, the kind of device, the number of threads"""
     lost: tuple[str, ...] | None = None
     """tensors that models changed and that were merged to the base's again; None for none"""
+    places: str | None = None
+    """the recipe in YAML with the inputs' paths relative to the output's folder; None where `verify` goes by names"""
 
     @property
     def shares(self) -> dict[str, float]:

@@ -8,9 +8,11 @@ import torch
 import yaml
 
 import epimer
-from commands import assert_refused, run
+from commands import assert_done, assert_refused, run
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.hub import needed
+from epimer.checkpoints.safetensors import SafetensorsFile
+from epimer.errors import CheckpointError
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 LAYER = WEIGHT.removesuffix(".weight")
@@ -107,6 +109,29 @@ def test_packed_weights_can_be_looked_at(tmp_path):
     assert f"{LAYER}.qweight" in ran.out
 
 
+# name -> bits per entry, as safetensors' own list of dtypes has them
+DTYPES_WITHOUT_TORCH = {"F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
+
+
+@pytest.mark.parametrize(("dtype", "bits"), DTYPES_WITHOUT_TORCH.items())
+def test_dtypes_that_torch_does_not_compute_with_are_listed_and_refused_by_name(tmp_path, dtype, bits):
+    size = 3 * 8 * bits // 8
+    for name in ("base", "one", "two"):
+        (tmp_path / name).mkdir()
+        header = json.dumps({"w": {"dtype": dtype, "shape": [3, 8], "data_offsets": [0, size]}}).encode()
+        file = tmp_path / name / "model.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(size)))
+    with safetensors.safe_open(file, "pt") as peer:
+        assert (peer.get_slice("w").get_dtype(), peer.get_slice("w").get_shape()) == (dtype, [3, 8])
+    (tensor,) = json.loads(assert_done(run("inspect", tmp_path / "base", "--json")))["tensors"]
+    assert (tensor["dtype"], tensor["shape"], tensor["bytes"]) == (dtype, [3, 8], size)
+    assert_refused(
+        run("merge", write_recipe(tmp_path), tmp_path / "out"), f"is quantised ({dtype} in 'w')", "dequantise"
+    )
+    with pytest.raises(CheckpointError, match=f"'w' is {dtype}"):
+        SafetensorsFile(file).read("w")
+
+
 @pytest.mark.parametrize("place", ["file", "folder"])
 def test_gguf_is_refused_by_name(tmp_path, place):
     for name in ("one", "two"):
@@ -146,7 +171,7 @@ def fp8_state(granularity, seed, dtype=torch.float8_e4m3fn):
     """Return a layer in FP8 with its scales, and its weight in float64, scaled entry by entry."""
     generator = torch.Generator().manual_seed(seed)
     ending, shape = SCALES[granularity]
-    codes = (100 * torch.randn(SHAPE, generator=generator)).to(dtype)
+    codes = (50 * torch.randn(SHAPE, generator=generator)).to(dtype)
     scale = 1e-3 * (0.5 + torch.rand(shape, generator=generator))
     rows = [i // BLOCK[0] if granularity == "block" else i for i in range(SHAPE[0])]
     columns = [j // BLOCK[1] if granularity == "block" else 0 for j in range(SHAPE[1])]
@@ -165,7 +190,9 @@ def merged_state(folder):
     return safetensors.torch.load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+)
 @pytest.mark.parametrize("granularity", SCALES)
 def test_fp8_is_dequantised_and_written_as_bfloat16(tmp_path, granularity, dtype):
     dense = []

@@ -614,12 +614,13 @@ def test_weights_of_a_mean_are_shares(base, models):
 @pytest.mark.parametrize(("wrong", "right"), [("tie", "ties"), ("Average", "average"), ("epimer-kron", "epimer_kron")])
 def test_an_unknown_method_is_answered_with_the_nearest(base, models, wrong, right):
     refuses(ParameterError, lambda: epimer.merge_state_dicts(base, models, wrong), f"'{wrong}'", f"'{right}'?")
-    refuses(ParameterError, lambda: epimer.describe_method(wrong), f"'{wrong}'", f"'{right}'?", "iso_cts")
+    refuses(ParameterError, lambda: epimer.describe_method(wrong), f"'{wrong}'", f"'{right}'?")
 
 
 @pytest.mark.parametrize("wrong", [3, ["tsv"], "zzzzzz"])
-def test_what_is_no_method_at_all_is_answered_with_all_of_them(base, models, wrong):
-    refuses(ParameterError, lambda: epimer.merge_state_dicts(base, models, wrong), *METHODS)
+def test_what_is_no_method_at_all_is_answered_with_where_they_are_listed(base, models, wrong):
+    listing = f"`epimer methods` lists all {len(METHODS)}."
+    refuses(ParameterError, lambda: epimer.merge_state_dicts(base, models, wrong), listing)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from epimer.geometry.linalg import CHUNK
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions
 from epimer.methods.registry import Method
+from epimer.plain_text import format_size
 from epimer.plan.memory import SCRAP_CHUNKS, STREAMED, CurvatureSize, TensorInputs, memory_of
 from epimer.plan.merge import plan_state_dicts
 from epimer.plan.participants import state_dict_participants
@@ -180,9 +181,9 @@ def test_a_merge_that_needs_more_than_is_free_is_refused_with_what_fits(recipe, 
     assert done.code == 2
     assert sorted(tmp_path.iterdir()) == before
     (line,) = done.err.strip().splitlines()
-    sizes = f"'{NAME}' needs {needed / 1e9:.2f} GB of memory and {(needed + fitting) // 2 / 1e9:.2f} GB are free"
+    sizes = f"'{NAME}' needs {format_size(needed)} of memory and {format_size((needed + fitting) // 2)} are free"
     assert sizes in line
-    assert f"take basis: tensor ({fitting / 1e9:.2f} GB)" in line
+    assert f"take basis: tensor ({format_size(fitting)})" in line
     assert run("merge", recipe(basis="tensor"), tmp_path / "out").code == 0
 
 
@@ -193,7 +194,7 @@ def test_a_limit_of_ones_own_that_is_too_low_is_refused_with_what_fits(models, r
     done = run("merge", file, tmp_path / "out", "--max-memory", limit)
     assert done.code == 2
     fitting = planned(recipe(basis="tensor"))
-    assert f"GB, or take basis: tensor ({fitting / 1e9:.2f} GB)." in done.err
+    assert f"GB, or take basis: tensor ({format_size(fitting)})." in done.err
     assert "or take" not in run("merge", recipe("average"), tmp_path / "out", "--max-memory", 1000).err
 
 
@@ -207,7 +208,7 @@ def test_where_no_setting_fits_a_method_that_needs_no_curvature_is_named(free, m
     assert plan.memory > fitting
     free(fitting)
     with pytest.raises(
-        ParameterError, match=rf"are free; take merge_method: epimer_free \({fitting / 1e9:.2f} GB\)\.$"
+        ParameterError, match=rf"are free; take merge_method: epimer_free \({format_size(fitting)}\)\.$"
     ):
         RunOptions().budget(plan.parts)
     free(1000)
@@ -282,7 +283,7 @@ def test_a_sweep_of_a_recipe_is_refused_alike(recipe, free, tmp_path, monkeypatc
 
 def test_a_merge_in_python_is_refused_and_a_limit_of_ones_own_is_kept_to(models, free, recipe, tmp_path):
     free(10_000)
-    with pytest.raises(ParameterError, match=rf"'{NAME}' needs .* GB are free; free some"):
+    with pytest.raises(ParameterError, match=rf"'{NAME}' needs .* kB are free; free some"):
         epimer.merge_state_dicts(models[0], models[1:], "average")
     epimer.merge(recipe("average"), tmp_path / "out", max_memory="4GB", progress=False, device="cpu")
 

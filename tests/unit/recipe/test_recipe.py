@@ -16,7 +16,7 @@ from epimer.errors import EpimerError, RecipeError
 from epimer.recipe.load import load_recipe
 from epimer.recipe.model import Filtered, ModelEntry, Recipe, Settings, depths
 
-METHODS = ", ".join(epimer.list_methods())
+METHODS = f"`epimer methods` lists all {len(epimer.list_methods())}"
 
 TIES = """\
 models:
@@ -147,6 +147,19 @@ def test_without_a_matching_filter_a_weight_is_an_error_with_tensor_and_model():
     assert str(caught.value) == (
         "recipe: no filter of the 'weight' of 'a' matches the tensor 'x.norm'; add an entry without a filter."
     )
+
+
+def test_models_may_be_plain_names(load):
+    short = load("merge_method: ties\nbase_model: b\nmodels: [b, a, org/c]\n")
+    long = load("merge_method: ties\nbase_model: b\nmodels: [{model: a}, {model: org/c}]\n")
+    assert short == long
+    assert [entry.model for entry in short.models] == ["a", "org/c"]
+
+
+@pytest.mark.parametrize(("alias", "dtype"), [("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32")])
+def test_short_names_of_dtypes(load, alias, dtype):
+    loaded = load(f"merge_method: linear\nmodels: [a]\ndtype: {alias}\nout_dtype: {alias}\n")
+    assert (loaded.dtype, loaded.out_dtype) == (dtype, dtype)
 
 
 def test_a_models_value_prevails_over_the_recipes():
@@ -545,7 +558,7 @@ def test_the_file_may_be_a_path_and_the_error_names_it(tmp_path):
     with pytest.raises(RecipeError) as caught:
         load_recipe(path)
     assert str(caught.value) == (
-        f"{path}:2: models must be a list of models, each with the key 'model'. Got [] instead."
+        f"{path}:2: models must be a list of models: each a name or a path, or a mapping with 'model'. Got [] instead."
     )
     with pytest.raises(RecipeError) as caught:
         load_recipe("no/such.yaml")
@@ -666,16 +679,17 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("compat: mergekit\nmerge_method: karcher\n" + TAIL,
      "4: mergekit's karcher counts base_model as one more model: list it under models, or remove it."),
     # method
-    (TAIL, f"1: the recipe has no 'merge_method'. Methods: {METHODS}."),
-    ("merge_method: tis\n" + TAIL, f"1: There is no method 'tis'. Did you mean 'ties'? Methods: {METHODS}."),
+    (TAIL, f"1: the recipe has no 'merge_method'; {METHODS}."),
+    ("merge_method: tis\n" + TAIL, f"1: There is no method 'tis'. Did you mean 'ties'? {METHODS}."),
     ("merge_method: 3\n" + TAIL,
      "1: merge_method must be text (in quotes if it looks like a number or a yes or no). Got 3 instead."),
     # models
-    ("merge_method: linear\n", "1: models must be a list of models, each with the key 'model'. Got None instead."),
+    ("merge_method: linear\n", "1: models must be a list of models: each a name or a path, or a mapping with 'model'. "
+     "Got None instead."),
     ("merge_method: linear\nmodels: a\n",
-     "2: models must be a list of models, each with the key 'model'. Got 'a' instead."),
-    ("merge_method: linear\nmodels:\n- model: a\n- b\n",
-     "4: models[1] must be a mapping with keys among model, parameters, curvature. Got 'b' instead."),
+     "2: models must be a list of models: each a name or a path, or a mapping with 'model'. Got 'a' instead."),
+    ("merge_method: linear\nmodels:\n- model: a\n- 7\n",
+     "4: models[1] must be a mapping with keys among model, parameters, curvature, prefix. Got 7 instead."),
     ("merge_method: linear\nmodels:\n- model: a\n- curvature: b\n", "4: models[1] has no 'model'."),
     ("merge_method: linear\nmodels:\n- model: 7\n",
      "3: models[0].model must be text (in quotes if it looks like a number or a yes or no). Got 7 instead."),
@@ -694,6 +708,14 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("merge_method: linear\nmodels:\n- model: a\n- model: b\n  parameters: {weight: 1}\n",
      "3: models[0] has no weight, others have one; give every model a weight, or one for all in the recipe's "
      "'parameters'."),
+    # parameters in another place
+    ("merge_method: ties\n" + TAIL + "lambda: 1\n", "4: 'lambda' is a parameter; move it to 'parameters'."),
+    ("merge_method: ties\n" + TAIL + "density: 0.3\n", "4: 'density' is a parameter; move it to 'parameters'."),
+    ("merge_method: linear\nmodels:\n- model: a\n  weight: 1\n",
+     "4: 'weight' is a parameter; move it to 'models[0].parameters'."),
+    ("merge_method: linear\nmodels:\n- model: a\n  prefix: model.\n",
+     "4: models[0].prefix must be a mapping of the model's prefix to the base's, as {base_model.: ''}. "
+     "Got 'model.' instead."),
     # what holds for all models
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  parameters: {elect: mass}\n",
      "5: 'elect' holds for all models; move it to the recipe's 'parameters'."),
