@@ -181,6 +181,22 @@ def test_the_models_are_read_once(here, monkeypatch):
     assert len(reads) == len(set(reads)) == 3 * len(found.layers)
 
 
+@pytest.mark.parametrize("curved", [False, True])
+def test_the_printed_table_says_whether_it_ranks_methods(here, curved):
+    """Without curvature the advised method need not have the lowest forecast, and then the table may not rank them."""
+    bare = [{"model": task, "curvature": f"bare-{task}"} for task in tiny.TASKS]
+    recipe = write(here, **({"models": bare} if curved else {}))
+    out = assert_done(run("diagnose", recipe, "--json", "found.json"))
+    found = json.loads((here / "found.json").read_text())
+    lowest = min(found["forecast"], key=lambda name: found["forecast"][name]["mean_at_scale"])
+    advised = found["advice"][0]["text"].partition(" ")[0]
+    assert advised == lowest or "forecasts do not rank methods" in found["advice"][0]["text"]
+    assert ("compare tasks and scales of a method, not methods" in out) is not curved
+    number = f"{found['forecast'][advised]['mean_at_scale']:.2f}"
+    assert number in found["advice"][0]["text"]
+    assert f"{number} at {found['forecast'][advised]['scale']:g}" in out
+
+
 def test_a_diagnosis_forecasts_what_is_asked(here):
     assert_done(run("diagnose", write(here), "--methods", "tsv, iso_c", "--json", "found.json", "-q"))
     assert set(json.loads((here / "found.json").read_text())["forecast"]) == {"tsv", "iso_c"}
@@ -233,7 +249,7 @@ def test_auto_without_inputs_is_the_merge_that_the_diagnosis_advises(here, curve
     assert_done(run("diagnose", recipe, "--json", "found.json", "-q"))
     found = json.loads((here / "found.json").read_text())
     forecast = found["forecast"]
-    best, why = "epimer_free", "without data it beat tsv and averaging"
+    best, why = "epimer_free", "without data forecasts do not rank methods"
     if curved:
         best = min(forecast, key=lambda name: forecast[name]["mean_at_scale"])
         why = f"the lowest forecast, {forecast[best]['mean_at_scale']:.2f}"

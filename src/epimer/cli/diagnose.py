@@ -77,6 +77,8 @@ def _print_diagnosis(result: Diagnosis) -> None:
 def _print_tasks(result: Diagnosis) -> None:
     title = "\nhow far each moved, what a basis of rank k keeps, "
     title += "and forecasts at scale 1 (0: as its own model, 1: as the base)"
+    if not result.ranks_methods and len(result.forecast) > 1:
+        title += "\nwithout measured Kronecker or EKFAC curvature compare tasks and scales of a method, not methods"
     headings = ["model", "moved", "of base", *(f"k={k}" for k in result.energy), *result.forecast]
     rows = []
     for t, (name, norm) in enumerate(zip(result.models, result.norms, strict=True)):
@@ -94,7 +96,7 @@ def _print_tasks(result: Diagnosis) -> None:
 def _print_merges(result: Diagnosis) -> None:
     if not result.merges:
         return
-    units = " (task-gram's units, not a loss)" if result.curvature == "task-gram" else ""
+    units = " (task-gram's units: not a loss, nor a ranking of methods)" if result.curvature == "task-gram" else ""
     title = f"\nloss increase to second order at each merge{units}, at most the bound of V_S and R_S"
     rows = [
         [method, f"{one.scale:g}", *(f"{value:.3g}" for value in (one.increase, one.v_s, one.r_s, one.bound))]
