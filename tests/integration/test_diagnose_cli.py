@@ -403,6 +403,32 @@ def test_agreement_equals_predictions_compared_by_hand(here):
         assert row["tasks"] == pytest.approx(agreed["test"])
 
 
+def test_a_sweep_without_labels_says_what_its_numbers_are(here):
+    scored = ["--methods", "average,tsv", "--scale", "1"]
+    for evaluation in ([], ["--eval", "agreement:suite.yaml"]):
+        out = assert_done(run("sweep", write(here, curved=True), *scored, *evaluation))
+        title, headings = out.splitlines()[:2]
+        assert "agreement with each task's own model, %" in title
+        assert "no label was read" in title
+        assert "validation agreement %" in headings
+        assert "test agreement % [95%]" in headings
+    record = json.loads(assert_done(run("sweep", write(here, curved=True), *scored, "--json")))
+    assert {row["unit"] for row in record["data"]} == {"agreement"}
+    labelled = assert_done(run("sweep", write(here), *scored, "--eval", "suite.yaml"))
+    assert "validation accuracy %" in labelled.splitlines()[1]
+    assert "label was read" not in labelled
+
+
+def test_the_rank_of_a_sweep_is_that_of_the_merge(here):
+    asked = ["--methods", "average,tsv,epimer_free", "--scale", "1", "--eval", "suite.yaml", "--json"]
+    rows = json.loads(assert_done(run("sweep", write(here), *asked)))["data"]
+    ranks = {row["method"]: row["rank"] for row in rows}
+    assert ranks == {
+        "average": None,
+        **{name: epimer.describe_method(name).defaults["rank"] for name in ("tsv", "epimer_free")},
+    }
+
+
 def test_agreement_needs_no_labels(here):
     root, described = here.parent / "models", tiny.suite_of()
     for entry in described["tasks"]:

@@ -63,7 +63,7 @@ def sweep(
 
 def _print_sweep(result: Sweep, kept: Path | None) -> None:
     """Print the best scale of every method and rank, the best first."""
-    from epimer.score_format import format_interval, format_score
+    from epimer.score_format import AGREEMENT, SHARES, format_interval, format_score, metric_heading
 
     with_kl = any(trial.validation.kl for trial in result.tried)
     rows = []
@@ -76,8 +76,13 @@ def _print_sweep(result: Sweep, kept: Path | None) -> None:
         row += [format_score(unit, record["average"]) + interval, format_score(unit, record["worst"])]
         rows.append([*row, f"{scales} scales"])
     kl = ["its KL"] if with_kl else []
-    headings = ["method", "rank", "scale", "validation", *kl, "test [95%]", "worst", "tried"]
-    title = f"{result.evaluation}: the best scale on validation data, reported on test data"
+    unit = result.best.validation.unit
+    percent = " %" if unit in SHARES else ""
+    headings = ["method", "rank", "scale", f"validation {unit}{percent}", *kl]
+    headings += [f"test {unit}{percent} [95%]", "worst", "tried"]
+    title = f"{result.evaluation}: {metric_heading(unit)}; the best scale on validation data, reported on test data"
+    if unit == AGREEMENT:
+        title += "; no label was read"
     render.print_table(headings, rows, title=title, text_columns=1)
     render.print_notes(result.notes)
     best = result.best

@@ -35,7 +35,7 @@ class Trial(Score):
 
     rank: int | None = None
     unit: str | None = None
-    """what scores are: accuracy, loss or perplexity (minus the loss), or score"""
+    """what scores are: accuracy, agreement, loss or perplexity (minus the loss), or score"""
     kl: float | None = None
     """mean KL from the predictions of the tasks' own models, where it was measured"""
 
