@@ -57,8 +57,10 @@ def bench(
         if several
         else run_experiments(suite, names, out, seed=seed, progress=not quiet, **of_clip8)
     )
-    with stoppable("what was finished is kept"):
+    tables: list[str] = []
+    with stoppable(lambda: f"{out} has {', '.join(tables)}" if tables else "nothing was written"):
         for result, files in results:
+            tables.append(files[0].name)
             if not quiet:
                 print_experiment(result, files)
 
