@@ -28,6 +28,7 @@ def diagnose(
     ] = None,
     any_curvature: options.AnyCurvature = False,
     max_memory: options.MaxMemory = None,
+    plugin: options.Plugins = None,
     workers: options.Workers = None,
     engine: options.Engine = "local",
     address: options.Address = None,
@@ -40,6 +41,7 @@ def diagnose(
     from epimer.api import diagnose as run
     from epimer.atomic_files import check_file
 
+    options.load_plugins(plugin)
     check_file(json_file)
     check_file(html)
     with stoppable("nothing was written"):

@@ -36,6 +36,7 @@ def sweep(
     overwrite: options.Overwrite = False,
     any_curvature: options.AnyCurvature = False,
     max_memory: options.MaxMemory = None,
+    plugin: options.Plugins = None,
     workers: options.Workers = None,
     engine: options.Engine = "local",
     address: options.Address = None,
@@ -47,6 +48,7 @@ def sweep(
     from epimer.api import sweep as run
     from epimer.atomic_files import check_file
 
+    options.load_plugins(plugin)
     check_file(out)
     consequence = "nothing was written" if keep_best is None else "no merge was written"
     with stoppable(consequence), warnings.catch_warnings():

@@ -39,6 +39,7 @@ from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
 from epimer.engine.written import WritingWalk
 from epimer.errors import DataError, EpimerError, EpimerWarning, OutputError, listed, warn
+from epimer.methods.plugins import plugin_of_method
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
 from epimer.plan.participants import Participants
@@ -169,6 +170,9 @@ def merge_record(
     known["untouched"], unchanged = _untouched(plan.participants, tensors)
     trims = {job.name for job in plan.jobs if job.rule == "elementwise" and not job.is_weighted_sum}
     known["lost"] = tuple(name for name in unchanged if name not in trims) or None  # what is trimmed is meant to be
+    plugin = plugin_of_method(plan.method.name)
+    if plugin is not None:
+        known["plugin"] = (plugin.path.name, plugin.sha256)
     if plan.recipe is not None:
         known |= {
             "models": tuple((one.checkpoint.name, one.checkpoint.fingerprint) for one in plan.participants.all),

@@ -75,7 +75,7 @@ class MergeRecord(Record):
     """How a merge was done: the method, its parameters and every tensor's rule."""
 
     kind: ClassVar[str] = "merge"
-    omitted: ClassVar[frozenset[str]] = frozenset({"error", "input_files", "lost"})
+    omitted: ClassVar[frozenset[str]] = frozenset({"error", "input_files", "lost", "plugin"})
 
     method: str
     parameters: dict[str, Any]
@@ -115,6 +115,9 @@ class MergeRecord(Record):
     """what the last digits depend on: the version of torch, the kind of device, the number of threads"""
     lost: tuple[str, ...] | None = None
     """tensors that models changed and that were merged to the base's again; None for none"""
+
+    plugin: tuple[str, str] | None = None
+    """name and SHA-256 of the Python file that the method is from, if it was named with --plugin"""
 
     @property
     def shares(self) -> dict[str, float]:
