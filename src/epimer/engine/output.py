@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +184,21 @@ def merge_record(
             "request": plan.request,
             "files": files or {},
             "version": epimer.__version__,
+            "dtypes": _parameters_by_dtype(plan),
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "timings": timings or {},
             "peak_memory": peak_memory(),
         }
     return MergeRecord(plan.method.name, shown, tuple(weights), tensors, **known)
+
+
+def _parameters_by_dtype(plan: Plan) -> dict[str, int]:
+    """Return how many parameters of the output have each dtype, the most first."""
+    counts: Counter[str] = Counter()
+    for name, tensor in plan.outputs.items():
+        if name not in plan.ties:
+            counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return dict(counts.most_common())
 
 
 def _untouched(participants: Participants, tensors: Mapping[str, TensorRecord]) -> tuple[float, list[str]]:

@@ -116,6 +116,10 @@ class MergeRecord(Record):
     lost: tuple[str, ...] | None = None
     """tensors that models changed and that were merged to the base's again; None for none"""
 
+    date: str = ""
+    """when it was merged, as 2026-01-31 12:00 UTC; of this run only"""
+    dtypes: dict[str, int] = field(default_factory=dict)
+    """dtype -> how many of the output's parameters have it"""
     plugin: tuple[str, str] | None = None
     """name and SHA-256 of the Python file that the method is from, if it was named with --plugin"""
 
@@ -128,8 +132,8 @@ class MergeRecord(Record):
         return {rule: count / max(1, counts.total()) for rule, count in counts.most_common()}
 
     def lasting(self) -> dict[str, Any]:
-        """Return what does not change from run to run, for the output folder: no timings, no memory."""
-        kept = {k: v for k, v in self.to_dict().items() if k not in ("timings", "peak_memory")}
+        """Return what does not change from run to run, for the output folder: no date, no timings, no memory."""
+        kept = {k: v for k, v in self.to_dict().items() if k not in ("date", "timings", "peak_memory")}
         for tensor in kept["tensors"].values():
             del tensor["seconds"]
         return kept

@@ -76,6 +76,11 @@ class SweepRecord(Record):
     best: Trial | None = None
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def unlabelled(self) -> bool:
+        """Whether no label was read: settings were compared by how far they agree with the tasks' own models."""
+        return any(trial.kl is not None for trial in self.data)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON-ready values; tasks are None where a trial has no scores on test data."""
         data = super().to_dict()

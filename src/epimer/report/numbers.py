@@ -40,6 +40,15 @@ def percent(value: float | None, decimals: int = 1) -> str:
     return _rounded(100 * value, decimals) if value is not None and math.isfinite(value) else number(value)
 
 
+def size(count: float) -> str:
+    """Return a number of bytes with its unit, as 3.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
 def fixed(value: float | None, decimals: int = 2) -> str:
     """Return a number to so many decimals, for columns and matrices; one that is too large for that in short."""
     return _rounded(value, decimals) if value is not None and abs(value) < 1000 else number(value)
