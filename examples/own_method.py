@@ -2,6 +2,9 @@
 
 The fine-tuned models of one task lie on a shell around a centre that merges better than any of them. How far the
 centre is from the base follows from the angle between the task vectors, tensor by tensor.
+
+As a script it registers the method itself. On the command line the file is a plugin:
+epimer merge recipe.yaml out --plugin own_method.py
 """
 
 from __future__ import annotations

@@ -210,6 +210,19 @@ def sweep() -> dict:
     return {"kind": "sweep", "format": 1, "eval": "glyphs8", "data": data, "best": best, "notes": ["Chosen on val."]}
 
 
+def unlabelled_sweep() -> dict:
+    """A sweep without labels: scores are agreement, and no rank is known, as older records have it."""
+    scored = {"average": 0.9, "low": 0.85, "high": 0.95, "worst": 0.8, "tasks": {"digits": 1.0, "sum": 0.8}}
+    data = [
+        {"method": method, "rank": None, "scale": scale, "validation": 0.951 - 0.1 * i, "kl": 0.2 + i,
+         **(scored if scale == 1.0 else dict.fromkeys((*scored,)))}
+        for i, method in enumerate(("epimer_free", "tsv"))
+        for scale in (0.5, 1.0)
+    ]  # fmt: skip
+    about = {"kind": "sweep", "format": 1, "eval": "inputs without labels"}
+    return {**about, "data": data, "best": data[1], "notes": []}
+
+
 def evaluation(metric: str = "accuracy") -> dict:
     tasks = [
         {"name": name, "metric": metric, "samples": 400, "score": 0.81 + 0.02 * i, "low": 0.79 + 0.02 * i,
@@ -244,6 +257,14 @@ def merge_record(models=TASKS) -> dict:
     )  # fmt: skip
     data = json.loads(json.dumps(record.lasting()))
     return {key: value for key, value in data.items() if key != "sha256"}  # tests change the record
+
+
+def without_labels() -> dict[str, dict]:
+    """The records of somebody who has no labels to choose by, and then evaluates another merge."""
+    return {
+        "sweep.json": unlabelled_sweep(), "epimer.json": merge_record(), "diagnosis.json": diagnosis(),
+        "eval.json": evaluation(),
+    }  # fmt: skip
 
 
 def everything() -> dict[str, dict]:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
+
+LIBRARY_FOLDERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
+"""folders of code that the user did not write"""
 
 
 class EpimerError(ValueError):
@@ -90,6 +96,16 @@ def warn(warning: EpimerWarning) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("epimer", "torch"):
         frame, level = frame.f_back, level + 1
     warnings.warn(warning, stacklevel=level)
+
+
+def failure_in_user_code(label: str, error: BaseException) -> ParameterError:
+    """Return an error in the user's Python code as one line that names the line of that code it came from."""
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in trace if not frame.filename.startswith((*LIBRARY_FOLDERS, "<"))]
+    where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f" ({Path(error.filename).name} line {error.lineno})"
+    return ParameterError(f"{label} failed: {type(error).__name__}: {str(error).strip(' .')}{where}.")
 
 
 def _shown(character: str) -> str:

@@ -6,8 +6,16 @@ import math
 from typing import TypeVar
 
 T = TypeVar("T")
-SHARES = ("accuracy", "token-accuracy")
+AGREEMENT = "agreement"
+"""share of predictions that are those of each task's own model; it needs no labels"""
+SHARES = ("accuracy", "token-accuracy", AGREEMENT)
 LOSSES = ("loss", "perplexity")
+
+
+def metric_heading(metric: str) -> str:
+    """Return a metric's name and unit, as the title of a table or an axis says them."""
+    name = "agreement with each task's own model" if metric == AGREEMENT else metric
+    return f"{name}, %" if metric in SHARES else name
 
 
 def metric_value(metric: str, score: float) -> float:

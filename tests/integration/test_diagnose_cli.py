@@ -181,6 +181,22 @@ def test_the_models_are_read_once(here, monkeypatch):
     assert len(reads) == len(set(reads)) == 3 * len(found.layers)
 
 
+@pytest.mark.parametrize("curved", [False, True])
+def test_the_printed_table_says_whether_it_ranks_methods(here, curved):
+    """Without curvature the advised method need not have the lowest forecast, and then the table may not rank them."""
+    bare = [{"model": task, "curvature": f"bare-{task}"} for task in tiny.TASKS]
+    recipe = write(here, **({"models": bare} if curved else {}))
+    out = assert_done(run("diagnose", recipe, "--json", "found.json"))
+    found = json.loads((here / "found.json").read_text())
+    lowest = min(found["forecast"], key=lambda name: found["forecast"][name]["mean_at_scale"])
+    advised = found["advice"][0]["text"].partition(" ")[0]
+    assert advised == lowest or "forecasts do not rank methods" in found["advice"][0]["text"]
+    assert ("compare tasks and scales of a method, not methods" in out) is not curved
+    number = f"{found['forecast'][advised]['mean_at_scale']:.2f}"
+    assert number in found["advice"][0]["text"]
+    assert f"{number} at {found['forecast'][advised]['scale']:g}" in out
+
+
 def test_a_diagnosis_forecasts_what_is_asked(here):
     assert_done(run("diagnose", write(here), "--methods", "tsv, iso_c", "--out", "found.json", "-q"))
     assert set(json.loads((here / "found.json").read_text())["forecast"]) == {"tsv", "iso_c"}
@@ -233,7 +249,7 @@ def test_auto_without_inputs_is_the_merge_that_the_diagnosis_advises(here, curve
     assert_done(run("diagnose", recipe, "--out", "found.json", "-q"))
     found = json.loads((here / "found.json").read_text())
     forecast = found["forecast"]
-    best, why = "epimer_free", "without data it beat tsv and averaging"
+    best, why = "epimer_free", "without data forecasts do not rank methods"
     if curved:
         best = min(forecast, key=lambda name: forecast[name]["mean_at_scale"])
         why = f"the lowest forecast, {forecast[best]['mean_at_scale']:.2f}"
@@ -385,6 +401,32 @@ def test_agreement_equals_predictions_compared_by_hand(here):
         assert row["validation"] == pytest.approx(np.mean(list(agreed["val"].values())))
         assert row["kl"] == pytest.approx(np.mean(list(far["val"].values())), rel=1e-3)
         assert row["tasks"] == pytest.approx(agreed["test"])
+
+
+def test_a_sweep_without_labels_says_what_its_numbers_are(here):
+    scored = ["--methods", "average,tsv", "--scale", "1"]
+    for evaluation in ([], ["--eval", "agreement:suite.yaml"]):
+        out = assert_done(run("sweep", write(here, curved=True), *scored, *evaluation))
+        title, headings = out.splitlines()[:2]
+        assert "agreement with each task's own model, %" in title
+        assert "no label was read" in title
+        assert "validation agreement %" in headings
+        assert "test agreement % [95%]" in headings
+    record = json.loads(assert_done(run("sweep", write(here, curved=True), *scored, "--json")))
+    assert {row["unit"] for row in record["data"]} == {"agreement"}
+    labelled = assert_done(run("sweep", write(here), *scored, "--eval", "suite.yaml"))
+    assert "validation accuracy %" in labelled.splitlines()[1]
+    assert "label was read" not in labelled
+
+
+def test_the_rank_of_a_sweep_is_that_of_the_merge(here):
+    asked = ["--methods", "average,tsv,epimer_free", "--scale", "1", "--eval", "suite.yaml", "--json"]
+    rows = json.loads(assert_done(run("sweep", write(here), *asked)))["data"]
+    ranks = {row["method"]: row["rank"] for row in rows}
+    assert ranks == {
+        "average": None,
+        **{name: epimer.describe_method(name).defaults["rank"] for name in ("tsv", "epimer_free")},
+    }
 
 
 def test_agreement_needs_no_labels(here):

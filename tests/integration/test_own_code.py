@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import sys
 import weakref
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from commands import run
+from commands import run, start
 from epimer.evaluation.user_code import suite_from_entry_point
 from epimer.experiments.bench import Bench
 
@@ -160,3 +162,44 @@ def test_guarded_networks_are_let_go_at_once_and_guarded_once(here):
     assert seen() is None
     for task in kept.tasks:
         assert type(kept.network(kept.base, task)).__base__ is torch.nn.Linear
+
+
+STOPPING = """
+import os, signal
+import my_code
+
+CALLS = []
+
+def network(state, task):
+    CALLS.append(task.name)
+    if len(CALLS) == {stop}:
+        os.kill(os.getpid(), signal.SIGINT)
+    return my_code.network(state, task)
+
+def make():
+    from dataclasses import replace
+    return replace(my_code.make(), network=network)
+"""
+
+
+@pytest.mark.parametrize(("stop", "finished"), [(60, True), (1, False)])
+def test_a_bench_that_is_stopped_says_what_its_folder_has(tmp_path, stop, finished):
+    """A real Ctrl-C in the real command: the rows of finished methods are written, or nothing is."""
+    (tmp_path / "my_code.py").write_text(MODULE)
+    (tmp_path / "stopping.py").write_text(STOPPING.format(stop=stop))
+    ran = start("bench", "stopping:make", "-o", "out", "-q", cwd=tmp_path, PYTHONPATH=os.pathsep.join(sys.path))
+    assert ran.code == 130
+    if not finished:
+        assert ran.err == "stopped; nothing was written.\n"
+        assert not (tmp_path / "out").exists()
+        return
+    assert ran.err == "stopped; out has performance-unfinished.json.\n"
+    record = json.loads((tmp_path / "out" / "performance-unfinished.json").read_text())
+    merged = [row for row in record["data"] if not row.get("reference")]
+    assert [row["method"] for row in merged][:2] == ["average", "task_arithmetic"]
+    assert 2 <= len(merged) < 10
+    assert all(0 <= row["average"] <= 1 for row in merged)
+    assert record["notes"][0].startswith(f"Interrupted: only the {len(merged)} methods")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        f"performance-unfinished.{e}" for e in ("json", "md", "svg")
+    }

@@ -224,6 +224,17 @@ def test_what_cannot_be_sent_or_placed_is_refused(cluster, here, tmp_path):
     refused("ties.yaml", "no machine of the cluster has 2 CPUs for --threads 2", threads=2)
 
 
+def test_workers_run_a_plugin_from_its_file(cluster, here, tmp_path):
+    """Its options are a class of the plugin, which a worker has to find too."""
+    example = Path(__file__).parents[2] / "examples" / "own_method.py"
+    recipe = {"merge_method": "stock_with_floor", **MODELS, "parameters": {"least": 0.3}}
+    (here / "stock.yaml").write_text(json.dumps(recipe))
+    for name, options in {"local": [], "ray": ["--engine", "ray", "--address", cluster.address]}.items():
+        command = [sys.executable, "-m", "epimer", "merge", "stock.yaml", str(tmp_path / name), "-q", *options]
+        subprocess.run([*command, "--plugin", str(example)], cwd=here, env=ENVIRONMENT, check=True)
+    assert contents(tmp_path / "ray") == contents(tmp_path / "local")
+
+
 def test_a_killed_driver_is_resumed(cluster, here, expected, tmp_path):
     out, draft = tmp_path / "out", tmp_path / ".out.epimer"
     options = ["--engine", "ray", "--address", cluster.address, "-q"]

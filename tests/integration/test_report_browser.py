@@ -1,6 +1,7 @@
 """The report in a real browser: nothing fails, nothing leaves the page, and what can be used is used."""
 
 import io
+import itertools
 import re
 import subprocess
 import sys
@@ -191,6 +192,127 @@ def test_it_fits_a_phone(browser, file):
     watched = Watched(browser, file, has_touch=True)
     watched.page.set_viewport_size({"width": 360, "height": 740})
     assert watched.page.evaluate("document.documentElement.scrollWidth") == 360
+    watched.context.close()
+    assert watched.trouble == []
+
+
+@pytest.fixture(scope="module")
+def unlabelled(tmp_path_factory) -> Path:
+    """The page of a sweep without labels, a merge of it, a diagnosis and an evaluation; 12 layers of a transformer."""
+    folder = tmp_path_factory.mktemp("unlabelled")
+    records = found.without_labels()
+    diagnosis = records["diagnosis.json"]
+    named = (f"model.layers.{i}.self_attn.{kind}_proj.weight" for i in range(6) for kind in ("q", "out"))
+    diagnosis["layers"] = dict(zip(named, diagnosis["layers"].values(), strict=True))
+    diagnosis["eta_by_rank"] = diagnosis["eta_by_rank"][-1:]
+    make_report([found.write_all(folder / "in", records)], folder / "page.html")
+    return folder / "page.html"
+
+
+@pytest.fixture
+def wide_page(browser, unlabelled):
+    """That page on a screen of 1400 x 900."""
+    watched = Watched(browser, unlabelled)
+    watched.page.set_viewport_size({"width": 1400, "height": 900})
+    yield watched.page
+    watched.context.close()
+    assert watched.trouble == []
+
+
+def test_scores_are_on_the_first_screen(wide_page):
+    tables = wide_page.locator("#scores table:visible")
+    assert tables.count() == 2
+    for i in range(2):
+        box = tables.nth(i).bounding_box()
+        assert box["y"] + box["height"] < 900
+    shown = wide_page.locator("#scores").inner_text()
+    for said in ("84.0", "90.0", "95.1", "agreement with each task's own model, %"):
+        assert said in shown
+    summary = wide_page.locator("#summary").inner_text()
+    assert "every direction" not in summary
+    assert "is not the best of the sweep" in summary
+
+
+def test_scores_are_near_the_top_on_a_phone(browser, unlabelled):
+    watched = Watched(browser, unlabelled, has_touch=True)
+    watched.page.set_viewport_size({"width": 420, "height": 900})
+    assert watched.page.evaluate("document.documentElement.scrollWidth") == 420
+    assert watched.page.locator("#scores table").first.bounding_box()["y"] < 900
+    watched.context.close()
+
+
+def test_labels_of_layers_have_the_layers_number(wide_page):
+    labels = wide_page.locator("#layers-energy-kept svg text[text-anchor=end]")
+    wide_page.get_by_role("combobox", name="Show", exact=True).select_option(label="energy kept")
+    texts = labels.evaluate_all("all => all.map(text => text.textContent)")
+    assert [text for text in texts if "_proj" in text] == [
+        f"{i}.self_attn.{k}_proj" for i in range(6) for k in ("q", "out")
+    ]
+
+
+def test_colours_of_small_values_are_pale_and_the_legend_states_the_scale(wide_page):
+    """Luminance from 0 to 1 of the cell with the least and of the one with the largest value."""
+    cells = wide_page.locator("#forecast rect[data-tip]").evaluate_all(
+        """all => all.map(cell => [parseFloat(cell.dataset.tip.match(/loses ([\\d.]+)%/)[1]),
+             getComputedStyle(cell).fill.match(/\\d+/g).map(Number).reduce((sum, part) => sum + part) / 765])"""
+    )
+    cells.sort()
+    for value, light in cells:
+        assert light == pytest.approx(cells[0][1], abs=0.2) if value < 20 else light < 0.95
+    assert all(one[1] >= two[1] - 1e-9 for one, two in itertools.pairwise(cells))
+    texts = wide_page.locator("#forecast svg text").all_text_contents()
+    assert {"0.00", "1.00"} <= set(texts)
+    assert "−1.00" in wide_page.locator("#conflict-cosine svg text").all_text_contents()
+
+
+def test_one_point_is_a_number_and_symbols_are_explained(wide_page):
+    eta = wide_page.locator("#diagnosis-eta-fraction, #diagnosis figure:has-text('η against rank')").first
+    assert eta.locator("polyline").count() == 0
+    assert "rank k 32" in eta.inner_text()
+    meanings = wide_page.locator("#diagnosis .facts .meaning:visible")
+    assert meanings.count() == 8
+    assert (
+        wide_page.locator("#diagnosis th abbr", has_text="V_S").first.get_attribute("title").startswith("The variance")
+    )
+
+
+@pytest.mark.parametrize("width", [1400, 420])
+def test_a_table_that_is_cut_says_so_until_it_is_scrolled(browser, tmp_path, width):
+    """A table of every column of a comparison, wider than its box."""
+    record = found.performance()
+    for row in record["data"][2:]:
+        row |= {
+            "p_holm": 0.01,
+            "p_tasks": 0.2,
+            "trusted": 0.7,
+            "difference_trusted": 0.01,
+            "difference": 0.01,
+            "p": 0.1,
+        }
+        row |= {"difference_without": {"a task with a rather long name": 0.01}}
+        row["method"] += " with some parameters that it was given"
+    make_report([found.write_all(tmp_path / "in", {"performance.json": record})], tmp_path / "page.html")
+    watched = Watched(browser, tmp_path / "page.html")
+    page = watched.page
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    box = page.locator("#methods .scroll").first
+    assert box.evaluate("box => box.scrollWidth > box.clientWidth")
+    hint = "box => [getComputedStyle(box, '::before').content, getComputedStyle(box).boxShadow]"
+    page.wait_for_function("document.querySelector('#methods .scroll').hasAttribute('data-more')")
+    content, shadow = box.evaluate(hint)
+    assert "Scroll sideways" in content
+    assert "inset" in shadow
+    box.evaluate("box => { box.scrollLeft = box.scrollWidth; }")
+    page.wait_for_function("!document.querySelector('#methods .scroll').hasAttribute('data-more')")
+    assert box.evaluate(hint)[0] == "none"
+    page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    page.wait_for_timeout(200)
+    cut = page.evaluate(
+        """() => [...document.querySelectorAll('.scroll')].filter(box => box.checkVisibility()
+          && box.scrollLeft + box.clientWidth < box.scrollWidth - 1 && !box.hasAttribute('data-more')).length"""
+    )
+    assert cut == 0
     watched.context.close()
     assert watched.trouble == []
 

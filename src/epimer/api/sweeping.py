@@ -138,7 +138,7 @@ def sweep_state_dicts(
         evaluation: what to call the evaluation.
         progress: called with a line after every setting.
     """
-    from epimer.diagnosis.sweep import Merges, check_methods, sweep_plans
+    from epimer.diagnosis.sweep import Merges, check_methods, directions_per_task, sweep_plans
 
     rows = check_methods(methods, kind_of(curvature))
     participants = state_dict_participants(base, models)
@@ -152,7 +152,8 @@ def sweep_state_dicts(
         return plan_state_dicts(participants, row, row.resolve(options), weights, measured)
 
     def shown_rank(row: Method, rank: int | None) -> int | None:
-        return rank if rank is not None else (parameters or {}).get(row.name, {}).get("rank")
+        given = {} if rank is None else {"rank": rank}
+        return directions_per_task(row, {**(parameters or {}).get(row.name, {}), **given})
 
     return sweep_plans(
         merges,

@@ -21,6 +21,7 @@ from epimer.engine.output_files import OutputFiles, check_files, files_of_tensor
 from epimer.engine.recompute import GPU_TOLERANCE, TOLERANCE, difference, recompute
 from epimer.errors import DataError, EpimerError, ParameterError, listed
 from epimer.json_values import json_value
+from epimer.methods.plugins import plugin_of_method
 from epimer.plan.jobs import Plan
 from epimer.progress import Progress
 from epimer.recipe.load import RecipeLike, load_recipe, open_recipe
@@ -120,6 +121,8 @@ def _check_merge(
     run: RunOptions,
 ) -> list[Check]:
     """Check the inputs, and tensors that are computed of them again."""
+    if (problem := _check_plugin(record)) is not None:
+        return [problem, *(Check(part, Outcome.UNCHECKED, "the method is not here") for part in parts[1:])]
     try:
         recipe, where = _recorded_recipe(record), None
         if given is not None:
@@ -145,6 +148,21 @@ def _check_merge(
         why = "with rounds or refine a merge depends on networks that are run, which is not repeated"
         return [inputs, Check("recomputed", Outcome.UNCHECKED, why)]
     return [inputs, _check_tensors(plan, folder, record, sample, seed, tolerance, run)]
+
+
+def _check_plugin(record: MergeRecord) -> Check | None:
+    """Return a check that fails if the method is from a plugin that is not loaded, or is another file; None if not."""
+    if record.plugin is None:
+        return None
+    name, sha256 = record.plugin
+    loaded = plugin_of_method(record.method)
+    if loaded is None:
+        text = f"{record.method} is a method of {name} (SHA-256 {sha256}); give that file as --plugin"
+        return Check("inputs", Outcome.UNCHECKED, text, (name,))
+    if loaded.sha256 != sha256:
+        text = f"{loaded.path.name} has another SHA-256 than the recorded {name}, which is {sha256}"
+        return Check("inputs", Outcome.DIFFERS, text, (name,))
+    return None
 
 
 def _recorded_recipe(record: MergeRecord) -> Recipe:

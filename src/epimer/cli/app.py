@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,8 +58,11 @@ class Stop:
 
 
 @contextmanager
-def stoppable(consequence: str) -> Iterator[None]:
-    """Exit with 128 and the signal's number when the work is interrupted, and print the consequence."""
+def stoppable(consequence: str | Callable[[], str]) -> Iterator[None]:
+    """Exit with 128 and the signal's number when the work is interrupted, and print the consequence.
+
+    A consequence that depends on how far the work went is a function, called after the interruption.
+    """
     try:
         yield
     except typer.Exit:
@@ -67,7 +70,8 @@ def stoppable(consequence: str) -> Iterator[None]:
     except BaseException as error:  # an interruption becomes another error in code that others wrote
         if Stop.number is None and not isinstance(error, KeyboardInterrupt):
             raise
-        raise typer.Exit(Stop.say(consequence)) from None
+        text = consequence if isinstance(consequence, str) else consequence()
+        raise typer.Exit(Stop.say(text)) from None
 
 
 class Commands(TyperGroup):

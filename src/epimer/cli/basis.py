@@ -17,6 +17,7 @@ def basis(
     kind: Annotated[str | None, option("tagged or tensor.", default="what the recipe's method takes")] = None,
     rank: Annotated[int | None, option("Directions per task.", default="what the recipe says")] = None,
     max_memory: options.MaxMemory = None,
+    plugin: options.Plugins = None,
     workers: options.Workers = None,
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
@@ -28,6 +29,7 @@ def basis(
     """
     from epimer.api import make_basis
 
+    options.load_plugins(plugin)
     with stoppable("nothing was written"):
         result = make_basis(
             recipe, out, kind=kind, rank=rank, overwrite=overwrite, progress=not quiet,

@@ -41,12 +41,14 @@ def bench(
     family: Annotated[str | None, option("Of clip8's models: tanganke or task_vectors.", default="tanganke")] = None,
     checkpoints: Annotated[Path | None, option("Folder with clip8's models.", default="the hub")] = None,
     data: Annotated[Path | None, option("Folder with clip8's datasets.", default="the hub")] = None,
+    plugin: options.Plugins = None,
     quiet: options.Quiet = False,
 ) -> None:
     """Run the paper's experiments and ours on a suite: JSON, Markdown and figures."""
     from epimer.experiments.run import run_experiments
     from epimer.experiments.seeds import run_seeds
 
+    options.load_plugins(plugin)
     of_clip8 = {"variant": variant, "limit": limit, "family": family, "checkpoints": checkpoints, "data": data}
     names = experiment or ["performance"]
     several = split_commas(seeds, int, "--seeds")
@@ -57,8 +59,10 @@ def bench(
         if several
         else run_experiments(suite, names, out, seed=seed, progress=not quiet, **of_clip8)
     )
-    with stoppable("what was finished is kept"):
+    tables: list[str] = []
+    with stoppable(lambda: f"{out} has {', '.join(tables)}" if tables else "nothing was written"):
         for result, files in results:
+            tables.append(files[0].name)
             if not quiet:
                 print_experiment(result, files)
 

@@ -26,7 +26,7 @@ TASKS = (
     "automatic-speech-recognition."
 )
 RECIPE = "The merge it is for: where the whole is too large, it is measured in a basis of that recipe's models."
-NOT_REQUESTED = ("engine", "address", "shards", "as_json", "quiet")  # options that are about how, not what
+NOT_REQUESTED = ("engine", "address", "shards", "plugin", "as_json", "quiet")  # options that are about how, not what
 
 
 @app.command()
@@ -73,6 +73,7 @@ def curvature(
     shards: Annotated[
         int | None, option("Parts of the data with --engine ray.", default="one per GPU or machine")
     ] = None,
+    plugin: options.Plugins = None,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -84,6 +85,7 @@ def curvature(
     Several processes share the data: torchrun --nproc-per-node 2 -m epimer curvature …, or --engine ray.
     """
     fields = {name: value for name, value in locals().items() if name not in NOT_REQUESTED}
+    options.load_plugins(plugin)
 
     from epimer.api.measuring import measure_curvature
     from epimer.curvature.distributed import leave

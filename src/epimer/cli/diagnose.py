@@ -27,6 +27,7 @@ def diagnose(
     ] = None,
     any_curvature: options.AnyCurvature = False,
     max_memory: options.MaxMemory = None,
+    plugin: options.Plugins = None,
     workers: options.Workers = None,
     engine: options.Engine = "local",
     address: options.Address = None,
@@ -41,6 +42,7 @@ def diagnose(
     from epimer.api import diagnose as run
     from epimer.atomic_files import check_file
 
+    options.load_plugins(plugin)
     check_file(out)
     check_file(html)
     with stoppable("nothing was written"):
@@ -78,6 +80,8 @@ def _print_diagnosis(result: Diagnosis) -> None:
 def _print_tasks(result: Diagnosis) -> None:
     title = "\nhow far each moved, what a basis of rank k keeps, "
     title += "and forecasts at scale 1 (0: as its own model, 1: as the base)"
+    if not result.ranks_methods and len(result.forecast) > 1:
+        title += "\nwithout measured Kronecker or EKFAC curvature compare tasks and scales of a method, not methods"
     headings = ["model", "moved", "of base", *(f"k={k}" for k in result.energy), *result.forecast]
     rows = []
     for t, (name, norm) in enumerate(zip(result.models, result.norms, strict=True)):
@@ -95,7 +99,7 @@ def _print_tasks(result: Diagnosis) -> None:
 def _print_merges(result: Diagnosis) -> None:
     if not result.merges:
         return
-    units = " (task-gram's units, not a loss)" if result.curvature == "task-gram" else ""
+    units = " (task-gram's units: not a loss, nor a ranking of methods)" if result.curvature == "task-gram" else ""
     title = f"\nloss increase to second order at each merge{units}, at most the bound of V_S and R_S"
     rows = [
         [method, f"{one.scale:g}", *(f"{value:.3g}" for value in (one.increase, one.v_s, one.r_s, one.bound))]

@@ -48,6 +48,7 @@ def merge(
         option("On NaN or Inf in a model: error, or skip-tensor to keep the base's.", default="the recipe's, or error"),
     ] = None,
     compat: Annotated[str | None, option("mergekit: its numbers where it departs from the papers.")] = None,
+    plugin: options.Plugins = None,
     workers: options.Workers = None,
     threads: Annotated[int, typer.Option(help="Threads for each of them.")] = 1,
     overwrite: options.Overwrite = False,
@@ -72,6 +73,7 @@ def merge(
     from epimer.recipe.documents import merge_steps
     from epimer.recipe.non_finite import with_non_finite
 
+    options.load_plugins(plugin)
     progress = not (quiet or as_json)
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     _check_order(recipe, out)

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 @app.command()
 def methods(
     name: Annotated[str | None, argument("One method, to see all about it.")] = None,
+    plugin: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """List the merging methods, or explain one."""
     from epimer.methods.registry import describe_method, list_methods
 
+    options.load_plugins(plugin)
     rows = [describe_method(method) for method in ([name] if name else list_methods())]
     if as_json:
         render.print_json([_record(row) for row in rows])

@@ -33,9 +33,21 @@ Address = Annotated[
 ]
 AnyCurvature = Annotated[bool, option("Use curvature even where it was measured on another model.", "--any-curvature")]
 Overwrite = Annotated[bool, option("Replace a folder that epimer made.", "--overwrite")]
+Plugins = Annotated[
+    list[Path] | None,
+    option("Python file with methods of your own, which is run; may be repeated.", "--plugin"),
+]
 OutJson = Annotated[Path | None, option("Also write the result to this JSON file.", "--out", "-o")]
 Json = Annotated[bool, option("Print JSON for machines.", "--json")]
 Quiet = Annotated[bool, option("Print nothing but errors.", "--quiet", "-q")]
+
+
+def load_plugins(plugins: list[Path] | None) -> None:
+    """Add the methods of the files that --plugin names."""
+    if plugins:
+        from epimer.methods.plugins import load_plugins
+
+        load_plugins(plugins)
 
 
 def split_commas(text: str | None, kind: Callable[[str], T], name: str) -> list[T] | None:

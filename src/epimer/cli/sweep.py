@@ -36,6 +36,7 @@ def sweep(
     overwrite: options.Overwrite = False,
     any_curvature: options.AnyCurvature = False,
     max_memory: options.MaxMemory = None,
+    plugin: options.Plugins = None,
     workers: options.Workers = None,
     engine: options.Engine = "local",
     address: options.Address = None,
@@ -47,6 +48,7 @@ def sweep(
     from epimer.api import sweep as run
     from epimer.atomic_files import check_file
 
+    options.load_plugins(plugin)
     check_file(out)
     consequence = "nothing was written" if keep_best is None else "no merge was written"
     with stoppable(consequence), warnings.catch_warnings():
@@ -63,7 +65,7 @@ def sweep(
 
 def _print_sweep(result: Sweep, kept: Path | None) -> None:
     """Print the best scale of every method and rank, the best first."""
-    from epimer.score_format import format_interval, format_score
+    from epimer.score_format import AGREEMENT, SHARES, format_interval, format_score, metric_heading
 
     with_kl = any(trial.validation.kl for trial in result.tried)
     rows = []
@@ -76,8 +78,13 @@ def _print_sweep(result: Sweep, kept: Path | None) -> None:
         row += [format_score(unit, record["average"]) + interval, format_score(unit, record["worst"])]
         rows.append([*row, f"{scales} scales"])
     kl = ["its KL"] if with_kl else []
-    headings = ["method", "rank", "scale", "validation", *kl, "test [95%]", "worst", "tried"]
-    title = f"{result.evaluation}: the best scale on validation data, reported on test data"
+    unit = result.best.validation.unit
+    percent = " %" if unit in SHARES else ""
+    headings = ["method", "rank", "scale", f"validation {unit}{percent}", *kl]
+    headings += [f"test {unit}{percent} [95%]", "worst", "tried"]
+    title = f"{result.evaluation}: {metric_heading(unit)}; the best scale on validation data, reported on test data"
+    if unit == AGREEMENT:
+        title += "; no label was read"
     render.print_table(headings, rows, title=title, text_columns=1)
     render.print_notes(result.notes)
     best = result.best

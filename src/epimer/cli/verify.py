@@ -34,6 +34,7 @@ def verify(
     files_only: Annotated[bool, option("Check the folder alone, without its inputs.", "--files-only")] = False,
     device: Annotated[str | None, option("cpu, cuda, cuda:N, or auto.", default="as recorded")] = None,
     max_memory: options.MaxMemory = None,
+    plugin: options.Plugins = None,
     workers: options.Workers = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -44,6 +45,7 @@ def verify(
     """
     from epimer.api import verify as run
 
+    options.load_plugins(plugin)
     with stoppable("nothing was written"):
         verification = run(
             out, recipe=recipe, sample=None if every else sample, seed=seed, tolerance=tolerance,

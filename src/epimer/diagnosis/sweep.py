@@ -196,6 +196,15 @@ def sweep_plans(
     return replace(sweep, notes=[*sweep.notes, *cautions])
 
 
+def directions_per_task(row: Method, parameters: Mapping[str, Any]) -> int | None:
+    """Return the rank of a merge, given or by default; None if the method takes every direction."""
+    values = {**row.defaults, **parameters}
+    rank = values.get("rank")
+    if values.get("basis") == "full" and "rank" not in parameters:
+        return None  # a default that has no effect
+    return rank if isinstance(rank, int) else None
+
+
 def _settings(rows: Sequence[Method], ranks: Sequence[int] | None) -> list[tuple[Method, int | None]]:
     """Return every method with every rank that it is tried at."""
     return [(row, rank) for row in rows for rank in ((ranks or (None,)) if "rank" in row.defaults else (None,))]
@@ -360,8 +369,7 @@ def sweep_recipe(
     assert base is not None
 
     def shown_rank(row: Method, rank: int | None) -> int | None:
-        shown = rank if rank is not None else recipe.settled(row.name).parameters.get("rank")
-        return shown if isinstance(shown, int) else None
+        return directions_per_task(row, recipe.settled(row.name, None, rank).parameters)
 
     names = [name for name, rule in assigned.rules.items() if rule != "skip"]
     tensors = {name: base.read(name) for name in names}

@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
 from epimer.engine.written import WritingWalk
 from epimer.errors import DataError, EpimerError, EpimerWarning, OutputError, listed, warn
+from epimer.methods.plugins import plugin_of_method
 from epimer.methods.registry import Prepared
 from epimer.plan.jobs import Plan
 from epimer.plan.participants import Participants, recipe_from
@@ -173,6 +176,9 @@ def merge_record(
     known["untouched"], unchanged = _untouched(plan.participants, tensors)
     trims = {job.name for job in plan.jobs if job.rule == "elementwise" and not job.is_weighted_sum}
     known["lost"] = tuple(name for name in unchanged if name not in trims) or None  # what is trimmed is meant to be
+    plugin = plugin_of_method(plan.method.name)
+    if plugin is not None:
+        known["plugin"] = (plugin.path.name, plugin.sha256)
     if plan.recipe is not None:
         known |= {
             "models": tuple((one.checkpoint.name, one.checkpoint.fingerprint) for one in plan.participants.all),
@@ -182,10 +188,21 @@ def merge_record(
             "request": plan.request,
             "files": files or {},
             "version": epimer.__version__,
+            "dtypes": _parameters_by_dtype(plan),
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "timings": timings or {},
             "peak_memory": peak_memory(),
         }
     return MergeRecord(plan.method.name, shown, tuple(weights), tensors, **known)
+
+
+def _parameters_by_dtype(plan: Plan) -> dict[str, int]:
+    """Return how many parameters of the output have each dtype, the most first."""
+    counts: Counter[str] = Counter()
+    for name, tensor in plan.outputs.items():
+        if name not in plan.ties:
+            counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return dict(counts.most_common())
 
 
 def _untouched(participants: Participants, tensors: Mapping[str, TensorRecord]) -> tuple[float, list[str]]:

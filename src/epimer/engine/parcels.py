@@ -21,6 +21,7 @@ from epimer.atomic_files import held, remove_abandoned, remove_folder
 from epimer.checkpoints.checkpoint import header
 from epimer.checkpoints.safetensors import as_bytes
 from epimer.errors import OutputError, ParameterError, short
+from epimer.methods.plugins import method_in_plugin, plugin_of_method, plugin_of_module, value_in_plugin
 from epimer.methods.registry import Method, describe_method, is_installed
 
 LARGE = 1 << 16  # bytes from which a tensor goes by the disk
@@ -120,11 +121,16 @@ class _Packer(pickle.Pickler):
         if isinstance(value, Path):
             return Path, (os.path.abspath(value),)
         if isinstance(value, Method):
+            if (plugin := plugin_of_method(value.name)) is not None:
+                return method_in_plugin, (plugin.path, plugin.sha256, value.name)
             if not is_installed(value.name):
                 raise _own_code(f"the method {value.name!r}")
             return describe_method, (value.name,)
-        if isinstance(value, FunctionType | type) and value.__module__ == "__main__":
-            raise _own_code(repr(value.__qualname__))
+        if isinstance(value, FunctionType | type):
+            if value.__module__ == "__main__":
+                raise _own_code(repr(value.__qualname__))
+            if (plugin := plugin_of_module(value.__module__)) is not None:
+                return value_in_plugin, (plugin.path, plugin.sha256, value.__qualname__)
         return NotImplemented
 
     def _tensor(self, W: Tensor) -> Any:
@@ -161,7 +167,7 @@ class _Packer(pickle.Pickler):
 def _own_code(what: str) -> ParameterError:
     return ParameterError(
         f"{what} is code of this process, which other machines do not have; install it on every machine as a package "
-        "(entry point epimer.methods), or use --engine local."
+        "(entry point epimer.methods), name its file with --plugin, or use --engine local."
     )
 
 

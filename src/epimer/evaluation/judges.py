@@ -21,9 +21,8 @@ from epimer.evaluation.open_suite import open_suite
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import State, Suite, SuiteTask
 from epimer.evaluation.user_code import is_entry_point, load_entry_point, one_line_errors
+from epimer.score_format import AGREEMENT
 from epimer.tasks.batches import Batch
-
-AGREEMENT = "agreement"
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class SplitScores:
     kl: Mapping[str, float] = field(default_factory=dict)
     """task -> mean KL divergence from the predictions of the task's fine-tuned model, where it was computed"""
     unit: str = "accuracy"
-    """what scores are: accuracy, loss or perplexity (minus the loss), or score"""
+    """what scores are: accuracy, agreement, loss or perplexity (minus the loss), or score"""
     doubtful: frozenset[str] = frozenset()
     """tasks by which nothing is chosen"""
 
@@ -151,7 +150,7 @@ def by_agreement(suite: Suite) -> Evaluate:
             who = "a merge or the fine-tuned model"
             scores[task.name] = suite.check_finite(torch.cat(hits).cpu(), task, split, "agreement", who)
             kl[task.name] = float(torch.cat(divergences).mean())
-        return SplitScores(scores, kl, doubtful=doubtful)
+        return SplitScores(scores, kl, unit=AGREEMENT, doubtful=doubtful)
 
     return evaluate
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,12 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from epimer.errors import EpimerError, ParameterError, nearest
+from epimer.errors import EpimerError, ParameterError, failure_in_user_code, nearest
 from epimer.evaluation.suite import Data, State, Suite, SuiteTask
 from epimer.machine import out_of_memory
 
-LIBRARY_FOLDERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]))
-"""folders of code that the user did not write"""
 ENTRY_POINT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -52,12 +48,12 @@ def load_entry_point(text: str) -> Callable[..., Any]:
         module = import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise _failure(f"importing {name}", error) from error
+            raise failure_in_user_code(f"importing {name}", error) from error
         raise ParameterError(
             f"{text}: there is no module {error.name!r}; run epimer in the folder it lies in, or install it."
         ) from error
     except Exception as error:
-        raise _failure(f"importing {name}", error) from error
+        raise failure_in_user_code(f"importing {name}", error) from error
     function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -75,17 +71,7 @@ def one_line_errors(label: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if out_of_memory(error):
             raise
-        raise _failure(label, error) from error
-
-
-def _failure(label: str, error: BaseException) -> ParameterError:
-    """Return an error that names the line of the user's code it came from."""
-    trace = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in trace if not frame.filename.startswith((*LIBRARY_FOLDERS, "<"))]
-    where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
-    if isinstance(error, SyntaxError) and error.filename:
-        where = f" ({Path(error.filename).name} line {error.lineno})"
-    return ParameterError(f"{label} failed: {type(error).__name__}: {str(error).strip(' .')}{where}.")
+        raise failure_in_user_code(label, error) from error
 
 
 def _guarded(text: str, suite: Suite) -> Suite:

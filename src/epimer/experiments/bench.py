@@ -166,6 +166,11 @@ class Bench:
         """The warnings of merges, each once, after the methods that it is about."""
         return [f"{', '.join(methods)}: {text}" if methods else text for text, methods in self._warned.items()]
 
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The outcomes of all candidates so far, in the order in which they were merged."""
+        return list(self._outcomes.values())
+
     @cached_property
     def metric(self) -> str:
         return shared_unit(self.suite)

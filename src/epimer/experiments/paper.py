@@ -16,7 +16,17 @@ from epimer.api import diagnose_state_dicts
 from epimer.diagnosis.landscape import landscape as survey
 from epimer.evaluation.statistics import Scores
 from epimer.evaluation.suite import Suite
-from epimer.experiments.bench import AS_PUBLISHED, CANDIDATES, RANK, STEPS, Bench, Candidate, all_candidates, references
+from epimer.experiments.bench import (
+    AS_PUBLISHED,
+    CANDIDATES,
+    RANK,
+    STEPS,
+    Bench,
+    Candidate,
+    Outcome,
+    all_candidates,
+    references,
+)
 from epimer.experiments.results import (
     Cells,
     Row,
@@ -53,16 +63,33 @@ MATCHED = Candidate("tsv", {"rank": RANK}, f"tsv, k = {RANK}")
 
 def performance(bench: Bench, candidates: Sequence[Candidate] | None = None) -> Experiment:
     """Return every method's average and per-task scores, at the scale that validation data chose."""
-    suite, cells = bench.suite, Cells(bench.metric)
     candidates = all_candidates() if candidates is None else candidates
+    if _largest_rank(bench) > RANK:  # else tsv's own rank is the same
+        candidates = [*candidates, MATCHED]
+    outcomes = [bench.best(candidate) for candidate in bench.each(candidates, attrgetter("name"))]
+    return _performance_table(bench, outcomes)
+
+
+def unfinished_performance(bench: Bench) -> Experiment | None:
+    """Return the table of the methods that were finished when `performance` was interrupted; None if none was."""
+    wanted = (*all_candidates(), MATCHED)  # earlier experiments leave outcomes of other settings
+    outcomes = [outcome for outcome in bench.outcomes if outcome.candidate in wanted]
+    if not outcomes:
+        return None
+    result = _performance_table(bench, outcomes)
+    note = f"Interrupted: only the {len(outcomes)} methods that were finished by then."
+    return replace(result, name="performance-unfinished", notes=[note, *result.notes])
+
+
+def _performance_table(bench: Bench, outcomes: Sequence[Outcome]) -> Experiment:
+    """Return the table of some methods' outcomes, beside the base and the fine-tuned models."""
+    suite, cells = bench.suite, Cells(bench.metric)
+    candidates = [outcome.candidate for outcome in outcomes]
+    largest = _largest_rank(bench)
     data: list[Row] = [
         {"method": name, "reference": True, **summary(scores, suite.tasks)}
         for name, scores in references(bench).items()
     ]
-    largest = _largest_rank(bench)
-    if largest > RANK:  # else tsv's own rank is the same
-        candidates = [*candidates, MATCHED]
-    outcomes = [bench.best(candidate) for candidate in bench.each(candidates, attrgetter("name"))]
     first = next((outcome for outcome in outcomes if outcome.candidate.name == "tsv"), outcomes[0])
     matched = outcomes[-1] if candidates[-1] is MATCHED else first
     for outcome in outcomes:

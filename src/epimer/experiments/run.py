@@ -11,7 +11,7 @@ from epimer.errors import DataError, ParameterError, nearest
 from epimer.evaluation.open_suite import open_suite
 from epimer.experiments.basins import WITHOUT_SUITE
 from epimer.experiments.bench import Bench
-from epimer.experiments.paper import EXPERIMENTS
+from epimer.experiments.paper import EXPERIMENTS, unfinished_performance
 from epimer.experiments.results import with_published, write
 from epimer.progress import Progress
 from epimer.records import Experiment
@@ -29,7 +29,8 @@ def run_experiments(
     """Run experiments in turn and yield each result with the files it was written to in `folder`.
 
     The name `all` leaves out those that do not fit the suite, and those that need none. `suite` and `options` are those
-    of `open_suite`; `seed` is of the suite and of the choice of samples.
+    of `open_suite`; `seed` is of the suite and of the choice of samples. If `performance` is interrupted, the methods
+    that were finished are yielded as `performance-unfinished` before the exception is raised again.
     """
     folder, every = folder.expanduser(), "all" in names
     check_folder(folder)
@@ -51,9 +52,16 @@ def run_experiments(
         raise DataError(f"{bench.suite.name}: {next(iter(problems.values()))}.")
     left_out = [f"Left out: {problem}." for problem in problems.values()]
     for name in (name for name in chosen if name not in problems):
-        with Progress(progress, unit="steps") as bar:
-            bench.report_progress = bar.begin(name, None).reach
-            result = with_published(EXPERIMENTS[name](bench), bench.suite)
+        try:
+            with Progress(progress, unit="steps") as bar:
+                bench.report_progress = bar.begin(name, None).reach
+                result = with_published(EXPERIMENTS[name](bench), bench.suite)
+        except BaseException:  # a signal above all, but the finished methods of a failure are worth as much
+            unfinished = unfinished_performance(bench) if name == "performance" else None
+            if unfinished is not None:
+                unfinished = bench.with_provenance(unfinished)
+                yield unfinished, write(unfinished, folder)
+            raise
         result, left_out = bench.with_provenance(result, *left_out), []  # noted with the first result only
         yield result, write(result, folder)
 

@@ -24,6 +24,7 @@ from epimer.errors import EpimerError, TensorError
 from epimer.methods.averaging import average
 from epimer.methods.frechet import FrechetOptions
 from epimer.methods.options import MethodOptions, Rules
+from epimer.methods.plugins import plugin_of_method
 from epimer.methods.registry import Method
 from epimer.methods.rules import AVERAGED, is_stack, matrix_shape, member_name, stored_inputs_first
 from epimer.plan.curvature_inputs import basis_bytes, curvature_bytes
@@ -318,7 +319,9 @@ class Plan:
         """A hash of the recipe, with every model replaced by its fingerprint."""
         checkpoints = (self.participants.donor, *(one.checkpoint for one in self.participants.all))
         models, measured = ([one.fingerprint for one in files] for files in (checkpoints, self.measured_files))
-        text = json.dumps([epimer.__version__, self.public_recipe(), models, measured])
+        asked = [epimer.__version__, self.public_recipe(), models, measured]
+        plugin = plugin_of_method(self.method.name)
+        text = json.dumps([*asked, *([plugin.sha256] if plugin else [])])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property

@@ -9,6 +9,9 @@ from typing import Any, ClassVar, Self
 from epimer.errors import DataError
 from epimer.records.record import Record
 
+TWO_SIDED = ("kronecker", "ekfac")
+"""kinds of measured curvature under which forecasts rank methods"""
+
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
@@ -156,6 +159,14 @@ class Diagnosis(Record):
     advice: tuple[Advice, ...] = ()
     merges: dict[str, tuple[MergeTheory, ...]] = field(default_factory=dict)
     """method -> the theory at its merge: at scale 1, at the recipe's scale, and at the forecast's"""
+
+    @property
+    def ranks_methods(self) -> bool:
+        """Whether forecasts of different methods may be compared: only under two-sided curvature measured on data.
+
+        Otherwise they compare the tasks and scales of one method (docs/diagnosis.md has the measurements).
+        """
+        return self.curvature in TWO_SIDED
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "the record") -> Self:

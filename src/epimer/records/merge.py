@@ -75,7 +75,7 @@ class MergeRecord(Record):
     """How a merge was done: the method, its parameters and every tensor's rule."""
 
     kind: ClassVar[str] = "merge"
-    omitted: ClassVar[frozenset[str]] = frozenset({"error", "input_files", "lost", "places"})
+    omitted: ClassVar[frozenset[str]] = frozenset({"error", "input_files", "lost", "places", "plugin"})
 
     method: str
     parameters: dict[str, Any]
@@ -118,6 +118,13 @@ class MergeRecord(Record):
     places: str | None = None
     """the recipe in YAML with the inputs' paths relative to the output's folder; None where `verify` goes by names"""
 
+    date: str = ""
+    """when it was merged, as 2026-01-31 12:00 UTC; of this run only"""
+    dtypes: dict[str, int] = field(default_factory=dict)
+    """dtype -> how many of the output's parameters have it"""
+    plugin: tuple[str, str] | None = None
+    """name and SHA-256 of the Python file that the method is from, if it was named with --plugin"""
+
     @property
     def shares(self) -> dict[str, float]:
         """The share of the parameters that each rule was applied to."""
@@ -127,8 +134,8 @@ class MergeRecord(Record):
         return {rule: count / max(1, counts.total()) for rule, count in counts.most_common()}
 
     def lasting(self) -> dict[str, Any]:
-        """Return what does not change from run to run, for the output folder: no timings, no memory."""
-        kept = {k: v for k, v in self.to_dict().items() if k not in ("timings", "peak_memory")}
+        """Return what does not change from run to run, for the output folder: no date, no timings, no memory."""
+        kept = {k: v for k, v in self.to_dict().items() if k not in ("date", "timings", "peak_memory")}
         for tensor in kept["tensors"].values():
             del tensor["seconds"]
         return kept

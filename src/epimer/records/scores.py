@@ -35,7 +35,7 @@ class Trial(Score):
 
     rank: int | None = None
     unit: str | None = None
-    """what scores are: accuracy, loss or perplexity (minus the loss), or score"""
+    """what scores are: accuracy, agreement, loss or perplexity (minus the loss), or score"""
     kl: float | None = None
     """mean KL from the predictions of the tasks' own models, where it was measured"""
 
@@ -75,6 +75,11 @@ class SweepRecord(Record):
     data: list[Trial]
     best: Trial | None = None
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def unlabelled(self) -> bool:
+        """Whether no label was read: settings were compared by how far they agree with the tasks' own models."""
+        return any(trial.kl is not None for trial in self.data)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON-ready values; tasks are None where a trial has no scores on test data."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 
 from epimer.report.charts.frame import Chart
+from epimer.report.glossary import SYMBOLS
 from epimer.report.markup import Child, Markup, prose, slug, tag
 from epimer.report.numbers import Show, number
 from epimer.report.palette import standalone
@@ -58,7 +59,7 @@ class Table:
         rows = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in self.rows]
         numeric = [any(row[j].value is not None for row in rows) for j in range(len(self.headings))]
         head = [
-            tag("th", tag("button", name, type="button") if sortable else name, scope="col", class_="n" if n else None)
+            tag("th", _heading(name, sortable=sortable), scope="col", class_="n" if n else None)
             for name, n in zip(self.headings, numeric, strict=True)
         ]
         body = []
@@ -68,6 +69,12 @@ class Table:
         inner = [tag("caption", self.caption, class_="heard"), tag("thead", tag("tr", head)), tag("tbody", body)]
         frame = {"class_": "scroll tall" if len(rows) > TALL else "scroll", "tabindex": "0", "role": "group"}
         return tag("div", tag("table", inner, class_="sort" if sortable else None), **frame, aria_label=self.caption)
+
+
+def _heading(name: str, *, sortable: bool) -> Child:
+    """Return the content of a heading: a symbol tells its meaning when it is hovered, a button sorts the table."""
+    shown = tag("abbr", name, title=SYMBOLS[name]) if name in SYMBOLS else name
+    return tag("button", shown, type="button") if sortable else shown
 
 
 def _cell(cell: Cell, j: int, *, n: bool) -> Markup:
@@ -199,9 +206,13 @@ def notes(lines: Sequence[str]) -> Markup:
     return tag("ul", [tag("li", prose(line)) for line in lines], class_="notes") if lines else Markup()
 
 
-def facts(*pairs: tuple[str, Child]) -> Markup:
-    """Return names and values."""
-    return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs], class_="facts")
+def facts(*entries: tuple[str, Child] | tuple[str, Child, str]) -> Markup:
+    """Return names and values, each with a sentence on what it is if that is given."""
+    parts = []
+    for name, value, *meaning in entries:
+        explained = tag("dd", meaning[0], class_="meaning") if meaning else None
+        parts.append(tag("div", tag("dt", name), tag("dd", value), explained))
+    return tag("dl", parts, class_="facts")
 
 
 def card(name: str, value: str, more: str, *, named: bool = False) -> Markup:

@@ -79,6 +79,16 @@
     });
   }
 
+  // A table that is cut at its right edge says so, until it is scrolled to its end.
+  const sizes = new ResizeObserver((entries) => { for (const entry of entries) hint(entry.target); });
+  const hint = (box) => {
+    box.toggleAttribute("data-more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+  };
+  for (const box of document.querySelectorAll(".scroll")) {
+    sizes.observe(box);
+    box.addEventListener("scroll", () => hint(box), { passive: true });
+  }
+
   // Choices: one option is shown.
   for (const select of document.querySelectorAll("select[data-choice]")) {
     const options = document.querySelectorAll(`[data-of="${select.dataset.choice}"]`);

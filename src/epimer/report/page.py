@@ -66,16 +66,20 @@ def sections(records: Records) -> list[Section]:
     """Return the page's sections, in order."""
     performances, diagnoses, merges = records.of(Performance), records.of(Diagnosis), records.of(MergeRecord)
     parts = [scores.section(record, named=len(performances) > 1) for record in performances]
+    parts += map(evaluations.section, records.of(EvaluationRecord))
+    parts += map(evaluations.harness, records.of(HarnessRecord))
+    parts += map(merging.sweep, records.of(SweepRecord))
     rest = [record for record in records.of(Experiment) if not experiments.has_own_section(record)]
     own = [r for r in records.of(Experiment) if experiments.has_own_section(r) and not isinstance(r, Performance)]
     own.sort(key=lambda record: ORDER.index(record.name) if record.name in ORDER else len(ORDER))
     parts += map(experiments.own_section, own)
     parts += [diagnosis.section(record, named=len(diagnoses) > 1) for record in diagnoses]
-    parts += map(merging.sweep, records.of(SweepRecord))
-    parts += map(evaluations.section, records.of(EvaluationRecord))
-    parts += map(evaluations.harness, records.of(HarnessRecord))
     parts += [experiments.others(rest)] if rest else []
-    parts += map(merging.merge, merges)
+    parts += [
+        merging.merge(record, records.dates.get(source, ""))
+        for source, record in records.entries
+        if isinstance(record, MergeRecord)
+    ]
     recipes = dict.fromkeys(record.recipe for record in diagnoses if record.recipe)
     if recipes and not any(record.recipe for record in merges):
         parts.append(Section("Recipe", [tag("h3", "As it was diagnosed"), *map(merging.recipe, recipes)]))
@@ -98,12 +102,23 @@ def sources(records: Records) -> Section:
     """Return what was measured on what: every record with its file."""
     entries = sorted(records.entries, key=lambda entry: KINDS.index(type(entry[1])))
     rows: Rows = [[source, *_described(record)] for source, record in entries]
-    said = (
-        "Scores of merged models are on test data; what was chosen, like a scale, was chosen on validation data, "
-        "unless a note says otherwise."
-    )
     table = Table(["file", "kind", "what"], rows, "The records of this page")
-    return Section("What was measured on what", [tag("p", said), table], short="Measured")
+    said = [tag("p", line) for line in _choices(records)]
+    return Section("What was measured on what", [*said, table], short="Measured")
+
+
+def _choices(records: Records) -> list[str]:
+    """Say, for each kind of record, on which data its settings were chosen and its scores measured."""
+    lines = []
+    for performance in records.of(Performance):
+        how = f"the best merge was {performance.chosen_by}; scores are on test data"
+        scales = "scales and " if performance.validated else ""
+        lines.append(f"{performance.suite}: {scales}{how}.")
+    lines += [f"Sweep by {sweep.eval}: {merging.chosen_on(sweep)}" for sweep in records.of(SweepRecord)]
+    for record in records.of(MergeRecord):
+        if record.unlabelled is not None:
+            lines.append(f"{record.method}: chosen by {record.unlabelled} inputs per task, without labels.")
+    return lines
 
 
 def _described(record: Record) -> tuple[str, str]:

@@ -53,6 +53,11 @@ class Performance(Experiment):
         return all(score.validation is not None for score in self.merges)
 
     @property
+    def chosen_by(self) -> str:
+        """How the winner was chosen, in words."""
+        return "chosen on validation data" if self.validated else "the best average"
+
+    @property
     def winner(self) -> MethodScore | None:
         """The best merge on validation data; where a merge has no score there, on average."""
         merges = [score for score in self.merges if score.average is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,8 @@ class Records:
     """All that goes into one page, in the order it was read: every record with the name of its file."""
 
     entries: list[tuple[str, Record]] = field(default_factory=list)
+    dates: dict[str, str] = field(default_factory=dict)
+    """source -> when its file was written"""
 
     def of(self, kind: type[T]) -> list[T]:
         return [record for _, record in self.entries if isinstance(record, kind)]
@@ -40,7 +43,24 @@ class Records:
         record = read_record(data, where or source)
         if isinstance(record, Experiment) and record.name == "performance":
             record = Performance.of(record, where or source)
+        if isinstance(record, MergeRecord) and record.request:
+            doubles = [
+                i
+                for i, (_, other) in enumerate(self.entries)
+                if isinstance(other, MergeRecord) and other.request == record.request
+            ]
+            if doubles:  # the folder's record and the one that --record wrote, which has the run's time too
+                self._replace(doubles[0], source, record)
+                return
         self.entries.append((source, record))
+
+    def _replace(self, i: int, source: str, record: MergeRecord) -> None:
+        """Keep the one of two records of a merge that says more, under both names."""
+        first, other = self.entries[i]
+        assert isinstance(other, MergeRecord)
+        both = f"{first}, {source}"
+        self.dates[both] = self.dates.get(first, "")
+        self.entries[i] = (both, record if record.timings and not other.timings else other)
 
 
 def read_record(data: Any, where: str) -> Record:
@@ -61,8 +81,15 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> Records:
         if os.path.isdir(path):
             _read_folder(path, records)
         else:
-            records.add(_load(path), path.name, str(path))
+            _read_file(path, path.name, records)
     return records
+
+
+def _read_file(path: Path, source: str, records: Records) -> None:
+    """Add the record of a file."""
+    content = _load(path)
+    records.dates[source] = datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    records.add(content, source, str(path))
 
 
 def gather(data: Iterable[Mapping[str, Any]]) -> Records:
@@ -78,7 +105,7 @@ def _read_folder(folder: Path, records: Records) -> None:
     before = len(records.entries)
     for file in sorted(folder.glob("*.json")) + sorted(folder.glob("*/*.json")):
         try:
-            records.add(_load(file), str(file.relative_to(folder)), str(file))
+            _read_file(file, str(file.relative_to(folder)), records)
         except NotARecordError:
             continue
     if len(records.entries) == before:

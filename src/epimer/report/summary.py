@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from epimer.plain_text import format_size
 from epimer.records import Diagnosis, EvaluationRecord, HarnessRecord, MergeRecord, MethodScore, Score, SweepRecord
-from epimer.report.blocks import card
+from epimer.report.blocks import Cell, Rows, Table, card, cells
+from epimer.report.figures import axis_name
 from epimer.report.markup import Child, Markup, tag
-from epimer.report.numbers import Unit, percent
+from epimer.report.numbers import Unit, number, percent
 from epimer.report.performance import Performance, unit_of
 from epimer.report.read import Records
 from epimer.report.sections.diagnosis import advice
-from epimer.report.sections.merging import setting
+from epimer.report.sections.evaluations import first_scores, harness_table
+from epimer.report.sections.merging import finalists, scored_by, setting
 from epimer.report.sections.scores import best_first
 
 
@@ -18,7 +21,7 @@ def title_of(records: Records) -> str:
     if performances := records.of(Performance):
         return f"{performances[0].suite}: {_count(len(performances[0].tasks))} merged into one"
     if merges := records.of(MergeRecord):
-        return f"{merges[0].method}: {_count(len(merges[0].weights))} merged into one"
+        return f"{_count(len(merges[0].weights)).capitalize()} merged into one"
     if diagnoses := records.of(Diagnosis):
         return f"Before merging {_count(len(diagnoses[0].models))}"
     if sweeps := records.of(SweepRecord):
@@ -33,19 +36,92 @@ def _count(models: int) -> str:
 
 
 def summary(records: Records, title: str) -> Markup:
-    """Return the first section."""
+    """Return the first section: what was merged and chosen, how it scores, and what is recommended."""
     heading = [tag("p", "epimer report", class_="eyebrow"), tag("h1", title, id="summary-heading")]
-    parts = [*heading, _merged(records)]
+    parts: list[Child] = [*heading, _merged(records)]
     performances, sweeps, diagnoses = records.of(Performance), records.of(SweepRecord), records.of(Diagnosis)
+    merges = records.of(MergeRecord)
     if performances:
         parts.append(_best_merge(performances[0]))
-    elif sweeps:
-        parts.append(_best_trial(sweeps[0]))
+    else:
+        if merges:
+            parts.append(_merge_cards(merges[0]))
+        if sweeps:
+            parts.append(_best_trial(sweeps[0]))
+        if merges and sweeps and not _is_best(merges[0], sweeps[0]):
+            said = "The merged model of this page is not the best of the sweep: their methods or settings differ."
+            parts.append(tag("p", said, class_="compared"))
+    tables = _scores(records)
+    if tables:
+        parts.append(tag("div", tag("h2", "Scores"), tag("div", tables, class_="side"), id="scores"))
     for diagnosis in diagnoses:
         if diagnosis.advice:
             of = f" for {', '.join(diagnosis.models)}" if len(diagnoses) > 1 else ""
             parts.append(tag("div", tag("h2", f"Recommendation{of}"), advice(diagnosis), class_="recommended"))
     return tag("section", parts, id="summary", aria_labelledby="summary-heading")
+
+
+def _merge_cards(record: MergeRecord) -> Markup:
+    """Return the method and settings of the merged model, its size and its dtype."""
+    settings = {name: record.parameters.get(name) for name in ("scale", "rank")}
+    told = ", ".join(f"{name} {number(value)}" for name, value in settings.items() if isinstance(value, int | float))
+    cards = [card("Merged model", record.method, told, named=True)]
+    if record.files:
+        kinds = ", ".join(record.dtypes)
+        cards.append(card("Size", format_size(sum(record.files.values())), kinds))
+    if "total" in record.timings:
+        memory = "" if record.peak_memory is None else f"peak memory {format_size(record.peak_memory)}"
+        cards.append(card("Merged in", f"{number(record.timings['total'])} s", memory))
+    return tag("dl", cards, class_="cards")
+
+
+def _is_best(record: MergeRecord, sweep: SweepRecord) -> bool:
+    """Whether a merge has the method, the scale and the rank that a sweep found best, as far as both tell them."""
+    if sweep.best is None:
+        return True
+    pairs = [(record.parameters.get(name), getattr(sweep.best, name)) for name in ("scale", "rank")]
+    same = all(one == other for one, other in pairs if one is not None and other is not None)
+    return record.method == sweep.best.method and same
+
+
+def _scores(records: Records) -> list[Markup]:
+    """Return the first tables of scores: the best methods of a suite, of a sweep, and models by task."""
+    tables = []
+    for performance in records.of(Performance)[:1]:
+        tables.append(("methods", f"The best methods on {performance.suite}", _top(performance)))
+    for evaluation in records.of(EvaluationRecord)[:2]:
+        tables.append(("evaluation", *first_scores(evaluation)))
+    for sweep in records.of(SweepRecord)[:1]:
+        title = f"The best of every method in the sweep: {scored_by(sweep)}"
+        tables.append(("sweep", title, finalists(sweep)))
+    for harness in records.of(HarnessRecord)[:1]:
+        tables.append(("harness", f"{harness.model} by {harness.harness}", harness_table(harness)))
+    shown = tables[:2]  # more would not fit the first screen; each has a section of its own
+    return [
+        tag("div", tag("p", title, class_="title"), table.render(sortable=False), class_=name)
+        for name, title, table in shown
+    ]
+
+
+def _top(performance: Performance, most: int = 5) -> Table:
+    """Return the best methods by their average, beside the models that are not merged."""
+    unit = performance.unit
+    scores = [*performance.references, *best_first(performance.merges)[:most]]
+    rows: Rows = [
+        [
+            score.method,
+            *cells([score.average], unit.show, unit.plain),
+            Cell(unit.interval(score.low, score.high), unit.plain(score.low)),
+            *cells([score.worst], unit.show, unit.plain),
+            score.worst_task,
+        ]
+        for score in scores
+    ]
+    best = frozenset(i for i, score in enumerate(scores) if score is performance.winner)
+    quiet = frozenset(i for i, score in enumerate(scores) if score.reference)
+    name = axis_name(performance.metric, unit)
+    headings = ["method", f"average {name}", "95% interval", "worst", "worst task"]
+    return Table(headings, rows, f"The best methods on {performance.suite}", best, quiet)
 
 
 def _merged(records: Records) -> Markup:
@@ -74,8 +150,8 @@ def _best_merge(performance: Performance) -> Markup:
     best, unit = performance.winner, performance.unit
     if best is None:
         return Markup()
-    chosen = "chosen on validation data" if performance.validated else "by its average"
-    name = card("Best merge", best.method, f"of {len(performance.merges)} methods; {chosen}", named=True)
+    chosen = f"of {len(performance.merges)} methods; {performance.chosen_by}"
+    name = card("Best merge", best.method, chosen, named=True)
     cards = tag("dl", name, _score_cards(best, unit), _gain_kept(best, performance), class_="cards")
     return tag("div", cards, tag("p", _compared(performance, best), class_="compared"))
 
@@ -84,9 +160,9 @@ def _best_trial(sweep: SweepRecord) -> Markup:
     best, unit = sweep.best, unit_of(sweep.data)
     if best is None:
         return Markup()
-    where = setting(best).removeprefix(", ") if best.rank is not None else f"every direction{setting(best)}"
-    name = card("Best of the sweep", best.method, where, named=True)
-    score = card("Score", unit.show(best.validation) + unit.suffix, f"by {sweep.eval}")
+    name = card("Best of the sweep", best.method, setting(best).removeprefix(", "), named=True)
+    labels = "without labels" if sweep.unlabelled else "with labels"
+    score = card("Chosen by", unit.show(best.validation) + unit.suffix, f"{scored_by(sweep)}, {labels}")
     return tag("dl", name, score, _score_cards(best, unit) if best.average is not None else None, class_="cards")
 
 

@@ -1,14 +1,16 @@
 """The recommendation in words: each sentence where it belongs, with numbers computed here, and nowhere else."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import epimer
-from epimer.diagnosis.advice import advise, choice
+from epimer.diagnosis.advice import ADVISED, advise, choice
 from epimer.records import Forecast
 
 SHAPES = {"one.weight": (20, 16), "two.weight": (16, 24)}
@@ -92,14 +94,31 @@ def test_a_method_that_is_not_scaled_is_chosen_by_its_forecast_at_scale_1(plain)
         assert choice(found, scaled=False) == ("tsv", 1.0, "the lowest forecast, 0.30")
 
 
-ADVISED = "without data it beat tsv and averaging on every suite measured"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "advice_is_right-seed0-2026-11-17.json"
+
+
+def test_the_rule_without_data_is_told_with_the_numbers_that_were_measured(plain):
+    """Of the candidates without data, each at its best scale: how often each was best, and that tsv was lowest here."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    sets = [{name: row["best"][name] for name in ("average", "tsv", "epimer_free")} for row in rows]
+    free, tsv = (sum(scores[name] == max(scores.values()) for scores in sets) for name in ("epimer_free", "tsv"))
+    every = {"average": forecast(0.4), "tsv": forecast(0.04, 0.01), "epimer_free": forecast(0.09, 0.07)}
+    found = advise(replace(plain, forecast=every))
+    assert not found.ranks_methods
+    text = said(found, "take")[0]
+    assert text.startswith("epimer_free at scale 1.5: without data forecasts do not rank methods;")
+    assert f"on {len(sets)} sets" in text
+    assert f"{free} times, tsv with the lowest forecast {tsv} times" in text
+    assert text.endswith("(its forecast is 0.07 at 1.5, and tsv's is 0.01 at 1.5).")
+    lowest = advise(replace(plain, forecast={**every, "tsv": forecast(0.2)}))
+    assert said(lowest, "take")[0].endswith("(its forecast is 0.07 at 1.5).")
 
 
 def test_without_two_sided_curvature_epimer_free_is_taken_whatever_is_forecast(plain):
     scale = plain.forecast["epimer_free"].scale
     assert choice(plain) == ("epimer_free", scale, ADVISED)
     assert choice(plain, scaled=False) == ("epimer_free", 1.0, ADVISED)
-    assert said(plain, "take")[0] == f"epimer_free at scale {scale:g}: {ADVISED}."
+    assert said(plain, "take")[0].startswith(f"epimer_free at scale {scale:g}: {ADVISED} (its forecast is ")
     every = {"average": forecast(0.4), "tsv": forecast(0.1), "epimer_free": forecast(0.3)}
     for kind, taken in {
         "task-gram": ("epimer_free", 1.5), "diagonal": ("epimer_free", 1.5), "samples": ("epimer_free", 1.5),

@@ -16,6 +16,7 @@ from epimer.api import sweep_state_dicts as sweep
 from epimer.api.sweeping import STEPS
 from epimer.diagnosis import choice as auto
 from epimer.diagnosis import sweep as sweeping
+from epimer.diagnosis.advice import ADVISED
 from epimer.diagnosis.sweep import SCALES
 from epimer.engine.options import RunOptions
 from epimer.errors import EpimerError, ParameterError, RecipeError
@@ -586,9 +587,6 @@ def test_a_recipe_may_not_name_code(folder):
 
 
 # -- recipes: what auto takes without an evaluation
-
-
-ADVISED = "without data it beat tsv and averaging on every suite measured"
 
 
 def forecast_of(folder, method, scale, weights=(1.0, 1.0)):

@@ -167,6 +167,45 @@ def test_heat_maps_colour_by_value_and_leave_holes():
     assert [both.fill(v)[0] for v in (-1, 0, 1, 5)] == ["var(--d0)", "var(--d5)", "var(--d10)", "var(--d10)"]
 
 
+def test_a_colour_has_one_meaning_whatever_the_other_values_are():
+    """0.06 of 1 stays pale in a map whose largest value it is; values beyond an end have its colour."""
+    small, large, beyond = (heat([[0.06, top]], ["r"], ["a", "b"], fixed, "") for top in (0.05, 1.0, 3.0))
+    fills = [[one.attrib["fill"] for one in marks(chart, "rect")] for chart in (small, large, beyond)]
+    assert fills == [["var(--q0)", "var(--q0)"], ["var(--q0)", "var(--q11)"], ["var(--q0)", "var(--q11)"]]
+    assert ["≥ 1.00" in labelled(chart) for chart in (small, large, beyond)] == [False, False, True]
+    assert {"0.00", "1.00"} <= labelled(small).keys()  # the legend
+    logarithmic = Scale(1e-4, 1.0, log=True)
+    shades = [logarithmic.fill(v)[0] for v in (0.0, 1e-4, 0.011, 1.0, 7.0)]
+    assert shades == ["var(--q0)", "var(--q0)", "var(--q6)", "var(--q11)", "var(--q11)"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.11.self_attn.q_proj.weight",
+        "vision_model.encoder.layers.7.self_attn.out_proj.weight",
+        "bert.encoder.layer.23.attention.output.dense.weight",
+        "text_model.encoder.transformer.blocks.101.mlp.experts.15.down_projection.weight",
+    ],
+)
+@pytest.mark.parametrize("room", [120, 160, 200])
+def test_a_layers_number_is_never_cut_away(name, room):
+    short = cut(name, room)
+    assert wide(short) <= room or len(short) < 12
+    number = next(part for part in name.split(".") if part.isdigit())
+    assert number in re.split(r"[.…]", short)
+
+
+def test_a_single_point_is_a_number():
+    series = [Series("tsv", [(16.0, 0.8123, 0.8, 0.82)], "red"), Series("average", [(16.0, 0.7, 0.7, 0.7)], "blue")]
+    chart = lines(series, Labels("rank k", "score", str, str), "")
+    assert not marks(chart)
+    assert not list(drawn(chart).iter(f"{SPACE}polyline"))
+    assert {"0.8123 [0.8, 0.82]", "tsv, rank k 16", "0.7", "average, rank k 16", "score"} <= labelled(chart).keys()
+    more = Series("ties", [(4.0, 0.1, 0.1, 0.1), (8.0, 0.2, 0.2, 0.2)], "green")
+    assert len(list(drawn(lines([*series, more], Labels("k", "s", str, str), "")).iter(f"{SPACE}polyline"))) == 3
+
+
 def test_contrast_is_that_of_wcag():
     assert palette.contrast("#000000", "#ffffff") == pytest.approx(21)
     assert palette.contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)

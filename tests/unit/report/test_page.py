@@ -352,9 +352,65 @@ def test_the_command_refuses_in_one_line(tmp_path):
 def test_sections_come_in_one_order():
     titles = [section.short or section.title for section in sections(gather(found.everything().values()))]
     assert titles == [
-        "Methods", "α", "η", "Landscape", "Diagnosis", "Sweep", "Evaluation", "lm-eval", "More", "Merge", "Measured",
+        "Methods", "Evaluation", "lm-eval", "Sweep", "α", "η", "Landscape", "Diagnosis", "More", "Merge", "Measured",
         "Citations",
     ]  # fmt: skip
+
+
+def test_a_page_without_labels_says_so_and_names_each_merge_for_what_it_is():
+    """The title names no method; the merged model and the best of the sweep have cards of their own."""
+    page = Page(build(gather(found.without_labels().values())))
+    assert page.text("h1") == "Four models merged into one"
+    cards = " ".join(page.text("dt", "dd").split())
+    assert "Merged model epimer_kron scale 1.25, rank 16" in cards
+    assert "Best of the sweep epimer_free scale 1 Chosen by 95.1% agreement with each task's own model, %" in cards
+    text = page.text()
+    assert "is not the best of the sweep" in text
+    assert "every direction" not in text
+    assert "alidation data" not in text
+    assert "chosen without labels" in text
+    same = found.without_labels()
+    same["epimer.json"] |= {"method": "epimer_free", "parameters": {"rank": 32, "scale": 1.0}}
+    assert "is not the best" not in Page(build(gather(same.values()))).text()
+    labelled = Page(build(gather([found.sweep()]))).text()
+    assert "Settings were chosen on validation data" in labelled
+    assert "labels" not in labelled.partition("Settings were")[2]
+
+
+def test_the_run_of_a_merge_is_told():
+    """Date, size, dtype, time and memory, of the record that --record writes; without it, where to get them."""
+    lasting = found.merge_record() | {"dtypes": {"bfloat16": 8256}}
+    text = Page(build(gather([lasting]))).text("dd", "code")
+    assert "33.0 MB in 1 files" in text
+    assert "bfloat16 (8,256 parameters)" in text
+    assert "--record FILE" in text
+    run = lasting | {"date": "2026-11-18 12:30 UTC", "timings": {"total": 12.3}, "peak_memory": 2_500_000_000}
+    for records in ([run], [lasting, run], [run, lasting]):  # two records of one merge are one merge
+        page = Page(build(gather(records)))
+        text = page.text("dd", "code")
+        assert all(said in text for said in ("2026-11-18 12:30 UTC", "12.3 s", "2.5 GB")), text
+        assert "--record" not in text
+        assert page.text("h2").count("The merge") == 1
+
+
+def test_symbols_are_explained_where_they_stand():
+    page = Page(build(gather([found.diagnosis()])))
+    shown = [data for tag, data in page.texts if tag == "abbr"]
+    explained = {name: one["title"] for name, one in zip(shown, page.named("abbr"), strict=True)}
+    assert {"V_S", "R_S", "bound", "α", "on atoms, %"} <= explained.keys()
+    assert all(len(meaning) > 40 for meaning in explained.values())
+    meanings = [one for one in page.named("dd") if one.get("class") == "meaning"]
+    assert len(meanings) == 8  # of every fact of the theory
+
+
+def test_forecasts_that_do_not_rank_methods_are_not_shown_as_a_ranking():
+    free = found.diagnosis() | {"curvature": "task-gram"}
+    ranked, unranked = (build(gather([record])) for record in (found.diagnosis(), free))
+    assert "trust it as a ranking" in ranked
+    assert "Least lost at its best scale" in ranked
+    assert "trust it as a ranking" not in unranked
+    assert "Least lost" not in unranked
+    assert "compare the tasks and scales of one method, but not methods" in unranked
 
 
 def test_the_headline_says_what_rests_on_one_task():

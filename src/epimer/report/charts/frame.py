@@ -61,12 +61,25 @@ def wide(content: str, size: float = SIZE) -> float:
 
 
 def cut(content: str, room: float, size: float = SIZE) -> str:
-    """Return a name that fits, without its middle where it is too long: both ends of a tensor's name matter."""
+    """Return a name that fits.
+
+    The parts of a dotted name are shortened to their initials, from the first on and but for the last, so that the
+    number of a layer stays. What is still too long loses its middle.
+    """
+    parts = content.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if wide(".".join(parts), size) <= room:
+            break
+        parts[i] = part if part.isdigit() else part[:1]
+    content = ".".join(parts)
     if wide(content, size) <= room:
         return content
     widths = accumulate(wide(character, size) for character in content)
     kept = max(4, sum(1 for _ in takewhile(lambda width: width + wide("…", size) <= room, widths)))
-    return f"{content[: kept // 2]}…{content[len(content) - (kept - kept // 2 - 1) :]}"
+    numbered = next((i + 1 for i, part in enumerate(parts[:-1]) if part.isdigit()), 0)
+    to_number = len(".".join(parts[:numbered]))
+    head = to_number if kept // 2 < to_number < kept else kept // 2
+    return f"{content[:head]}…{content[len(content) - (kept - head - 1) :]}"
 
 
 def margin_for(names: Sequence[str], most: float = 215.0, size: float = SIZE) -> float:

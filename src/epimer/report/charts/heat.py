@@ -19,39 +19,55 @@ KEY = 132.0  # width of the colours' legend
 
 @dataclass(frozen=True)
 class Scale:
-    """What colours mean: from `low` to `high`, or to both sides of their middle."""
+    """The values that colours stand for: from `low` to `high`, or to both sides of their middle.
+
+    A scale belongs to a quantity and not to the values of one map, so that the same colour has the same meaning on
+    every page. Values beyond an end have its colour.
+    """
 
     low: float
     high: float
     diverging: bool = False
+    log: bool = False
+    """colours follow the logarithm; `low` is positive"""
 
     @property
     def middle(self) -> float:
         return (self.low + self.high) / 2
 
-    @classmethod
-    def of(cls, values: Sequence[float | None], *, zero: bool = True) -> Scale:
-        """Span the values; from zero, unless told otherwise."""
-        known = finite(values) or [0.0]
-        low = min(0.0, *known) if zero else min(known)
-        return cls(low, max(known) if max(known) > low else low + 1.0)
-
     def fill(self, value: float) -> tuple[str, str]:
         if self.diverging:
             return side((value - self.middle) / (self.high - self.middle))
+        if self.log:
+            share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+            return shade(share)
         return shade((value - self.low) / (self.high - self.low))
+
+
+SHARE = Scale(0.0, 1.0)
 
 
 def heat(
     values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str],
-    show: Callable[[float], str], describes: str, *,
-    scale: Scale | None = None, tip: Callable[[str, str, float], str] | None = None,
+    show: Callable[[float], str], describes: str, *, scale: Scale = SHARE,
+    tip: Callable[[str, str, float], str] | None = None, labels: Sequence[str] | None = None,
 ) -> Chart:  # fmt: skip
-    """Draw a matrix; a value of None leaves its cell empty."""
+    """Draw a matrix; a value of None leaves its cell empty.
+
+    Args:
+        values: of every row.
+        rows: their names, as tips have them.
+        columns: the names of the columns.
+        show: formats a value.
+        describes: the chart in a sentence.
+        scale: what the colours stand for.
+        tip: the text of a cell's tip, from its row, its column and its value.
+        labels: shorter names of the rows, to write beside them.
+    """
     flat = [value for row in values for value in row]
-    scale = scale or Scale.of(flat)
+    names = rows if labels is None else labels
     say = tip or (lambda row, column, value: f"{row}, {column}\n{show(value)}")
-    left = margin_for(rows, most=210, size=SMALL)
+    left = margin_for(names, most=210, size=SMALL)
     cell = min(MOST, max(LEAST, (WIDTH - left - 4) / max(1, len(columns))))
     headings, top, right = _headings(columns, left, cell)
     width = max(WIDTH, left + cell * len(columns) + 4, right + 4)
@@ -59,7 +75,7 @@ def heat(
     parts = [headings]
     for i, row in enumerate(rows):
         y = top + TALL * i
-        parts.append(label(left - 7, y + TALL / 2, cut(row, left - 10, SMALL), anchor="end", size=SMALL))
+        parts.append(label(left - 7, y + TALL / 2, cut(names[i], left - 10, SMALL), anchor="end", size=SMALL))
         for j, value in enumerate(values[i]):
             x, across, tall = left + cell * j, cell - 1, TALL - 1
             if value is None or math.isnan(value):
@@ -71,7 +87,7 @@ def heat(
                 middle = x + across / 2, y + tall / 2 - 0.5
                 parts.append(label(*middle, show(value), anchor="middle", size=10, fill=ink, pointer_events="none"))
     bottom = top + TALL * len(rows)
-    parts.append(_key(scale, show, left, bottom + 10))
+    parts.append(_key(scale, finite(flat), show, left, bottom + 10))
     return Chart(width, bottom + 42, join(parts), describes)
 
 
@@ -96,12 +112,16 @@ def _headings(names: Sequence[str], left: float, cell: float) -> tuple[Markup, f
     return join(parts), height, right
 
 
-def _key(scale: Scale, show: Callable[[float], str], left: float, top: float) -> Markup:
-    """Return the ramp with its two ends, and the middle where it has two sides."""
+def _key(scale: Scale, values: Sequence[float], show: Callable[[float], str], left: float, top: float) -> Markup:
+    """Return the ramp with its two ends, marked if values lie beyond, and the middle of two sides or of a logarithm."""
     fills = [shade((i + 0.5) / STEPS) for i in range(STEPS)]
-    ends = [(0.0, scale.low, "start"), (KEY, scale.high, "end")]
+    below = "≤ " if any(value < scale.low for value in values) else ""
+    above = "≥ " if any(value > scale.high for value in values) else ""
+    ends = [(0.0, below + show(scale.low), "start"), (KEY, above + show(scale.high), "end")]
     if scale.diverging:
         fills = [side(2 * i / (SIDES - 1) - 1) for i in range(SIDES)]
-        ends.append((KEY / 2, scale.middle, "middle"))
-    names = [label(left + at, top + 18, show(v), anchor=anchor, soft=True, size=SMALL) for at, v, anchor in ends]
+        ends.append((KEY / 2, show(scale.middle), "middle"))
+    elif scale.log:
+        ends.append((KEY / 2, show(math.sqrt(scale.low * scale.high)), "middle"))
+    names = [label(left + at, top + 18, text, anchor=anchor, soft=True, size=SMALL) for at, text, anchor in ends]
     return join(ramp([fill for fill, _ in fills], left, top, KEY), names)

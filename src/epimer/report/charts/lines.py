@@ -13,6 +13,7 @@ from epimer.report.numbers import Axis, bounds, drawable, number, ticks, widened
 
 HEIGHT = 230.0  # of the drawing, without legend and labels
 x_text = partial(number, digits=4)  # values of x; a count as 1024 to its last digit
+LARGE = 20.0  # of a number that stands for a line
 LOG = 8.0  # times the smallest x the largest must be for a logarithmic axis
 
 
@@ -51,6 +52,8 @@ def lines(
     points = [point for one in kept for point in one.points]
     if not points:
         return Chart(WIDTH, 40, label(0, 16, "No finite values.", soft=True), describes)
+    if all(len(one.points) <= 1 for one in kept):
+        return _numbers(kept, labels, describes)
     xs = sorted({x for x, *_ in points})
     low, high = span or widened([v for _, *ys in points for v in ys] + ([0.0] if zero else []))
     grid = ticks(low, high, 6)
@@ -75,6 +78,19 @@ def lines(
             parts.append(label(x + 4, top + 6, name, soft=True, size=SMALL))
     parts += [_band(one, across_x, up) for one in kept] + [_line(one, across_x, up, labels) for one in kept]
     return Chart(WIDTH, bottom + 40, join(parts), describes)
+
+
+def _numbers(series: Sequence[Series], labels: Labels, describes: str) -> Chart:
+    """Write the values of lines of one point each, which make no line."""
+    parts = [label(2, 8, labels.y, soft=True, size=SMALL)]
+    y = 34.0
+    for one in series:
+        for x, value, low, high in one.points:
+            between = "" if low == high else f" [{', '.join(map(labels.exact, labels.ends(low, high)))}]"
+            parts.append(label(2, y, labels.exact(value) + between, size=LARGE, strong=True))
+            parts.append(label(2, y + 19, f"{one.name}, {labels.x} {x_text(x)}", soft=True, size=SMALL))
+            y += 52
+    return Chart(WIDTH, y - 14, join(parts), describes)
 
 
 def _drawable(points: Sequence[Point]) -> list[Point]:

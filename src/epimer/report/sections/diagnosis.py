@@ -9,24 +9,32 @@ from dataclasses import dataclass
 
 from epimer.records import Diagnosis, LayerFindings
 from epimer.report.blocks import Block, Choice, Figure, Rows, Section, Side, Table, cells, facts
-from epimer.report.charts.heat import Scale, heat
+from epimer.report.charts.heat import SHARE, Scale, heat
 from epimer.report.charts.lines import Labels, lines
 from epimer.report.figures import eta_figures, series
+from epimer.report.glossary import SYMBOLS
 from epimer.report.markup import Markup, prose, tag
 from epimer.report.numbers import NOTHING, finite, fixed, number, percent
 
 MANY = 40  # layers, above which a map shows blocks against kinds of layer
 BLOCK = re.compile(r"(?<![^.])\d+(?=\.)")  # a number of its own between dots, as in layers.3.weight
+FIXED = "Colours have this scale on every page."
 CONFLICTS = {
-    "cosine": ("Cosine of the task vectors", "1: the same direction, −1: opposite."),
-    "sign": ("Agreement of signs", "Share of the entries that both moved, and in the same direction; 0.5 is chance."),
-    "left": ("Overlap of left singular vectors", "0: apart, 1: the same subspace."),
-    "right": ("Overlap of right singular vectors", "0: apart, 1: the same subspace."),
+    "cosine": ("Cosine of the task vectors", "1: the same direction, −1: opposite.", Scale(-1.0, 1.0, True)),
+    "sign": (
+        "Agreement of signs",
+        "Share of the entries that both moved, and in the same direction; 0.5 is chance.",
+        Scale(0.0, 1.0, True),
+    ),
+    "left": ("Overlap of left singular vectors", "0: apart, 1: the same subspace.", SHARE),
+    "right": ("Overlap of right singular vectors", "0: apart, 1: the same subspace.", SHARE),
     "interference": (
         "Interference",
         "Row s, column t: what adding task s does to task t, in units of task t's own step.",
+        SHARE,
     ),
 }
+"""matrix -> its title, how to read it, and what its colours stand for"""
 ADVICE = {"take": "Take", "warning": "Warning", "mind": "Warning", "note": "Note"}
 
 
@@ -49,15 +57,20 @@ def section(record: Diagnosis, *, named: bool) -> Section:
 def _theory(record: Diagnosis) -> Block:
     total = record.total
     rank = "all directions" if record.rank is None else f"rank {record.rank}"
+    source = (
+        "No data: each task vector's own Gram matrices stand for the curvature of its loss."
+        if record.curvature == "task-gram"
+        else "How fast each task's loss rises when the weights move, measured on data."
+    )
     return facts(
-        ("Curvature", f"{record.curvature}, {rank}, damping {number(record.damping)}"),
-        ("η / F(x̄): what curvature can gain", f"{percent(total.eta_fraction)}%"),
-        ("η (mean diagonal 1; trace 1)", f"{number(total.eta)}; {number(total.eta_unit_trace)}"),
-        ("Task vectors' energy on the atoms u_i v_iᵀ", f"{percent(total.energy_kept)}%"),
-        ("V_S: variance in the subspace, at the mean", number(total.v_s)),
-        ("R_S: energy outside it", number(total.r_s)),
-        ("Bound on the loss increase, at the mean", number(total.bound)),
-        ("Worst condition; damped directions", f"{number(total.condition)}; {total.damped}"),
+        ("Curvature", f"{record.curvature}, {rank}, damping {number(record.damping)}", source),
+        ("η / F(x̄): what curvature can gain", f"{percent(total.eta_fraction)}%", SYMBOLS["η / F(x̄)"]),
+        ("η (mean diagonal 1; trace 1)", f"{number(total.eta)}; {number(total.eta_unit_trace)}", SYMBOLS["η"]),
+        ("Task vectors' energy on the atoms u_i v_iᵀ", f"{percent(total.energy_kept)}%", SYMBOLS["on atoms, %"]),
+        ("V_S: variance in the subspace, at the mean", number(total.v_s), SYMBOLS["V_S"]),
+        ("R_S: energy outside it", number(total.r_s), SYMBOLS["R_S"]),
+        ("Bound on the loss increase, at the mean", number(total.bound), SYMBOLS["bound"]),
+        ("Worst condition; damped directions", f"{number(total.condition)}; {total.damped}", SYMBOLS["condition"]),
     )
 
 
@@ -78,24 +91,35 @@ def _merges(record: Diagnosis) -> list[Block]:
         for one in theories
     ]
     text = "The increase is half of Σ λ_t (x − D_t)ᵀ H_t (x − D_t): the tasks' mean loss increase, to second order"
-    text += "; in task-gram's units, which are not those of a loss." if record.curvature == "task-gram" else "."
+    if record.curvature == "task-gram":
+        text += "; in task-gram's units, which are not those of a loss and do not rank methods"
+    text += "."
     headings = ["merge", "α", "increase", "V_S", "R_S", "bound"]
     return [tag("p", text), Table(headings, rows, "Loss increase to second order of every merge, and its bound")]
 
 
 def _forecast(record: Diagnosis) -> Figure:
-    order = sorted(record.forecast, key=lambda name: record.forecast[name].mean_at_scale)
+    """Return the forecast of every method; the best first, if forecasts rank methods at all."""
+    order = list(record.forecast)
+    said = "Forecasts of a method's tasks and scales; without measured curvature they do not rank methods."
+    trust = (
+        "Without measured Kronecker or EKFAC curvature compare the tasks and scales of one method, but not methods: "
+        "the method with the lowest forecast is seldom the best."
+    )
+    if record.ranks_methods:
+        order.sort(key=lambda name: record.forecast[name].mean_at_scale)
+        said = f"Least lost at its best scale: {', '.join(order[:4])}."
+        trust = "A quadratic model: trust it as a ranking."
     values = [[*(one := record.forecast[m]).tasks, one.mean, one.worst, one.mean_at_scale] for m in order]
     columns = [*record.models, "mean", "worst", "mean at best α"]
-    said = f"Least lost at its best scale: {', '.join(order[:4])}."
     chart = heat(
         values, order, columns, fixed, said, tip=lambda m, t, v: f"{m}, {t}\nloses {percent(v, 2)}% of the gain"
     )
     numbers = [[*row, record.forecast[m].scale] for m, row in zip(order, values, strict=True)]
     table = Table.matrix("method", order, [*columns, "best α"], numbers, "Forecast of every method")
     caption = (
-        "At scale 1, but for the last column. 0: as good as the task's own model; 1: as bad as the base. A quadratic "
-        "model: trust it as a ranking."
+        f"At scale 1, but for the last column. 0: as good as the task's own model; 1: as bad as the base. {trust} "
+        f"{FIXED}"
     )
     return Figure("forecast", "Forecast: share of each task's gain that a merge loses", chart, table, caption)
 
@@ -111,22 +135,17 @@ def _energy(record: Diagnosis) -> Figure:
 
 def _conflict(record: Diagnosis, name: str) -> Figure:
     """Return a matrix; its diagonal, which says nothing, is left out of the drawing, so that colours tell the rest."""
-    title, caption = CONFLICTS[name]
+    title, caption, scale = CONFLICTS[name]
     values: list[list[float]] = [list(row) for row in getattr(record.conflict, name)]
     drawn = [[None if s == t else v for t, v in enumerate(row)] for s, row in enumerate(values)]
     away = finite(v for row in drawn for v in row)
-    chance = {"cosine": 0.0, "sign": 0.5}.get(name)
-    scale = Scale.of(away)
-    if chance is not None:
-        reach = max([0.1, *(abs(v - chance) for v in away)])
-        scale = Scale(chance - reach, chance + reach, True)
     said = f"Between different tasks from {number(min(away))} to {number(max(away))}." if away else "One task only."
     chart = heat(
         drawn, record.models, record.models, fixed, said,
         scale=scale, tip=lambda row, column, value: f"{row} and {column}\n{number(value, 4)}",
     )  # fmt: skip
     table = Table.matrix("task", record.models, record.models, values, title)
-    return Figure(f"conflict {name}", title, chart, table, caption)
+    return Figure(f"conflict {name}", title, chart, table, f"{caption} {FIXED}")
 
 
 @dataclass(frozen=True)
@@ -138,7 +157,7 @@ class Quantity:
     of: Callable[[LayerFindings], Sequence[float | None]]
     show: Callable[[float], str]
     caption: str
-    zero: bool = True
+    scale: Scale = SHARE
 
 
 def _quantities(record: Diagnosis) -> list[Quantity]:
@@ -147,7 +166,8 @@ def _quantities(record: Diagnosis) -> list[Quantity]:
         Quantity(
             "how far fine-tuning moved", models,
             lambda one: [norm / one.base_norm if one.base_norm else None for norm in one.norms],
-            lambda v: fixed(100 * v, 1), "‖D‖ / ‖W‖ in percent.",
+            lambda v: fixed(100 * v, 1 if v >= 0.001 else 2), "‖D‖ / ‖W‖ in percent, on a logarithmic scale.",
+            Scale(1e-4, 1.0, log=True),
         ),
         Quantity(
             "energy kept", models, lambda one: one.theory.energy_kept_by_task, lambda v: percent(v, 0),
@@ -165,7 +185,7 @@ def _quantities(record: Diagnosis) -> list[Quantity]:
             "condition", ["condition"],
             lambda one: [math.log10(one.theory.condition) if one.theory.condition > 0 else None],
             lambda v: number(10**v if v < 300 else math.inf, 2),
-            "Condition number of the system that is solved; colours by its logarithm.", zero=False,
+            "Condition number of the system that is solved; colours by its logarithm.", Scale(0.0, 12.0),
         ),
     ]  # fmt: skip
     return [quantity for quantity in quantities if quantity.columns]
@@ -193,9 +213,22 @@ def _layers(record: Diagnosis, quantity: Quantity) -> Figure:
         values = means
         several = len(quantity.columns) > 1
         caption += f" Columns are blocks{', cells the mean over the columns of the table below' if several else ''}."
-    scale = Scale.of([v for row in values for v in row], zero=quantity.zero)
-    chart = heat(values, rows, columns, quantity.show, f"{quantity.name}, {len(names)} layers.", scale=scale)
-    return Figure(f"layers {quantity.name}", f"Layers: {quantity.name}", chart, table, caption)
+    said = f"{quantity.name}, {len(names)} layers."
+    chart = heat(values, rows, columns, quantity.show, said, scale=quantity.scale, labels=_without_shared_parts(rows))
+    return Figure(f"layers {quantity.name}", f"Layers: {quantity.name}", chart, table, f"{caption} {FIXED}")
+
+
+def _without_shared_parts(names: Sequence[str]) -> list[str]:
+    """Return dotted names without the parts that all of them begin or end with; a layer's number stays."""
+    split = [name.split(".") for name in names]
+    for end in (0, -1):
+        while len(names) > 1 and min(map(len, split)) > 1:
+            shared = {parts[end] for parts in split}
+            if len(shared) > 1 or shared == {"*"} or shared.pop().isdigit():
+                break
+            for parts in split:
+                del parts[end]
+    return [".".join(parts) for parts in split]
 
 
 def _folded(names: Sequence[str]) -> tuple[list[str], list[str], list[tuple[int, int]]] | None:

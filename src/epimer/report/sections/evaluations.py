@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from epimer.records import EvaluationRecord, HarnessRecord, OverallScore, TaskScore
 from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Table, cells
 from epimer.report.charts.bars import Row, ranges
@@ -13,23 +15,49 @@ from epimer.score_format import LOSSES, SHARES
 
 def section(evaluation: EvaluationRecord) -> Section:
     """Return a suite's tasks: the model's score with its interval, the base's and the fine-tuned model's."""
-    tasks = evaluation.tasks
-    compared = any(task.base is not None or task.fine_tuned is not None for task in tasks)
-    headings = ["task", "metric", "samples", "model", "95% interval", *(["base", "fine-tuned"] if compared else [])]
-    rows: Rows = [_row(task.name, task.metric, number(task.samples), task, compared=compared) for task in tasks]
-    metrics = {task.metric for task in tasks}
+    intro = tag("p", tag("b", evaluation.model), f" on {evaluation.split} data of {evaluation.suite}.")
+    blocks: list[Block] = [intro, score_table(evaluation)]
+    metric = _shared_metric(evaluation)
+    if metric and len(evaluation.tasks) > 1:
+        blocks.append(_chart(evaluation, metric, compared=_is_compared(evaluation)))
+    return Section(f"Evaluation on {evaluation.suite}", blocks, short="Evaluation")
+
+
+def _is_compared(evaluation: EvaluationRecord) -> bool:
+    return any(task.base is not None or task.fine_tuned is not None for task in evaluation.tasks)
+
+
+def _shared_metric(evaluation: EvaluationRecord) -> str:
+    """Return the metric of all tasks, an empty text if they have several."""
+    metrics = {task.metric for task in evaluation.tasks}
     if len(metrics) > 1:
         metrics = {"accuracy" if metric in SHARES else metric for metric in metrics}
-    metric = metrics.pop() if len(metrics) == 1 else ""
+    return metrics.pop() if len(metrics) == 1 else ""
+
+
+def score_table(evaluation: EvaluationRecord) -> Table:
+    """Return every task's score with its interval, the average and the worst, beside the base's and fine-tuned ones."""
+    tasks, compared = evaluation.tasks, _is_compared(evaluation)
+    headings = ["task", "metric", "samples", "model", "95% interval", *(["base", "fine-tuned"] if compared else [])]
+    rows: Rows = [_row(task.name, task.metric, number(task.samples), task, compared=compared) for task in tasks]
+    metric = _shared_metric(evaluation)
     for name, overall in (("average", evaluation.average), ("worst", evaluation.worst)):
         if overall is not None and len(tasks) > 1:
             rows.append(_row(name, metric, overall.task or "", overall, compared=compared))
     totals = frozenset(range(len(tasks), len(rows)))
-    intro = tag("p", tag("b", evaluation.model), f" on {evaluation.split} data of {evaluation.suite}.")
-    blocks: list[Block] = [intro, Table(headings, rows, f"{evaluation.model} on {evaluation.suite}", totals)]
-    if metric and len(tasks) > 1:
-        blocks.append(_chart(evaluation, metric, compared=compared))
-    return Section(f"Evaluation on {evaluation.suite}", blocks, short="Evaluation")
+    return Table(headings, rows, f"{evaluation.model} on {evaluation.suite}", totals)
+
+
+def first_scores(evaluation: EvaluationRecord) -> tuple[str, Table]:
+    """Return a title and a table of the scores alone, for the first screen."""
+    table = score_table(evaluation)
+    metric = _shared_metric(evaluation)
+    title = f"{evaluation.model} on {evaluation.split} data of {evaluation.suite}"
+    left_out = ("metric", "samples") if metric else ("samples",)
+    kept = [i for i, heading in enumerate(table.headings) if heading not in left_out]
+    rows = [[row[i] for i in kept] for row in table.rows]
+    short = replace(table, headings=[table.headings[i] for i in kept], rows=rows)
+    return f"{title}: {axis_name(metric, _unit(metric))}" if metric else title, short
 
 
 def _unit(metric: str) -> Unit:
@@ -65,11 +93,15 @@ def _chart(evaluation: EvaluationRecord, metric: str, *, compared: bool) -> Figu
 
 def harness(record: HarnessRecord) -> Section:
     """Return a harness's table as it is."""
+    some = "" if record.limit is None else f", the first {record.limit} samples of each task"
+    intro = tag("p", tag("b", record.model), f" by {record.harness}{some}.")
+    return Section(f"Scores by {record.harness}", [intro, harness_table(record)], short=record.harness)
+
+
+def harness_table(record: HarnessRecord) -> Table:
+    """Return every number of a harness."""
     rows: Rows = [
         [row.task, row.filtered_metric, *cells((row.score, row.stderr), lambda value: number(value, 4))]
         for row in record.results
     ]
-    some = "" if record.limit is None else f", the first {record.limit} samples of each task"
-    intro = tag("p", tag("b", record.model), f" by {record.harness}{some}.")
-    table = Table(["task", "metric", "score", "± s.e."], rows, f"{record.model} by {record.harness}")
-    return Section(f"Scores by {record.harness}", [intro, table], short=record.harness)
+    return Table(["task", "metric", "score", "± s.e."], rows, f"{record.model} by {record.harness}")

@@ -5,16 +5,19 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from epimer.plain_text import format_size
 from epimer.records import MergeRecord, Status, SweepRecord, TensorRecord, Trial
 from epimer.records.experiment import Point
 from epimer.report.blocks import Block, Cell, Figure, Rows, Section, Side, Table, cells, facts, folded, notes
 from epimer.report.charts.lines import Labels, lines
 from epimer.report.citations import CITATIONS
 from epimer.report.figures import axis_name, series
-from epimer.report.markup import Markup, join, tag
+from epimer.report.markup import Child, Markup, join, tag
 from epimer.report.numbers import NOTHING, finite, number, widened
 from epimer.report.performance import unit_of
+from epimer.score_format import AGREEMENT, metric_heading
 
 SOLVED = (Status.EXACT, Status.CONVERGED, Status.TIED)
 """statuses that need no remark"""
@@ -23,7 +26,7 @@ SOLVED = (Status.EXACT, Status.CONVERGED, Status.TIED)
 def sweep(record: SweepRecord) -> Section:
     """Return all trials, and by scale."""
     best, unit = record.best, unit_of([*record.data, *([record.best] if record.best else [])])
-    labels = Labels("scale α", axis_name("score to choose by", unit), unit.tick, unit.exact)
+    labels = Labels("scale α", scored_by(record), unit.tick, unit.exact)
     values = finite(trial.validation for trial in record.data)
     charts: list[Figure] = []
     for method in dict.fromkeys(trial.method for trial in record.data):
@@ -33,23 +36,47 @@ def sweep(record: SweepRecord) -> Section:
             if t.scale is not None and (score := t.validation) is not None:
                 name = method if t.rank is None else f"rank {t.rank}"
                 insort(by_rank.setdefault(name, []), (t.scale, score, score, score))
-        if values and by_rank:
+        if values and any(len(points) > 1 for points in by_rank.values()):  # a single scale is in the table
             chart = lines(series(by_rank), labels, f"Score of {method} over the scale.", span=widened(values))
             table = _trials(trials, best, f"What was tried of {method}")
             charts.append(Figure(f"sweep {method}", f"{method} over scale", chart, table))
     chosen: Markup | str = "."
     if best is not None:
         chosen = tag("span", "; best: ", tag("b", best.method), f"{setting(best)} ({unit.exact(best.validation)}).")
-    blocks: list[Block] = [tag("p", "Scored by ", tag("code", record.eval), chosen)]
+    said = f"Scores to choose by: {scored_by(record)}. {chosen_on(record)}"
+    blocks: list[Block] = [tag("p", "Scored by ", tag("code", record.eval), chosen), tag("p", said)]
     blocks += [Side(charts)] if charts else []
     blocks += [_trials(record.data, best, "Everything that was tried"), notes(record.notes)]
     return Section("Sweep", blocks)
 
 
+def scored_by(record: SweepRecord) -> str:
+    """Return what the scores of a sweep are, with their unit."""
+    metric = AGREEMENT if record.unlabelled else next((trial.unit for trial in record.data if trial.unit), None)
+    return axis_name("score", unit_of(record.data)) if metric is None else metric_heading(metric)
+
+
+def chosen_on(record: SweepRecord) -> str:
+    """Say on which data a sweep chose, and whether it read labels there."""
+    if record.unlabelled:
+        return (
+            "Settings were chosen without labels, on validation inputs; averages and worst tasks are of other inputs."
+        )
+    return "Settings were chosen on validation data; averages and worst tasks are on test data."
+
+
 def setting(trial: Trial) -> str:
-    """Return a trial's rank and scale, each after a comma."""
+    """Return a trial's rank and scale, where they are known, each after a comma."""
     rank = "" if trial.rank is None else f", rank {trial.rank}"
     return rank + ("" if trial.scale is None else f", scale {number(trial.scale)}")
+
+
+def finalists(record: SweepRecord) -> Table:
+    """Return the best of every method and rank, the best first, as it was chosen."""
+    settings = [trial for trial in record.data if trial.average is not None] or [t for t in [record.best] if t]
+    settings.sort(key=lambda trial: (trial.validation or 0.0) - (trial.kl or 0.0), reverse=True)
+    table = _trials(settings, record.best, "The best of every method in the sweep")
+    return replace(table, headings=table.headings[:-1], rows=[row[:-1] for row in table.rows])  # all but the worst task
 
 
 def _trials(trials: Sequence[Trial], best: Trial | None, caption: str) -> Table:
@@ -63,18 +90,24 @@ def _trials(trials: Sequence[Trial], best: Trial | None, caption: str) -> Table:
         row += cells([t.kl] if close else [], number)
         row += [Cell(f"{unit.show(t.average)}{between}", unit.plain(t.average))]
         rows.append([t.method, *row, *cells([t.worst], unit.show, unit.plain), t.worst_task])
-    headings = ["method", "rank", "scale", "to choose by", *(["KL"] if close else []), "average", "worst", "worst task"]
+    headings = ["method", "rank", "scale", "validation", *(["KL"] if close else []), "average", "worst", "worst task"]
     return Table(headings, rows, caption, frozenset(marked))
 
 
-def merge(record: MergeRecord) -> Section:
-    """Return how a merged model was made."""
+def merge(record: MergeRecord, file_date: str = "") -> Section:
+    """Return how a merged model was made.
+
+    Args:
+        record: of the merge.
+        file_date: when its file was written, for records that have no date.
+    """
     weights = ", ".join(number(weight) for weight in record.weights)
-    pairs: list[tuple[str, str]] = [("Method", record.method)]
+    pairs: list[tuple[str, Child]] = [("Method", record.method)]
     pairs += [(name, _value(value)) for name, value in record.parameters.items()]
     pairs += [("Weights", weights or NOTHING), ("Made by", f"epimer {record.version}" if record.version else NOTHING)]
-    pairs += [("Time", f"{number(record.timings['total'])} s")] if "total" in record.timings else []
-    pairs += [("Files", f"{len(record.files)}, {number(sum(record.files.values()) / 1e6)} MB")] if record.files else []
+    if record.plugin is not None:
+        pairs.append(("Method's own file", f"{record.plugin[0]}, SHA-256 {record.plugin[1]}"))
+    pairs += _run_facts(record, file_date)
     if record.untouched:
         share = f"{number(100 * record.untouched)}% of the parameters that models changed"
         pairs.append(("Left as the base has it", share))
@@ -82,8 +115,30 @@ def merge(record: MergeRecord) -> Section:
     parts: list[Table | Markup] = [Table(["model", "fingerprint"], models, "What was merged")]
     if record.recipe:
         parts.append(tag("div", tag("p", "Recipe", class_="title"), recipe(record.recipe)))
-    blocks: list[Block] = [facts(*pairs), Side(parts), tag("h3", "Tensors"), _tensors(record.tensors)]
+    chosen = notes([*record.choices, *record.notes])
+    blocks: list[Block] = [facts(*pairs), chosen, Side(parts), tag("h3", "Tensors"), _tensors(record.tensors)]
     return Section(f"The merge: {record.method}", blocks, short="Merge")
+
+
+def _run_facts(record: MergeRecord, file_date: str) -> list[tuple[str, Child]]:
+    """Return the date, size, dtype, time and memory of a merge, as far as its record has them."""
+    pairs: list[tuple[str, Child]] = []
+    if record.date or file_date:
+        pairs.append(("Date", record.date or f"{file_date}, the date of the file"))
+    if record.files:
+        pairs.append(("Size", f"{format_size(sum(record.files.values()))} in {len(record.files)} files"))
+    if record.dtypes:
+        counts = (f"{name} ({count:,} parameters)" for name, count in record.dtypes.items())
+        pairs.append(("Dtype", ", ".join(counts)))
+    if "total" in record.timings:
+        pairs.append(("Time", f"{number(record.timings['total'])} s"))
+        pairs.append(("Peak memory", NOTHING if record.peak_memory is None else format_size(record.peak_memory)))
+    else:
+        remedy = tag("span", "not in a folder's own record; ", tag("code", "--record FILE"), " of the merge has them")
+        pairs.append(("Time and memory", remedy))
+    if record.environment:
+        pairs.append(("Made on", ", ".join(f"{name} {value}" for name, value in record.environment.items())))
+    return pairs
 
 
 def recipe(content: str) -> Markup:

@@ -125,7 +125,7 @@ def task_bars(performance: Performance, task: str) -> Figure:
     chart = bars(rows, unit.show, unit.tick, f"Scores on {task}, best first: {said}.", _axis(performance))
     body: Rows = [[s.method, *cells([value], unit.exact, unit.plain)] for s, value in scored]
     table = Table(["method", task], body, f"Every method's score on {task}")
-    return Figure(f"task {task}", f"Every method on {task}", chart, table, "Bold: chosen on validation data.")
+    return Figure(f"task {task}", f"Every method on {task}", chart, table, f"Bold: {performance.chosen_by}.")
 
 
 def shares(performance: Performance) -> Figure | None:
@@ -138,12 +138,14 @@ def shares(performance: Performance) -> Figure | None:
     names = [s.method for s in merges]
     chart = heat(
         values, names, tasks, lambda v: percent(v, 0), "Darker cells keep more of the fine-tuned model's score.",
-        scale=Scale.of([v for row in values for v in row], zero=False),
+        scale=Scale(0.5, 1.0),
         tip=lambda m, t, v: f"{m} on {t}\nkeeps {percent(v, 2)}% of fine-tuned",
     )  # fmt: skip
     caption = "Share of the fine-tuned score kept, in percent"
     table = Table.matrix("method", names, tasks, values, caption, show=lambda v: percent(v, 2))
-    return Figure("kept", "Share of the fine-tuned score kept, %", chart, table)
+    return Figure(
+        "kept", "Share of the fine-tuned score kept, %", chart, table, "Colours from 50 to 100% on every page."
+    )
 
 
 def _axis(performance: Performance) -> str:
