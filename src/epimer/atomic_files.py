@@ -114,7 +114,7 @@ def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterato
     with explain_os_errors(out, "written"):
         check_new(out, marker, overwrite=overwrite)
         out.parent.mkdir(parents=True, exist_ok=True)
-        with held(draft, out, folder=True):
+        with held_folder(draft, out):
             try:
                 keep_old_or_new(out, old, gone)
                 empty_folder(draft)  # of what a killed run left
@@ -137,7 +137,7 @@ def recover_folder(out: Path) -> None:
     """Finish the replacement of a folder by a run that was killed, unless another run is at work."""
     draft, old, gone = _beside(Path(os.path.abspath(out)))
     if old.exists() or gone.exists():
-        with suppress(OSError, OutputError), held(draft, out, folder=True):
+        with suppress(OSError, OutputError), held_folder(draft, out):
             keep_old_or_new(out, old, gone)
             remove_folder(draft)
 
@@ -210,6 +210,24 @@ def held(
                 return
         finally:
             os.close(handle)
+
+
+@contextmanager
+def held_folder(draft: Path, out: Path, what: str = "run", *, make: bool = True) -> Iterator[None]:
+    """Hold a draft that is a folder, also against other machines.
+
+    A network disk may show other machines locks of files only, so a file beside the folder is locked as well.
+    """
+    if not make and not draft.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(draft))
+    lock = draft.with_name(f"{draft.name}.lock")
+    with held(lock, out, what):
+        try:
+            with held(draft, out, what, folder=True, make=make):
+                yield
+        finally:
+            with suppress(OSError):
+                lock.unlink()  # who waits for it sees that it is gone, and makes another
 
 
 def remove_abandoned(folders: Iterable[Path]) -> None:

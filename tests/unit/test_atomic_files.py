@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import network_disk
 from epimer.atomic_files import (
     atomic_file,
     atomic_folder,
@@ -75,11 +76,27 @@ def test_a_second_process_is_refused_and_takes_over_once_the_first_is_killed(tmp
         write(kind, out)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert len(list(tmp_path.iterdir())) == 1  # its draft
+    assert len(list(tmp_path.iterdir())) == (1 if kind == "file" else 2)  # its draft; of a folder also its lock
     write(kind, out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not (out / "half").exists()
     assert (out if kind == "file" else out / "marker").read_text() == "whole"
+
+
+@pytest.mark.skipif(not network_disk.available(), reason="FUSE cannot be mounted here")
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_another_machine_is_refused(tmp_path, kind):
+    """On a disk that shows other machines locks of files only, as NFS does."""
+    served, mounted = tmp_path / "served", tmp_path / "mounted"
+    served.mkdir()
+    mounted.mkdir()
+    command = [sys.executable, network_disk.__file__, served, mounted, "--", sys.executable, "-c", HOLDER, kind, "out"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        other = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+        holder.kill()
+    assert "another run is writing" in other.stderr
+    assert other.returncode == 1
 
 
 def test_folders_that_nobody_holds_are_removed_and_no_others(tmp_path, holder, monkeypatch):
@@ -102,7 +119,8 @@ def test_folders_that_nobody_holds_are_removed_and_no_others(tmp_path, holder, m
         remove_abandoned(given)
     assert dead.exists()
     remove_abandoned(given)
-    assert {path.name for path in tmp_path.iterdir()} == {living.name, "theirs", "link", "file"}
+    locks = {f"{path.name}.lock" for path in (living, dead)}
+    assert {path.name for path in tmp_path.iterdir()} == {living.name, "theirs", "link", "file"} | locks
     assert (living / "half").exists()
     assert (tmp_path / "theirs" / "thesis").exists()
 

@@ -14,9 +14,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
@@ -24,20 +25,27 @@ from epimer.atomic_files import (
     atomic_file,
     draft_path,
     explain_os_errors,
-    held,
+    held_folder,
     keep_old_or_new,
     remove,
     remove_folder,
     sync,
 )
 from epimer.checkpoints.checkpoint import nbytes
-from epimer.checkpoints.file_checksums import join_crc, read_crc, spelled_crc, weights_checksum
+from epimer.checkpoints.file_checksums import (
+    BLOCK,
+    join_crc,
+    read_checksum,
+    read_crc,
+    spelled_crc,
+    weights_checksum,
+)
 from epimer.checkpoints.journal import Journal
 from epimer.checkpoints.safetensors import as_bytes, encode_header, tensor_checksum
-from epimer.errors import DataError, OutputError
+from epimer.errors import DataError, OutputError, listed
 from epimer.records import TensorRecord, checked
 
-OURS = ("journal.jsonl", "model", "old", "gone")
+OURS = ("journal.jsonl", "model", "old", "gone", "parcels")
 FLUSH_BYTES = 1 << 26  # so that little is left to sync when the last tensor is written
 FLUSH_SECONDS = 1.0
 PART = 1 << 20  # bytes per write call: workers wait for each other in each; of 2 MB, ext4 was seen to take far longer
@@ -109,6 +117,18 @@ class WrittenPart:
     record: TensorRecord
 
 
+@dataclass(frozen=True)
+class Written:
+    """Bytes of a tensor that a worker wrote: to their place in the draft, or to a parcel that the draft collects."""
+
+    bytes: int = 0
+    crc: int = 0
+    parcel: Path | None = None
+    """a file that no other process writes, complete and synced; None if the bytes are in their place"""
+    start: int = 0
+    """where in the parcel they begin"""
+
+
 class Draft:
     """An unfinished model folder. `done` tells what an earlier, killed run has already written."""
 
@@ -118,6 +138,7 @@ class Draft:
         """refuses to replace what is at `out`; called again when the folder is about to appear"""
         self.root = draft_path(out)
         self.folder, self.old = self.root / "model", self.root / "old"
+        self.parcels = self.root / "parcels"
         self.journal = Journal(self.root / "journal.jsonl", key)
         self.place = {name: (shard, start) for shard in shards for name, start in shard.starts.items()}
         self.done: dict[str, TensorRecord] = {}
@@ -133,7 +154,7 @@ class Draft:
         """Hold the draft alone; what was written stays for the next run unless `discard` is called."""
         with explain_os_errors(self.root, "made"):
             self.out.parent.mkdir(parents=True, exist_ok=True)
-        with explain_os_errors(self.out, "written"), held(self.root, self.out, "merge", folder=True):
+        with explain_os_errors(self.out, "written"), held_folder(self.root, self.out, "merge"):
             if foreign := sorted(path.name for path in self.root.iterdir() if path.name not in OURS):
                 raise OutputError(f"{self.root} holds {foreign[0]!r}, which epimer did not put there; move it away.")
             try:
@@ -151,6 +172,7 @@ class Draft:
             os.close(self._files.popitem()[1])
 
     def _begin(self) -> None:
+        remove_folder(self.parcels)  # of workers whose driver was killed
         if not self._restore():
             remove_folder(self.folder)
             self.journal.begin()
@@ -206,15 +228,56 @@ class Draft:
         shard, start = self.place[name]
         data = memoryview(as_bytes(W.contiguous()))
         write_at(self._files[shard.file], data, start)
-        self.wrote(name, name, 0, len(data), zlib.crc32(data), record)
+        self.wrote(name, name, 0, Written(len(data), zlib.crc32(data)), record)
 
-    def wrote(self, key: str, name: str, skip: int, size: int, crc: int, record: TensorRecord) -> None:
-        """Take note of a part of a tensor that is in its place; done after the next flush."""
-        self._pending.append({**vars(WrittenPart(key, name, skip, size, crc, record)), "record": asdict(record)})
-        self.crcs.setdefault(name, {})[skip] = size, crc
-        self._bytes += size
+    def wrote(self, key: str, name: str, skip: int, written: Written, record: TensorRecord) -> None:
+        """Take note of a part of a tensor, and copy it from its parcel to its place; done after the next flush."""
+        if written.parcel is not None:
+            self._collect(name, skip, written, written.parcel)
+        part = WrittenPart(key, name, skip, written.bytes, written.crc, record)
+        self._pending.append({**vars(part), "record": asdict(record)})
+        self.crcs.setdefault(name, {})[skip] = written.bytes, written.crc
+        self._bytes += written.bytes
         if self._bytes >= FLUSH_BYTES or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
+
+    def _collect(self, name: str, skip: int, written: Written, parcel: Path) -> None:
+        """Copy a part from its parcel to its place, and compare its checksum with the worker's.
+
+        The parcel is opened after the worker has closed it: then even a disk without coherent caches has all its bytes.
+        """
+        shard, start = self.place[name]
+        crc, done = 0, 0
+        try:
+            with parcel.open("rb", buffering=0) as file:
+                file.seek(written.start)
+                while block := file.read(min(BLOCK, written.bytes - done)):
+                    write_at(self._files[shard.file], block, start + skip + done)
+                    crc, done = zlib.crc32(block, crc), done + len(block)
+        except FileNotFoundError:
+            done = 0
+        if (done, crc) != (written.bytes, written.crc):
+            raise OutputError(
+                f"{parcel} has {done} bytes of {name!r} with checksum {spelled_crc(crc)}; the worker wrote "
+                f"{written.bytes} with {spelled_crc(written.crc)}. Put the output on a disk that every machine sees "
+                "under this path, and where a file is complete for all once it is synced and closed."
+            )
+
+    def read_back(self) -> None:
+        """Read all weights from the disk, not from this machine's cache, and compare them with their checksums."""
+        self.flush()
+        files, tensors = self.checksums()
+        for shard in self.shards:
+            path, file = self.folder / shard.file, self._files[shard.file]
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            crc, inside = read_checksum(partial(_open_to_read, path), shard.size, "crc32", str(path))
+            if crc != files[shard.file]:
+                differing = [name for name in shard.starts if inside.get(name) != tensors[name]]
+                raise OutputError(
+                    f"the disk does not return what was written to {path}: {listed(differing) or 'its header'} differs "
+                    "from its checksum. Nothing was published; check the disk, or choose another, and run again."
+                )
 
     def checksums(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return the checksums of the files of weights and of the tensors in them, once all are in their places."""
@@ -300,7 +363,7 @@ def save_tensors(
 def recover(out: Path) -> None:
     """Finish the replacement of an output by a run that was killed, unless another run is at work."""
     root = draft_path(out)
-    with suppress(OSError, OutputError), held(root, out, "merge", folder=True, make=False):
+    with suppress(OSError, OutputError), held_folder(root, out, "merge", make=False):
         finish_replacement(out)
 
 
@@ -328,6 +391,10 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
     view, done = memoryview(data), 0
     while done < len(view):
         done += os.pwrite(file, view[done : done + PART], offset + done)
+
+
+def _open_to_read(path: Path) -> BinaryIO:
+    return path.open("rb")
 
 
 def _write_synced(path: Path, chunks: Iterable[Any]) -> None:

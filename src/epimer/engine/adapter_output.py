@@ -76,9 +76,9 @@ def _merge_all(
             done[key] = record
         stage.advance(job.reads, job.name)
     whole = MergeWalk(plan, [job.on(engine.devices[0]) for job in left if job.lora is None], prepared)
-    for _, merged in engine.map(WritingWalk(whole, draft, sync=False, names=keys)):
+    for _, merged in engine.map(WritingWalk(whole, draft, names=keys)):
         for part, written, record in merged:
-            draft.wrote(part.key, keys[part.name], part.skip, *written, record)
+            draft.wrote(part.key, keys[part.name], part.skip, written, record)
             done[part.key] = record
             stage.advance(part.reads, part.key)
     draft.flush()

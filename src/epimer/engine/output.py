@@ -40,7 +40,7 @@ from epimer.engine.model_card import model_card
 from epimer.engine.modules import merged_modules
 from epimer.engine.options import RunOptions
 from epimer.engine.protocol import Engine
-from epimer.engine.written import WritingWalk
+from epimer.engine.written import WritingWalk, remove_parcels
 from epimer.errors import DataError, EpimerError, EpimerWarning, OutputError, listed, warn
 from epimer.methods.plugins import plugin_of_method
 from epimer.methods.registry import Prepared
@@ -382,14 +382,19 @@ def _merge_all(
     stage = progress.begin("merging", plan.reads)
     stage.advance(sum(job.reads for job in plan.parts if job.key in done), "")
     left = [job.on(engine.devices[0]) for job in plan.parts if job.key not in done]
-    # Another machine's writes are not synced by this one.
-    walk = WritingWalk(MergeWalk(plan, left, prepared, written=True), draft, sync=getattr(engine, "remote", False))
+    remote = getattr(engine, "remote", False)
+    if remote:
+        draft.parcels.mkdir()
+    walk = WritingWalk(MergeWalk(plan, left, prepared, written=True), draft, parcels=draft.parcels if remote else None)
     for _, merged in engine.map(walk):
         for job, written, record in merged:
-            draft.wrote(job.key, job.name, job.skip, *written, record)
+            draft.wrote(job.key, job.name, job.skip, written, record)
             done[job.key] = record
             stage.advance(job.reads, job.key)
+        remove_parcels(written for _, written, _ in merged)
     draft.flush()
+    if remote:
+        draft.read_back()
     records: dict[str, TensorRecord] = {}
     for job in plan.parts:
         records[job.name] = joined(records.get(job.name), done[job.key])
