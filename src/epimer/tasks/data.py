@@ -21,7 +21,7 @@ SPLITS = {  # word in a file's or folder's name -> the split it stands for
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-SHARD = re.compile(r"-(\d+)-of-(\d+)(?:-[0-9a-f]{16})?$")
+SHARD = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})(?:-[0-9a-f]{16})?$")
 
 
 def open_data(text: str, *, split: str | None = None, subset: str | None = None, progress: bool = False) -> Table:
