@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from random import Random
 
 from epimer.errors import DataError, listed, nearest
+from epimer.opened_files import lies_in
 from epimer.tasks.tables import READERS, Images, Joined, Table, files_under
 
 IMAGES = (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -104,7 +105,12 @@ def _classes(folder: Path) -> dict[str, list[str]]:
 
 def _join(folder: Path, files: Sequence[str], name: str) -> Table:
     """Open files as one table."""
+    for file in files:
+        if not lies_in(folder / file, folder) or not (folder / file).is_file():
+            raise DataError(f"{name}/{file} is no regular file in its folder; put the file itself there.")
     parts = [READERS[PurePosixPath(file).suffix.lower()](folder / file) for file in files]
+    for part in parts:
+        part.root = folder
     table = parts[0] if len(parts) == 1 else Joined(name, parts)
     table.name = name
     return table
