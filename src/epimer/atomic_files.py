@@ -66,6 +66,8 @@ def check_folder(folder: Path) -> None:
 
 def output_path(out: str | os.PathLike[str]) -> Path:
     """Return the absolute path of an output; a name that no file can have is refused."""
+    if not os.fspath(out):
+        raise OutputError("the name of the output is empty; give the file or folder to make.")
     try:
         if b"\0" in os.fsencode(out):
             raise ValueError
@@ -236,11 +238,13 @@ def _inside(folder: Path) -> Iterable[Path]:
 
 
 def remove_abandoned(folders: Iterable[Path]) -> None:
-    """Remove folders that no living process holds; none where the file system has no locks to tell it by."""
+    """Remove this user's folders that no living process holds; none where the file system has no locks to tell it."""
     for folder in folders:
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
+                if os.fstat(handle).st_uid != os.geteuid():
+                    continue
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove_folder(folder)
             finally:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import epimer
+from commands import assert_refused, run
 from epimer.atomic_files import remove
 from epimer.checkpoints import open_checkpoint
 from epimer.errors import OutputError, TensorError
@@ -206,6 +207,17 @@ def test_a_draft_of_another_user_is_not_taken_up(interrupted, tmp_path):
     os.chown(interrupted, 65534, -1)
     with pytest.raises(OutputError, match="belongs to another user, so it is not taken up; choose another output"):
         epimer.merge(recipe(tmp_path), tmp_path / "out", progress=False)
+
+
+def test_an_output_without_a_name_is_refused(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe(tmp_path)))
+    before = sorted(tmp_path.iterdir())
+    for ran in (run("merge", "recipe.json", ""), run("merge", "recipe.json", "", "--dry-run")):
+        assert_refused(ran, "give the folder to make: epimer merge RECIPE OUT.")
+    with pytest.raises(OutputError, match="the name of the output is empty"):
+        epimer.merge(recipe(tmp_path), "", progress=False)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_an_old_output_left_by_a_kill_after_the_last_rename_is_let_go(models, tmp_path):
