@@ -85,7 +85,7 @@ class Adapted(Checkpoint):
             return self.read(name)[slice(*rows)].clone()  # the length of an output is that of a whole column
         W = as_compute_dtype(W)
         if update.expert is not None and update.expert.number is None:
-            A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
+            A, B = self._read_factors(update)
             return W + update.scaling * update.expert.stack(A, B, rows).to(W.dtype)
         factors = self._factors(name, rows)
         assert factors is not None
@@ -129,7 +129,7 @@ class Adapted(Checkpoint):
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return None
-        A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
+        A, B = self._read_factors(update)
         if update.expert is not None and update.expert.number is None:
             assert rows is not None
             return update.expert.member(rows[0], A, update.scaling * B)
@@ -139,6 +139,12 @@ class Adapted(Checkpoint):
             factors = update.expert.factors(A, update.scaling * B)
         factors = factors.T if update.transposed else factors
         return factors if rows is None else LowRank(factors.B[slice(*rows)], factors.A)
+
+    def _read_factors(self, update: Update) -> tuple[Tensor, Tensor]:
+        """Return A and B in one precision, the wider of theirs."""
+        A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
+        dtype = torch.promote_types(A.dtype, B.dtype)
+        return A.to(dtype), B.to(dtype)
 
     def has_factors(self, name: str, rows: Rows) -> bool:
         """Whether what the adapter adds to a tensor or its rows is one matrix of low rank, or nothing."""

@@ -29,6 +29,8 @@ def open_data(text: str, *, split: str | None = None, subset: str | None = None,
     """Open a data set by path or by hub id (`org/name[@revision]`)."""
     if not text.strip():
         raise DataError("the name of the data is empty; give a path or a hub dataset (org/name@revision).")
+    if "\0" in text:
+        raise DataError(f"{text} is no name that a file can have; give a path or a hub dataset (org/name@revision).")
     path = Path(os.path.expanduser(text))
     if os.path.exists(path):
         table = _open_folder(path, split, subset) if path.is_dir() else _open_file(path, split, subset)
