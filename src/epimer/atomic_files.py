@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -66,6 +67,8 @@ def check_folder(folder: Path) -> None:
 
 def output_path(out: str | os.PathLike[str]) -> Path:
     """Return the absolute path of an output; a name that no file can have is refused."""
+    if not os.fspath(out):
+        raise OutputError("the name of the output is empty; give the file or folder to make.")
     try:
         if b"\0" in os.fsencode(out):
             raise ValueError
@@ -158,6 +161,8 @@ def keep_old_or_new(out: Path, old: Path, gone: Path) -> None:
 
 def _keep_old_or_new(out: Path, old: Path, gone: Path) -> None:
     remove_folder(gone)
+    if old.is_symlink():  # folders are moved here, never links
+        old.unlink()
     if old.exists() and not os.path.lexists(out):
         old.rename(out)
     elif old.exists():
@@ -230,12 +235,35 @@ def held_folder(draft: Path, out: Path, what: str = "run", *, make: bool = True)
                 lock.unlink()  # who waits for it sees that it is gone, and makes another
 
 
+def check_draft(draft: Path) -> None:
+    """Refuse a draft folder in which writing, removing or renaming would reach what is not its own.
+
+    A link leads elsewhere, and so does a second name of one file. Who owns the draft may put either there at any time,
+    so it must belong to this user, to the owner of the folder it lies in, or to root.
+    """
+    trusted = {os.geteuid(), draft.absolute().parent.stat().st_uid, 0}
+    for path in (draft, *draft.iterdir(), *_inside(draft / "model")):
+        found = path.lstat()
+        linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
+        if linked or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            raise OutputError(f"{path} is a link or no regular file, which epimer did not put there; remove it.")
+        if found.st_uid not in trusted:
+            raise OutputError(f"{path} belongs to another user, so it is not taken up; choose another output.")
+
+
+def _inside(folder: Path) -> Iterable[Path]:
+    """Return what is in a folder; nothing where it is a link or not there."""
+    return () if folder.is_symlink() or not folder.is_dir() else folder.iterdir()
+
+
 def remove_abandoned(folders: Iterable[Path]) -> None:
-    """Remove folders that no living process holds; none where the file system has no locks to tell it by."""
+    """Remove this user's folders that no living process holds; none where the file system has no locks to tell it."""
     for folder in folders:
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
+                if os.fstat(handle).st_uid != os.geteuid():
+                    continue
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove_folder(folder)
             finally:

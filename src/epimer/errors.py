@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 LIBRARY_FOLDERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
 """folders of code that the user did not write"""
+LONGEST = 4000  # characters of a message; of a longer one the beginning and the remedy at the end are shown
+REMEDY = 400  # characters at the end of a message that is cut
+QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
+"""an address with a query string, where signed addresses have their permission"""
 
 
 class EpimerError(ValueError):
     """The input is at fault: what was wrong, where, what was expected, what to do.
 
-    Its message is one line that can be shown anywhere: what names of the input hold beside text is written as escapes.
+    Its message is one line that can be shown anywhere: what names of the input hold beside text is written as escapes,
+    names without end are cut, and query strings of addresses are left out, as they may hold a permission.
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(message if message.isprintable() else "".join(map(_shown, message)))
+        super().__init__(public_line(message))
 
 
 class ParameterError(EpimerError):
@@ -82,6 +90,7 @@ class EpimerWarning(UserWarning):
     """
 
     def __init__(self, text: str = "", status: str = "", *, method: str = "") -> None:
+        text = public_line(text)
         super().__init__(f"{method}: {text}" if method else text)
         self.text, self.status, self.method = text, status, method
 
@@ -108,6 +117,15 @@ def failure_in_user_code(label: str, error: BaseException) -> ParameterError:
     return ParameterError(f"{label} failed: {type(error).__name__}: {str(error).strip(' .')}{where}.")
 
 
+def public_line(message: str) -> str:
+    """Return a message as one line of bounded length, without control characters and query strings of addresses."""
+    if len(message) > LONGEST:
+        message = f"{message[: LONGEST - REMEDY]} ... {message[-REMEDY:]}"
+    if "://" in message:
+        message = QUERY.sub(r"\1?...", message)
+    return message if message.isprintable() else "".join(map(_shown, message))
+
+
 def _shown(character: str) -> str:
     return character if character.isprintable() else repr(character)[1:-1]
 
@@ -122,13 +140,56 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     """Name the first few of `names` and count the rest: ``'a', 'b', 'c' and 4 more``."""
     every = list(names)
     rest = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(map(repr, every[:most])) + rest
+    return ", ".join(_repr(name, 300) for name in every[:most]) + rest
 
 
 def short(value: Any) -> str:
     """Return a value's repr on one line, cut where it is long."""
-    try:
-        text = " ".join(repr(value).split())
-    except (ValueError, RecursionError):  # more digits than Python writes down, or nested without end
-        text = f"a {type(value).__name__} that is too large to show"
+    text = " ".join(_repr(value, 100).split())
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, cut where it is long, or the name of its type."""
+    lines = (line.strip() for line in str(error)[:10_000].splitlines())
+    return next(filter(None, lines), type(error).__name__)[:200]
+
+
+def _repr(value: Any, longest: int) -> str:
+    """Return a value's repr, of which at least `longest` characters are there, in bounded time."""
+    try:
+        return _BoundedRepr(longest).repr(value)
+    except (ValueError, RecursionError):  # more digits than Python writes down, or nested without end
+        return f"a {type(value).__name__} that is too large to show"
+
+
+class _BoundedRepr(Repr):
+    """The repr of one value, of which long texts and collections are cut; a ValueError where it is too large."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.longest, self.maxother, self.left = longest, longest, 10 * longest
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = longest
+        self.maxlevel = 1000
+
+    def repr1(self, value: Any, level: int) -> str:
+        """Return the repr of a part of the value."""
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("it has too many parts")
+        return super().repr1(value, level)
+
+    def repr_str(self, value: Any, level: int) -> str:
+        """Return the repr of a text, of which the beginning is shown."""
+        return repr(value) if len(value) <= self.longest else repr(value[: self.longest]) + "..."
+
+    repr_bytes = repr_str
+
+    def repr_int(self, value: int, level: int) -> str:
+        """Return the repr of an integer; a ValueError where Python writes none down."""
+        return repr(value)
+
+    def repr_dict(self, value: Any, level: int) -> str:
+        """Return the repr of a dict in its own order."""
+        items = [f"{self.repr1(k, level)}: {self.repr1(v, level)}" for k, v in islice(value.items(), self.longest)]
+        return "{" + ", ".join(items) + "}"

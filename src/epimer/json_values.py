@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 DEEPEST = 100  # lists and objects inside each other; whoever walks through them may then recurse
 MOST_DIGITS = 300  # of an integer: any float holds it, and it can be shown
 CONTAINERS = (dict, list)
+SIGNED = re.compile(rb"[\[:,]\s*-")  # where a number may begin
 ZEROS = bytes(48 if chr(byte).isdigit() and byte < 128 else 32 for byte in range(256))
 """every digit as a zero: a long number is found as a long text of them"""
 
@@ -20,16 +24,20 @@ class RepeatedKeyError(ValueError):
         self.key = key
 
 
-def json_value(data: bytes | str, *, strict: bool = False) -> Any:
+def json_value(
+    data: bytes | str, *, strict: bool = False, compact: Callable[[dict[str, Any]], Any] = lambda table: table
+) -> Any:
     """Return the value of a JSON text, bytes being UTF-8; a ValueError says in a line why there is none.
 
     Refused, besides what is not JSON, are nesting without end, integers of more than 300 digits and half characters
     (a lone surrogate, which no file can hold). With `strict`, as headers of safetensors files are read, so are a key
-    that an object has twice, an integer with a sign, NaN and infinity.
+    that an object has twice, an integer with a sign, NaN and infinity; `compact` then returns what to keep of each
+    object, once it is read: a million small objects would take a gigabyte.
     """
     raw, text = (data.encode(), data) if isinstance(data, str) else (data, data.decode("utf-8-sig"))
     long = b"0" * (MOST_DIGITS + 1) in raw.translate(ZEROS)  # a function that is called for every number costs time
-    hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_int": _count, "parse_constant": _count}
+    hooks: dict[str, Any] = {"object_pairs_hook": lambda pairs: compact(_unique(pairs)), "parse_constant": _count}
+    hooks["parse_int"] = _count if long or SIGNED.search(raw) else None
     try:
         value = json.loads(text, **hooks) if strict else json.loads(text, parse_int=_integer if long else None)
     except (RecursionError, MemoryError) as error:
@@ -54,11 +62,10 @@ def _count(text: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise RepeatedKeyError(key)
-        table[key] = value
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise RepeatedKeyError(counts.most_common(1)[0][0])
     return table
 
 

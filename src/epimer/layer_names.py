@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-LAYER = re.compile(r"((?:[^.]*\.)*?)([0-9]+)(?=\.|\Z)")
-"""the start of a tensor's name up to its first integer, and the integer"""
+LAYER = re.compile(r"((?:[^.]*\.)*?)([0-9]{1,6})(?=\.|\Z)")
+"""the start of a tensor's name up to its first integer, and the integer; a longer one counts no layers"""
 EMBEDDINGS = ("embed", "wte", "wpe", "shared", "position")
 HEADS = ("embed_out",)
 

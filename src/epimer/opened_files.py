@@ -26,6 +26,22 @@ def reason(error: OSError) -> str:
     return f"{error.strerror or error}{REMEDIES.get(error.errno or 0, '')}"
 
 
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether a file, with all links followed, lies in a folder; a ValueError where no file can have its name.
+
+    The hub's cache keeps the files of a repository as links into a folder beside that, which is taken for its own.
+    """
+    root = folder.resolve()
+    for place in (root, *root.parents):
+        if place.parent.name == "snapshots" and place.parent.parent.name.startswith(("models--", "datasets--")):
+            root = place.parent.parent
+            break
+    try:
+        return path.resolve().is_relative_to(root)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be followed") from error
+
+
 class OpenedFile:
     """A file that is opened anew for every read, which must find it as the first one did."""
 

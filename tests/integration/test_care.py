@@ -1,6 +1,7 @@
 """What could go silently wrong: weights per tensor, equal names, ties, narrow copies, other people's files."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import epimer
+from commands import assert_refused, run
+from epimer.atomic_files import remove
 from epimer.checkpoints import open_checkpoint
 from epimer.errors import OutputError, TensorError
 
@@ -161,6 +164,60 @@ def test_overwriting_never_removes_what_epimer_did_not_make(models, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     with pytest.raises(OutputError, match="is a link"):
         epimer.merge(recipe(tmp_path), tmp_path / "link", progress=False)
+
+
+@pytest.fixture
+def interrupted(models, tmp_path, monkeypatch):
+    """The draft of a merge that was stopped after its first tensor, and a folder with a file of the user's."""
+    from epimer.checkpoints.writer import Draft
+
+    wrote = Draft.wrote
+
+    def once(self, *args):
+        wrote(self, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Draft, "wrote", once)
+        epimer.merge(recipe(tmp_path), tmp_path / "out", progress=False)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model.safetensors").write_text("precious")
+    return tmp_path / ".out.epimer"
+
+
+@pytest.mark.parametrize("place", ["model", "model/model.safetensors", "old", "model/README.md", "second name"])
+def test_a_link_in_a_draft_is_neither_followed_nor_written_through(interrupted, tmp_path, place):
+    """A folder that was unpacked from an archive may hold links to anything."""
+    mine, shard = tmp_path / "mine" / "model.safetensors", interrupted / "model" / "model.safetensors"
+    if place == "second name":
+        shard.unlink()
+        shard.hardlink_to(mine)
+    else:
+        if (interrupted / place).exists():
+            remove(interrupted / place)
+        (interrupted / place).symlink_to(mine if "." in place else mine.parent)
+    with pytest.raises(OutputError, match="which epimer did not put there; remove it"):
+        epimer.merge(recipe(tmp_path), tmp_path / "out", progress=False)
+    assert mine.read_text() == "precious"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_draft_of_another_user_is_not_taken_up(interrupted, tmp_path):
+    os.chown(interrupted, 65534, -1)
+    with pytest.raises(OutputError, match="belongs to another user, so it is not taken up; choose another output"):
+        epimer.merge(recipe(tmp_path), tmp_path / "out", progress=False)
+
+
+def test_an_output_without_a_name_is_refused(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe(tmp_path)))
+    before = sorted(tmp_path.iterdir())
+    for ran in (run("merge", "recipe.json", ""), run("merge", "recipe.json", "", "--dry-run")):
+        assert_refused(ran, "give the folder to make: epimer merge RECIPE OUT.")
+    with pytest.raises(OutputError, match="the name of the output is empty"):
+        epimer.merge(recipe(tmp_path), "", progress=False)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_an_old_output_left_by_a_kill_after_the_last_rename_is_let_go(models, tmp_path):

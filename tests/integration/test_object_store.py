@@ -2,10 +2,13 @@
 
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from urllib.request import urlopen
 
 import fsspec
@@ -186,13 +189,94 @@ def test_what_is_wrong_is_one_line(store, models, monkeypatch):
         assert_refused(run("merge", _written(recipe(url)), "out"), *words)
 
     refused("memory://nowhere", "memory://nowhere/base does not exist; check the bucket's name")
-    refused("zzz://bucket", "zzz://bucket/base is in no store that fsspec knows")
+    refused("zzz://bucket", "zzz://bucket/base is in no store that epimer reads (zzz://); give a path")
     store.pipe_file("bucket/base/notes.txt", b"")
     refused("memory://bucket", "memory://bucket/base holds 'notes.txt'; expected model.safetensors")
     store.pipe_file("bucket/base/model.safetensors", b"12345678")
     refused("memory://bucket", "memory://bucket/base/model.safetensors is not a whole safetensors file")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     refused("gs://bucket", "gs://bucket/base needs the package gcsfs; install it with: pip install 'epimer[gcs]'")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
+def test_a_small_file_that_is_large_is_refused_before_it_is_fetched(store, models, monkeypatch, name):
+    upload(store, models, "bucket")
+    ls = type(store).ls
+
+    def listing(self, path, detail=True, **more):
+        entries = ls(self, path, detail, **more)
+        return [entry | {"size": 1 << 40} if entry["name"].endswith(name) else entry for entry in entries]
+
+    store.pipe_file(f"bucket/base/{name}", b"{}")
+    monkeypatch.setattr(type(store), "ls", listing)
+    assert_refused(
+        run("merge", _written(recipe("memory://bucket")), "out"),
+        f"memory://bucket/base/{name} has {1 << 40} bytes, too large for a {name}",
+    )
+
+
+@pytest.mark.parametrize("odd", [{"size": None}, {"size": "12"}, {"size": -1}, {"name": None}, {"name": 3}, None, []])
+@pytest.mark.parametrize("call", ["ls", "find", "cat_ranges"])
+def test_answers_of_a_store_that_are_of_another_type_are_refused(store, models, monkeypatch, odd, call):
+    upload(store, models, "bucket")
+    store.pipe_file("bucket/base/modules.json", b"[]")
+    answer = getattr(type(store), call)
+
+    def other(self, *args, **more):
+        found = answer(self, *args, **more)
+        if call == "cat_ranges":
+            return [odd for _ in found]
+        changed = [entry | odd if odd else odd for entry in (found.values() if call == "find" else found)]
+        return dict(enumerate(changed)) if call == "find" else changed
+
+    monkeypatch.setattr(type(store), call, other)
+    assert_refused(run("merge", _written(recipe("memory://bucket")), "out"), "memory://bucket/", "cannot be read")
+
+
+def test_stores_that_nobody_tried_are_refused_by_name(models):
+    """Some of fsspec's stores run programs, read this disk or need arguments that no address has."""
+    for protocol in sorted({*fsspec.available_protocols()} - {*object_store.PROTOCOLS}):
+        for failure in (epimer.CheckpointError, epimer.OutputError):
+            with pytest.raises(failure, match=rf"is in no store that epimer reads \({re.escape(protocol)}://\)"):
+                object_store.filesystem(f"{protocol}://place/model", failure)
+
+
+def test_a_signature_in_an_address_goes_nowhere(store, models):
+    upload(store, models, "bucket")
+    store.pipe_file("bucket/base/model.safetensors?X-Amz-Signature=5ecre7", b"")
+    given = recipe("memory://bucket") | {"base_model": "memory://bucket/base/model.safetensors?X-Amz-Signature=5ecre7"}
+    for ran in (
+        run("merge", _written(given), "out"),
+        run("merge", _written(recipe(models)), "memory://bucket/out?X-Amz-Signature=5ecre7"),
+    ):
+        assert_refused(ran, "?... has a query string")
+        assert "5ecre7" not in ran.out + ran.err
+
+
+KILLED = """
+import os, signal, sys
+import fsspec
+from epimer.checkpoints import object_store
+fs = fsspec.filesystem("memory")
+fs.pipe_file("bucket/base/config.json", b"{}")
+print(object_store.download_small_files(fs, "bucket/base", "memory://bucket/base", {"config.json": 2}), flush=True)
+sys.stdin.read(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_merge_leaves_in_the_temporary_folder_is_removed_by_the_next(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    first = subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    folder = Path(first.stdout.readline().strip())
+    store.pipe_file("bucket/base/config.json", b"{}")
+    small = "bucket/base", "memory://bucket/base", {"config.json": 2}
+    second = object_store.download_small_files(store, *small)
+    assert (folder / "config.json").is_file()  # the first is alive
+    first.communicate("x")
+    third = object_store.download_small_files(store, *small)
+    assert {*tmp_path.iterdir()} == {second, third}
 
 
 # a server that speaks S3

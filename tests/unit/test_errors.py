@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from epimer.errors import CheckpointError, EpimerError, short
+from epimer.errors import CheckpointError, EpimerError, EpimerWarning, listed, short
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,22 @@ def test_short_shows_what_python_cannot_write():
     assert short([10**5000]) == "a list that is too large to show"
     assert short(endless) == "a list that is too large to show"
     assert short("a" * 100) == "'" + "a" * 56 + "..."
+
+
+def test_names_and_messages_without_end_are_cut_and_keep_the_remedy():
+    pair: tuple = ()
+    for _ in range(200):  # written out it would have 2^200 parts
+        pair = (pair, pair)
+    assert short(pair) == "a tuple that is too large to show"
+    assert listed([10**5000, "a" * 10**6]) == "a int that is too large to show, '" + "a" * 300 + "'..."
+    assert short({"b": 1, "a": [2, (3,)]}) == "{'b': 1, 'a': [2, (3,)]}"
+    text = str(CheckpointError("start " + "x" * 10**7 + "; copy it again."))
+    assert len(text) < 5000
+    assert text.startswith("start xxx")
+    assert text.endswith("x; copy it again.")
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, EpimerWarning])
+def test_a_signed_address_keeps_its_signature(kind):
+    text = str(kind("https://bucket.example/a/b.bin?X-Amz-Signature=5ecre7&x=1 cannot be read, nor 'gs://b?key=5ecre7'."))
+    assert text == "https://bucket.example/a/b.bin?... cannot be read, nor 'gs://b?...'."

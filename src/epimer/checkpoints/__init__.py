@@ -45,6 +45,8 @@ def open_checkpoint(
 def _open(text: str, *, progress: bool, as_stored: bool, download: bool) -> Checkpoint:
     if not text.strip():
         raise CheckpointError("the name of a model is empty; give a path or a hub id.")
+    if "\0" in text:
+        raise CheckpointError(f"{text} is no name that a file can have; give a path or a hub id.")
     if os.path.exists(text) or "+" not in text:
         text = text.removeprefix("hf://")
         if is_store(text):

@@ -8,7 +8,7 @@ import mmap
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -160,8 +160,9 @@ def nbytes(W: Tensor) -> int:
     return W.numel() * W.element_size()
 
 
+@lru_cache(maxsize=10_000)
 def header(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a tensor without data."""
+    """Return a tensor without data, the same one for the same shape and dtype: a model may have a million of them."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

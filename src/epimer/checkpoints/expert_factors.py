@@ -17,7 +17,7 @@ from epimer.geometry.linalg import LowRank
 
 APART = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """parameter of a network -> the tensors that one of its experts may be stored as, one below the other"""
-EXPERT = re.compile(r"(?:(.*)\.)?([^.]+)\.experts\.(\d+)\.(\w+)\.weight")
+EXPERT = re.compile(r"(?:(.*)\.)?([^.]+)\.experts\.([0-9]{1,6})\.(\w+)\.weight")
 
 
 class ExpertPart(NamedTuple):

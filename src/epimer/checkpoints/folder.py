@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.checkpoints.torchfile import TorchFile
 from epimer.errors import CheckpointError, listed
 from epimer.json_values import json_value
-from epimer.opened_files import reason
+from epimer.opened_files import lies_in, reason
 
 FORMATS: dict[str, Callable[[Path, str], Checkpoint]] = {
     ".safetensors": SafetensorsFile, ".bin": TorchFile, ".pt": TorchFile, ".pth": TorchFile
@@ -30,6 +31,7 @@ REFUSED = {
 """suffix of weights that cannot be merged -> why, and the way out"""
 PIPELINE = "model_index.json"  # of diffusers, beside the folders of its models
 LARGEST = 1 << 28  # bytes of a file beside the weights; a tokenizer has a few megabytes
+MOST_LISTED = 10_000  # files of a folder without weights that are looked at to say which format they have
 NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
 
 
@@ -83,7 +85,8 @@ def _only_weights(folder: Path, where: str, elsewhere: Iterable[str]) -> str:
         parts = [path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(f"*/{pattern}")]
         raise CheckpointError(pipeline_refusal(where, {path.parent.name for path in parts}))
     if not files:
-        refuse_formats([path.relative_to(folder).as_posix() for path in sorted(folder.glob("**/*"))], where)
+        near = islice(chain(folder.glob("*"), folder.glob("*/*")), MOST_LISTED)  # it may be a whole disk
+        refuse_formats([path.relative_to(folder).as_posix() for path in near], where)
     if len(files) != 1:
         held = f"{len(files)} weight files and no index: {listed(files)}" if files else "no weights"
         raise CheckpointError(f"{where} holds {held}; expected model.safetensors or shards with an index.")
@@ -92,7 +95,7 @@ def _only_weights(folder: Path, where: str, elsewhere: Iterable[str]) -> str:
 
 def refuse_formats(files: Iterable[str], where: str) -> None:
     """Refuse a folder of which these files are all by the first one whose format cannot be merged, if there is one."""
-    for file in sorted(files, key=lambda name: name.count("/")):
+    for file in sorted(files, key=lambda name: (name.count("/"), name)):
         if (suffix := Path(file).suffix) in REFUSED:
             raise CheckpointError(f"{where}/{file} {REFUSED[suffix]}")
 
@@ -130,15 +133,12 @@ def assemble(
 
 def inside(folder: Path, name: str) -> Path:
     """Return a file of a folder; refuse a name or a link that leads out of it (the hub cache's own blobs apart)."""
-    root = folder.resolve()
-    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
-        root = root.parent.parent
     path = folder / name
     try:
-        target, there = path.resolve(), path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:
+        own, there = lies_in(path, folder), path.is_file()
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{name!r} in {folder} is not a file that can be read; copy it again.") from error
-    if Path(name).is_absolute() or ".." in Path(name).parts or not target.is_relative_to(root):
+    if Path(name).is_absolute() or ".." in Path(name).parts or not own:
         raise CheckpointError(f"{name!r} leads out of the folder {folder}; put the file itself there.")
     if not there:
         raise CheckpointError(f"{path} does not exist, but its folder needs it; copy or download it again.")

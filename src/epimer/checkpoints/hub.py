@@ -18,11 +18,15 @@ from epimer.checkpoints.folder import (
     refuse_formats,
 )
 from epimer.checkpoints.sidecar_files import TEMPLATES
-from epimer.errors import CheckpointError, EpimerError, MissingError, listed, short
+from epimer.errors import CheckpointError, EpimerError, MissingError, first_line, listed, short
 
 REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
 HUB_NAME = re.compile(rf"({REPO})@[0-9a-f]{{40}}")
 HUB_ID = re.compile(rf"{REPO}(@[\w./-]+)?")
+REVISION = re.compile(
+    r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"
+)  # of a branch, a tag or a commit: names of folders in the cache
+COMMIT = re.compile(r"[0-9a-f]{40,64}")
 MODULE = re.compile(r"\d+_\w+")  # the folder of a module of sentence-transformers
 SIDECARS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", "README.md")
 
@@ -57,11 +61,16 @@ def fetch_repo(
 
     repo, _, revision = text.partition("@")
     wanted = revision or None
+    if wanted is not None and (not REVISION.fullmatch(wanted) or ".." in wanted):
+        raise failure(f"{text}: {short(wanted)} is no revision; give a branch, a tag or a commit of the repository.")
     try:
         if constants.HF_HUB_OFFLINE:
             raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
         with progress_bars(shown=progress), explain_refusals(repo, kind, revision, failure), sensible(text, failure):
             info: Any = HfApi().repo_info(repo, repo_type=kind, revision=wanted)
+            if not COMMIT.fullmatch(str(info.sha)):
+                problem = f"the hub's answer is not about a repository (its commit is {short(info.sha)})"
+                raise failure(f"{text}: {problem}; try again later.")
             files = choose([sibling.rfilename for sibling in info.siblings or ()])
             patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in files]
             folder = Path(snapshot_download(repo, repo_type=kind, revision=wanted, allow_patterns=patterns))
@@ -75,7 +84,7 @@ def fetch_repo(
                 options = " --repo-type dataset" if kind == "dataset" else ""
                 options += f" --revision {revision}" if revision else ""
                 refused = getattr(getattr(error, "response", None), "status_code", None)
-                reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+                reason = first_line(error)[:120]
                 if refused in (401, 403):
                     login = f"ask for access on {page(repo, kind)} and log in: hf auth login"
                     raise failure(f"{text}: the hub refused it ({refused}); {login}") from error

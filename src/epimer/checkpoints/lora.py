@@ -16,6 +16,7 @@ from torch import Tensor
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, is_embedding
 from epimer.checkpoints.expert_factors import ExpertPart, stored_parts
 from epimer.checkpoints.folder import inside, open_file, read_json
+from epimer.checkpoints.name_patterns import NamePatterns
 from epimer.checkpoints.token_rows import STORED, TokenRows, indices_problem, token_indices
 from epimer.errors import CheckpointError, listed, short
 from epimer.geometry.linalg import LowRank, as_compute_dtype
@@ -28,8 +29,6 @@ UNSUPPORTED = ("use_qalora", "use_bdlora", "kasa_config", "layer_replication", "
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base's weights
 CONV1D = ("gpt2", "imagegpt", "openai-gpt", "decision_transformer")  # models whose linear layers are stored transposed
 
-REPEATED_GROUP, MOST_REPEATS = re.compile(r"\)[*+{]"), 3
-"""what makes a pattern take exponential time, and how many repeats are few enough to take little"""
 HEADS = ("lm_head.weight", "embed_out.weight")
 RENAMED = {"block_sparse_moe": "mlp"}  # words of a file -> what transformers calls them in a network (Mixtral)
 MOVED = ("model", "language_model", "text_model")  # words of names that a network and its file have in different places
@@ -86,7 +85,7 @@ class Adapted(Checkpoint):
             return self.read(name)[slice(*rows)].clone()  # the length of an output is that of a whole column
         W = as_compute_dtype(W)
         if update.expert is not None and update.expert.number is None:
-            A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
+            A, B = self._read_factors(update)
             return W + update.scaling * update.expert.stack(A, B, rows).to(W.dtype)
         factors = self._factors(name, rows)
         assert factors is not None
@@ -130,7 +129,7 @@ class Adapted(Checkpoint):
         update = self.updates.get(self.ties.get(name, name))
         if update is None:
             return None
-        A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
+        A, B = self._read_factors(update)
         if update.expert is not None and update.expert.number is None:
             assert rows is not None
             return update.expert.member(rows[0], A, update.scaling * B)
@@ -140,6 +139,12 @@ class Adapted(Checkpoint):
             factors = update.expert.factors(A, update.scaling * B)
         factors = factors.T if update.transposed else factors
         return factors if rows is None else LowRank(factors.B[slice(*rows)], factors.A)
+
+    def _read_factors(self, update: Update) -> tuple[Tensor, Tensor]:
+        """Return A and B in one precision, the wider of theirs."""
+        A, B = (as_compute_dtype(self.adapter.read(part)) for part in (update.A, update.B))
+        dtype = torch.promote_types(A.dtype, B.dtype)
+        return A.to(dtype), B.to(dtype)
 
     def has_factors(self, name: str, rows: Rows) -> bool:
         """Whether what the adapter adds to a tensor or its rows is one matrix of low rank, or nothing."""
@@ -344,7 +349,7 @@ class Adapted(Checkpoint):
 
     def _scaling(self, module: str, rank: int) -> float:
         """Return what B A of this rank is multiplied by."""
-        alpha = self._by_pattern(module, self.config.get("lora_alpha", rank))
+        alpha = self._alphas.value(module, self.config.get("lora_alpha", rank))
         if not isinstance(alpha, int | float) or isinstance(alpha, bool):
             raise CheckpointError(f"{self.where}/adapter_config.json has lora_alpha {alpha!r}, expected a number.")
         return alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
@@ -371,21 +376,14 @@ class Adapted(Checkpoint):
             return module.rpartition(".")[2] in ("c_attn", "c_proj", "c_fc", "q_attn")
         return bool(self.config.get("fan_in_fan_out"))
 
-    def _by_pattern(self, module: str, default: Any) -> Any:
-        """Return the alpha whose pattern matches the end of a module's name, as PEFT does."""
-        patterns = self.config.get("alpha_pattern") or {}
-        assert isinstance(patterns, dict)
-        for pattern, value in patterns.items():
-            if REPEATED_GROUP.search(pattern) or sum(map(pattern.count, "*+{")) > MOST_REPEATS:
-                where = f"{self.where}/adapter_config.json"
-                raise CheckpointError(f"{where}: alpha_pattern {pattern!r} may match without end; name the modules.")
-            try:
-                if re.match(rf"(.*\.)?({pattern})$", module):
-                    return value
-            except re.error as error:
-                where = f"{self.where}/adapter_config.json"
-                raise CheckpointError(f"{where}: alpha_pattern {pattern!r} is no pattern: {error}.") from error
-        return default
+    @cached_property
+    def _alphas(self) -> NamePatterns:
+        """The alphas of modules by the ends of their names."""
+        where = f"{self.where}/adapter_config.json"
+        try:
+            return NamePatterns(self.config.get("alpha_pattern") or {})
+        except ValueError as error:
+            raise CheckpointError(f"{where}: alpha_pattern: {error}; name the modules.") from error
 
     @cached_property
     def _by_layer(self) -> dict[str, list[str]]:

@@ -11,8 +11,8 @@ import io
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -20,14 +20,21 @@ from typing import Any
 
 from torch import Tensor
 
+from epimer.atomic_files import held, remove_abandoned
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, ShardedCheckpoint, allocate, nbytes, sample_ranges
-from epimer.checkpoints.folder import INDEXES, assemble, parse_json
+from epimer.checkpoints.folder import INDEXES, LARGEST, assemble, inside, read_json
 from epimer.checkpoints.hub import SIDECARS, beside_weights
-from epimer.checkpoints.safetensors import as_bytes, packed_dtypes, parse_header
-from epimer.errors import CheckpointError, EpimerError, listed
+from epimer.checkpoints.safetensors import LONGEST_HEADER, as_bytes, packed_dtypes, parse_header
+from epimer.errors import CheckpointError, EpimerError, first_line, listed, short
 
-URL = re.compile(r"([a-z][a-z0-9.-]*)://(.+)")
+URL = re.compile(r"([A-Za-z][A-Za-z0-9._-]*)://(.+)")
 PACKAGES = {"s3": ("s3fs", "epimer[s3]"), "gs": ("gcsfs", "epimer[gcs]"), "gcs": ("gcsfs", "epimer[gcs]")}
+PROTOCOLS = (
+    *PACKAGES,
+    "memory",
+)  # those that are tested; fsspec has more, some of which run programs or read this disk
+PREFIX = "epimer-store-"  # of folders for small files
+MOST_FILES, MOST_BYTES = 1000, 1 << 30  # of small files of one model
 FIRST = 1 << 20  # bytes of a file that are fetched for its header; most have all of it
 RANGE = 1 << 24  # bytes per request
 TOGETHER = 8  # requests at a time
@@ -40,17 +47,20 @@ def is_store(text: str) -> bool:
 
 def filesystem(url: str, failure: type[EpimerError] = CheckpointError) -> tuple[Any, str]:
     """Return fsspec's file system for an address, and the path in it."""
-    fsspec = import_module("fsspec")
     match = URL.fullmatch(url)
     assert match is not None
-    protocol = match[1]
+    protocol, path = match.groups()
+    if protocol not in PROTOCOLS:
+        remedy = "give a path, s3://, gs:// or hf://, or copy it to one of these"
+        raise failure(f"{url} is in no store that epimer reads ({protocol}://); {remedy}.")
+    if "?" in path:
+        problem = "has a query string, and addresses are written down with a merge"
+        raise failure(f"{url} {problem}; leave it out, and set the store's credentials in the environment.")
     try:
-        return fsspec.filesystem(protocol), match[2].rstrip("/")
-    except ImportError as error:
-        package, extra = PACKAGES.get(protocol, ("of its store", "fsspec"))
+        return import_module("fsspec").filesystem(protocol), path.rstrip("/")
+    except (ImportError, ValueError) as error:
+        package, extra = PACKAGES.get(protocol, ("fsspec", "fsspec"))
         raise failure(f"{url} needs the package {package}; install it with: pip install '{extra}'") from error
-    except ValueError as error:
-        raise failure(f"{url} is in no store that fsspec knows; give a path, s3://, gs:// or hf://.") from error
 
 
 @contextmanager
@@ -63,7 +73,7 @@ def explain_store_errors(url: str, verb: str, failure: type[EpimerError] = Check
     except FileNotFoundError as error:
         raise failure(f"{url} does not exist; check the bucket's name and the path in it.") from error
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:160]
+        reason = first_line(error)
         refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
         remedy = "log in to the store, or set its credentials" if refused else "check the address and the network"
         raise failure(f"{url} cannot be {verb} ({type(error).__name__}: {reason}); {remedy}.") from error
@@ -80,7 +90,8 @@ def open_store(url: str) -> Checkpoint:
             raise FileNotFoundError(path)
         modules = all_files(fs, path) if "modules.json" in files else {}  # of sentence-transformers, in folders
         more = [file for file in modules if "/" in file and beside_weights(file, list(modules))]
-        folder = download_small_files(fs, path, [*(file for file in files if file.endswith(SIDECARS)), *more], "")
+        small = {file: size for file, size in files.items() if file.endswith(SIDECARS)}
+        folder = download_small_files(fs, path, url, small | {file: modules[file] for file in more})
     name = path.rpartition("/")[2]
 
     def open_shard(file: str) -> Checkpoint:
@@ -89,8 +100,7 @@ def open_store(url: str) -> Checkpoint:
         return StoreFile(fs, f"{path}/{file}", f"{url}/{file}")
 
     if "model.safetensors" not in files and INDEXES[0] in files:
-        with explain_store_errors(url, "read"):
-            index = parse_json(fs.cat_file(f"{path}/{INDEXES[0]}"), f"{url}/{INDEXES[0]}")
+        index = read_json(inside(folder, INDEXES[0]), f"{url}/{INDEXES[0]}")
         return assemble(index, f"{url}/{INDEXES[0]}", open_shard, where=url, name=name, folder=folder)
     weights = [file for file in files if file.endswith(".safetensors")]
     if "model.safetensors" not in weights and len(weights) != 1:
@@ -107,16 +117,20 @@ def download(url: str) -> tuple[Path, str]:
         files = folder_files(fs, path)
         if not files:
             raise FileNotFoundError(path)
-        folder = download_small_files(fs, path, files, (*SIDECARS, ".safetensors"))
+        weights = [file for file in files if file.endswith(".safetensors")]
+        small = {file: size for file, size in files.items() if file.endswith(SIDECARS)}
+        folder = download_small_files(fs, path, url, small)
+        for file in weights:
+            fs.get_file(f"{path}/{file}", str(folder / file))
     return folder, path.rpartition("/")[2]
 
 
 def all_files(fs: Any, path: str) -> dict[str, int]:
     """Return the files in a folder of a store and in the folders in it, by their path there, with their sizes."""
     fs.invalidate_cache()
-    found = fs.find(path, detail=True)
     root = fs._strip_protocol(path).rstrip("/") + "/"
-    return {name.removeprefix(root): entry["size"] for name, entry in found.items() if name.startswith(root)}
+    found = _sizes(fs.find(path, detail=True).values())
+    return {name.removeprefix(root): size for name, size in found.items() if name.startswith(root)}
 
 
 def folder_files(fs: Any, path: str) -> dict[str, int]:
@@ -126,18 +140,47 @@ def folder_files(fs: Any, path: str) -> dict[str, int]:
         entries = fs.ls(path, detail=True)
     except FileNotFoundError:
         return {}
-    return {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries if entry["type"] == "file"}
+    files = _sizes(entry for entry in entries if entry["type"] == "file")
+    return {name.rpartition("/")[2]: size for name, size in files.items()}
 
 
-def download_small_files(fs: Any, path: str, files: Sequence[str] | dict[str, int], suffixes: Any = SIDECARS) -> Path:
-    """Download the files with some suffixes to a folder that is removed when the process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="epimer-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for file in files:
-        if file.endswith(suffixes):
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).write_bytes(fs.cat_file(f"{path}/{file}"))
+def _sizes(entries: Iterable[Any]) -> dict[str, int]:
+    """Return name -> size of the entries of a store's answer, which must be names and sizes."""
+    sizes = {}
+    for entry in entries:
+        name, size = entry["name"], entry["size"]
+        if not isinstance(name, str) or type(size) is not int or size < 0:
+            raise TypeError(f"its list of files holds {short(entry)}")
+        sizes[name] = size
+    return sizes
+
+
+def download_small_files(fs: Any, path: str, url: str, files: Mapping[str, int]) -> Path:
+    """Download files whose sizes are known to a folder that is removed when the process ends."""
+    large = next((file for file, size in files.items() if size > LARGEST), None)
+    if large is not None:
+        raise CheckpointError(f"{url}/{large} has {files[large]} bytes, too large for a {large}; remove it.")
+    if len(files) > MOST_FILES or sum(files.values()) > MOST_BYTES:
+        held = f"{len(files)} files of {sum(files.values())} bytes beside its weights"
+        raise CheckpointError(f"{url} has {held}, more than any model; remove those that are not the model's.")
+    folder = _temporary_folder()
+    for file, size in files.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_bytes(fs.cat_file(f"{path}/{file}", start=0, end=size) if size else b"")
     return folder
+
+
+def _temporary_folder() -> Path:
+    """Make a folder that this process holds and removes at its end; remove those of processes that were killed."""
+    place = Path(tempfile.gettempdir())
+    remove_abandoned(place.glob(f"{PREFIX}*"))
+    while True:
+        folder, lock = Path(tempfile.mkdtemp(prefix=PREFIX)), ExitStack()
+        with suppress(FileNotFoundError):  # another process removed it before it was held
+            lock.enter_context(held(folder, folder, folder=True, make=False, wait=True))
+            atexit.register(lock.close)
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            return folder
 
 
 class StoreFile(Checkpoint):
@@ -153,7 +196,7 @@ class StoreFile(Checkpoint):
             self.version = str(version or about.get("created", ""))
             first = fs.cat_file(path, start=0, end=min(FIRST, self.bytes))
             length = 8 + int.from_bytes(first[:8], "little")
-            if FIRST < length <= self.bytes:
+            if FIRST < length <= min(self.bytes, 8 + LONGEST_HEADER):
                 first += fs.cat_file(path, start=FIRST, end=length)
         self.entries, metadata = parse_header(io.BytesIO(first), self.bytes, url)
         self.headers = {name: entry.W for name, entry in self.entries.items()}
@@ -202,6 +245,8 @@ class StoreFile(Checkpoint):
         starts, stops = [start for start, _ in wanted], [stop for _, stop in wanted]
         with explain_store_errors(self.where, "read"):
             parts = self.fs.cat_ranges([self.path] * len(wanted), starts, stops, on_error="raise")
+            if not all(isinstance(part, bytes | bytearray | memoryview) for part in parts):
+                raise TypeError("it answers with something else than bytes")
         if [len(part) for part in parts] != [stop - start for start, stop in wanted]:
             raise CheckpointError(f"{self.where} ends too early: it was replaced while being read; try again.")
         filled = iter(parts)

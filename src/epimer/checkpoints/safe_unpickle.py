@@ -29,6 +29,8 @@ MAX_ENTRIES = 100_000  # modules and tensors, counted by every name: a file coul
 MAX_DEPTH = 200  # modules inside each other
 MAGIC = 0x1950A86A20F9469CFC6C  # how files begin that are older than torch's zip format
 LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: the lengths of its name and of what follows that
+END, END64, LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"  # the records that close a zip archive
+MOST_HASHED = 10_000_000  # words of keys that a pickle may have hashed; a tuple in tuples counts every time it occurs
 
 DTYPES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
@@ -76,6 +78,19 @@ class StorageReference:
     size: int
 
 
+class PickledTuple(tuple[Any, ...]):
+    """A tuple that knows what hashing it costs: tuples inside each other, each twice, double it with every level."""
+
+    cost = 1
+
+
+def _hash_cost(value: Any) -> int:
+    """Return about how many words the hash of an object reads."""
+    if isinstance(value, int):
+        return 1 + value.bit_length() // 64
+    return value.cost if isinstance(value, PickledTuple) else 1
+
+
 class SafeUnpickler(pickle._Unpickler):
     """Unpickles builtin containers, numbers and texts; everything else becomes a `Placeholder`.
 
@@ -87,6 +102,7 @@ class SafeUnpickler(pickle._Unpickler):
     def __init__(self, file: IO[bytes] | mmap) -> None:
         super().__init__(file, encoding="utf-8")
         self._known: dict[tuple[str, str], type[Placeholder]] = {}
+        self._hashed = 0
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Return a class of placeholders for the named one, which is not imported."""
@@ -105,6 +121,18 @@ class SafeUnpickler(pickle._Unpickler):
 
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
+    def _note_tuple(self) -> None:
+        """Note what it costs to hash the tuple that was just built."""
+        built = PickledTuple(self.stack[-1])
+        built.cost = min(MOST_HASHED + 1, 1 + sum(map(_hash_cost, built)))
+        self.stack[-1] = built
+
+    def _charge(self, keys: Iterable[Any]) -> None:
+        """Refuse keys whose hashes take longer than any file of tensors needs: torch hashes the same keys."""
+        self._hashed += sum(map(_hash_cost, keys))
+        if self._hashed > MOST_HASHED:
+            raise ValueError("its keys are tuples inside tuples without end")
+
     def persistent_load(self, pid: Any) -> Any:
         """Return a reference to a storage; for a class with its source, as old files have them, the class."""
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and _is_placeholder_class(pid[1]):
@@ -117,6 +145,37 @@ class SafeUnpickler(pickle._Unpickler):
         return StorageReference(kind.factory[1], key, size)
 
 
+def _then_note(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return an opcode that builds a tuple, which notes what hashing it costs."""
+
+    def noted(unpickler: SafeUnpickler) -> None:
+        load(unpickler)
+        unpickler._note_tuple()
+
+    return noted
+
+
+def _charged(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    """Return an opcode that hashes the objects at `keys` of the stack, which charges for them first."""
+
+    def charged(unpickler: SafeUnpickler) -> None:
+        unpickler._charge(unpickler.stack[keys])
+        load(unpickler)
+
+    return charged
+
+
+for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    SafeUnpickler.dispatch[_opcode[0]] = _then_note(SafeUnpickler.dispatch[_opcode[0]])
+for _opcode, _keys in (
+    (pickle.SETITEM, slice(-2, -1)),
+    (pickle.SETITEMS, slice(None, None, 2)),
+    (pickle.DICT, slice(None, None, 2)),
+    (pickle.ADDITEMS, slice(None)),
+    (pickle.FROZENSET, slice(None)),
+):
+    SafeUnpickler.dispatch[_opcode[0]] = _charged(SafeUnpickler.dispatch[_opcode[0]], _keys)
+
 Fetch = Callable[[str, int], UntypedStorage]
 """(key, bytes) -> a storage"""
 
@@ -127,6 +186,47 @@ def is_zip(path: Path) -> bool:
         return zipfile.is_zipfile(path)
     except zipfile.BadZipFile:  # which it raises where the archive says that it spans several disks
         return False
+
+
+def stored_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
+    """Return the entries of a zip archive of torch's, which stores each once and as it is; a ValueError says otherwise.
+
+    zipfile and torch's own reader must find the same list of entries, so the records at the end that say where it lies
+    must leave no choice.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(4)
+        file.seek(max(0, size - 22 - 20 - 56))
+        end64, locator, end = (file.read(length) for length in (56, 20, 22))
+    if start != b"PK\x03\x04" or not end.startswith(END) or end[-2:] != b"\0\0":
+        raise ValueError("the archive begins or ends with something else")
+    count, length, offset = struct.unpack("<10xHLL2x", end)
+    place = size - 22
+    if locator.startswith(LOCATOR64):
+        place -= 20 + 56
+        if not end64.startswith(END64) or struct.unpack("<8xQ4x", locator) != (place,):
+            raise ValueError("the end of the archive is damaged")
+        count, length, offset = struct.unpack("<32xQQQ", end64)
+    with zipfile.ZipFile(path) as archive:
+        listed = archive.infolist()
+    entries = {entry.filename: entry for entry in listed}
+    if offset + length != place or not len(entries) == len(listed) == count:
+        raise ValueError("the list of the archive's entries is damaged")
+    if any(entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size for entry in listed):
+        raise ValueError("its entries are compressed, and torch stores them as they are")
+    if sum(entry.file_size for entry in listed) > size:
+        raise ValueError("its entries are larger than the file")
+    return entries
+
+
+def check_pickles(path: Path) -> None:
+    """Unpickle what is in a torch file without building it; an error says what no other reader should be given."""
+    if is_zip(path):
+        _unpickled_zip(path, stored_entries(path))
+        return
+    with path.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as file:
+        _unpickled_old(file)
 
 
 def module_tensors(path: Path, where: str, key: str | None = None) -> dict[str, Tensor] | None:
@@ -147,16 +247,12 @@ def module_tensors(path: Path, where: str, key: str | None = None) -> dict[str, 
 
 def _read_zip(path: Path) -> tuple[Any, Fetch]:
     """Return what is in a file of torch's zip format; storages are mapped, not read."""
+    entries = stored_entries(path)
+    content, root = _unpickled_zip(path, entries)
     with zipfile.ZipFile(path) as archive:
-        entries = {entry.filename: entry for entry in archive.infolist()}
-        (top,) = (name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1)
-        root = top.removesuffix("data.pkl")
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
-            raise ValueError("torch stores entries as they are")
         order = archive.read(root + "byteorder").decode() if root + "byteorder" in entries else "little"
-        if order != sys.byteorder:
-            raise ValueError("the bytes are in another order")
-        content = SafeUnpickler(BytesIO(archive.read(top))).load()
+    if order != sys.byteorder:
+        raise ValueError("the bytes are in another order")
     mapped = UntypedStorage.from_file(str(path), False, path.stat().st_size)
 
     def fetch(key: str, nbytes: int) -> UntypedStorage:
@@ -172,10 +268,22 @@ def _read_zip(path: Path) -> tuple[Any, Fetch]:
     return content, fetch
 
 
+def _unpickled_zip(path: Path, entries: Iterable[str]) -> tuple[Any, str]:
+    """Return what is pickled in a file of torch's zip format, and what the names of its entries begin with."""
+    (top,) = (name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1)
+    with zipfile.ZipFile(path) as archive:
+        return SafeUnpickler(BytesIO(archive.read(top))).load(), top.removesuffix("data.pkl")
+
+
+def _unpickled_old(file: mmap) -> list[Any]:
+    """Return what the five pickles hold that a file from before torch's zip format begins with."""
+    return [SafeUnpickler(file).load() for _ in range(5)]
+
+
 def _read_old(path: Path) -> tuple[Any, Fetch]:
     """Return what is in a file from before torch's zip format: pickles, then each storage's size and bytes."""
     with path.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as file:  # reads what is there only
-        magic, _, system, content, keys = (SafeUnpickler(file).load() for _ in range(5))
+        magic, _, system, content, keys = _unpickled_old(file)
         if magic != MAGIC or system.get("little_endian") != (sys.byteorder == "little"):
             raise ValueError("not a torch file of this machine's byte order")
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from epimer.checkpoints.checkpoint import Checkpoint, Rows, allocate, header, is_text, sample_bytes, sample_ranges
-from epimer.checkpoints.safe_unpickle import is_zip, module_tensors
+from epimer.checkpoints.safe_unpickle import check_pickles, is_zip, module_tensors
 from epimer.checkpoints.safetensors import as_bytes
-from epimer.errors import CheckpointError, listed
+from epimer.errors import CheckpointError, first_line, listed, short
 from epimer.opened_files import OpenedFile, reason
 
 
@@ -108,7 +108,7 @@ def load_tensors(path: Path, where: str, *, key: str | None = None, mapped: bool
             raise
     if key is not None:
         if not isinstance(loaded, Mapping) or key not in loaded:
-            inside = listed(map(str, loaded)) if isinstance(loaded, Mapping) else type(loaded).__name__
+            inside = listed(loaded) if isinstance(loaded, Mapping) else type(loaded).__name__
             raise CheckpointError(f"{where} has no entry {key!r}; it holds {inside}.")
         loaded = loaded[key]
     if not isinstance(loaded, Mapping):
@@ -120,13 +120,14 @@ def load_tensors(path: Path, where: str, *, key: str | None = None, mapped: bool
 
 def _check_entry(name: Any, value: Any, path: Path, where: str) -> None:
     """Refuse an entry of a state dict that is no tensor of plain numbers under a name."""
-    if isinstance(value, Mapping) and value and all(isinstance(item, Tensor) for item in value.values()):
+    nested = isinstance(value, Mapping) and value and all(isinstance(item, Tensor) for item in value.values())
+    if nested and isinstance(name, str):
         raise CheckpointError(
             f"{where} keeps its state dict under {name!r}; take it out: "
             f"epimer convert {path.name} {path.stem}.safetensors --key {name}"
         )
     if not isinstance(name, str) or not isinstance(value, Tensor):
-        raise CheckpointError(f"{where}: {name!r} is a {type(value).__name__}, expected only tensors; save those.")
+        raise CheckpointError(f"{where}: {short(name)} is a {type(value).__name__}, expected only tensors; save those.")
     if not is_text(name):
         raise CheckpointError(f"{where}: {name!r} is not text that can be written down; rename it.")
     if problem := not_dense(value):
@@ -159,6 +160,7 @@ def load(path: Path, where: str, *, mapped: bool, save: str = "model.state_dict(
                     f"{where} is not in torch's zip format (old, or cut short), so it cannot be read tensor by tensor; "
                     f"convert it: epimer convert {path.name} {path.stem}.safetensors"
                 )
+        check_pickles(path)  # before torch, which unpacks what is compressed and hashes whatever is a key
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -172,5 +174,5 @@ def load(path: Path, where: str, *, mapped: bool, save: str = "model.state_dict(
     except CheckpointError:
         raise
     except Exception as error:  # torch raises whatever a damaged file makes it stumble over
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{where} is damaged or not a torch file ({problem}); download it again.") from error
+        problem = f"{where} is damaged or not a torch file ({first_line(error)})"
+        raise CheckpointError(f"{problem}; download it again.") from error

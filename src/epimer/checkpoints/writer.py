@@ -23,6 +23,7 @@ from torch import Tensor
 
 from epimer.atomic_files import (
     atomic_file,
+    check_draft,
     draft_path,
     explain_os_errors,
     held_folder,
@@ -155,6 +156,7 @@ class Draft:
         with explain_os_errors(self.root, "made"):
             self.out.parent.mkdir(parents=True, exist_ok=True)
         with explain_os_errors(self.out, "written"), held_folder(self.root, self.out, "merge"):
+            check_draft(self.root)
             if foreign := sorted(path.name for path in self.root.iterdir() if path.name not in OURS):
                 raise OutputError(f"{self.root} holds {foreign[0]!r}, which epimer did not put there; move it away.")
             try:
@@ -178,7 +180,7 @@ class Draft:
             self.journal.begin()
             self.folder.mkdir()
         for shard in self.shards:
-            file = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT, 0o666)
+            file = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             self._files[shard.file] = file
             if os.fstat(file).st_size != shard.size:
                 _reserve(file, shard.size)
@@ -364,6 +366,7 @@ def recover(out: Path) -> None:
     """Finish the replacement of an output by a run that was killed, unless another run is at work."""
     root = draft_path(out)
     with suppress(OSError, OutputError), held_folder(root, out, "merge", make=False):
+        check_draft(root)
         finish_replacement(out)
 
 

@@ -77,7 +77,7 @@ def merge(
     progress = not (quiet or as_json)
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     _check_order(recipe, out)
-    if out is None and not dry_run:
+    if not out and not (dry_run and out is None):
         raise EpimerError("give the folder to make: epimer merge RECIPE OUT.")
     check_file(record)
     if push_to_hub is not None and not dry_run:

@@ -35,14 +35,18 @@ class Batch:
 def batches(jobs: Sequence[Job]) -> Iterator[Batch]:
     """Group small jobs; a large one stands alone."""
     batch: list[Job] = []
+    used = 0
     for job in jobs:
-        if batch and (job.memory > SMALL or sum(other.memory for other in batch) > TOGETHER):
+        if batch and (job.memory > SMALL or used > TOGETHER):
             yield Batch(tuple(batch))
             batch = []
+            used = 0
         batch.append(job)
+        used += job.memory
         if job.memory > SMALL:
             yield Batch(tuple(batch))
             batch = []
+            used = 0
     if batch:
         yield Batch(tuple(batch))
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from epimer.atomic_files import output_path
 from epimer.checkpoints.hub_upload import check_upload, upload_folder
 from epimer.checkpoints.object_store import all_files, explain_store_errors, filesystem, is_store
 from epimer.engine.adapter_output import write_adapter
@@ -34,7 +35,7 @@ def write_output(
         return merge_into_hub(plan, str(out), run, **options)
     if is_store(str(out)):
         return merge_into_store(plan, str(out), run, overwrite=overwrite, **options)
-    return write_folder(plan, Path(out), run, overwrite=overwrite, **options)
+    return write_folder(plan, output_path(out), run, overwrite=overwrite, **options)
 
 
 def write_folder(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from epimer.checkpoints.checkpoint import is_text
 from epimer.checkpoints.hub import is_hub_id
 from epimer.errors import EpimerError, RecipeError, listed, nearest
 from epimer.evaluation.metrics import CLASSIFIER_SCORES, TOKEN_SCORES
@@ -119,7 +120,14 @@ class _Reader:
 
     def __init__(self, source: YamlFile, folder: Path, progress: bool, labels: bool) -> None:
         self.source, self.folder, self.progress, self.labels = source, folder, progress, labels
-        self.error, self.wrong, self.text = source.error, source.wrong, source.text
+        self.error, self.wrong = source.error, source.wrong
+
+    def text(self, path: Location, value: Any) -> str | None:
+        """Return a text; refuse one that neither a file's name nor a column can be."""
+        text = self.source.text(path, value)
+        if text is not None and ("\0" in text or not is_text(text)):
+            raise self.wrong(path, value, "text without NUL and half characters")
+        return text
 
     def suite(self, raw: Any) -> SuiteFile:
         if raw is None or raw == {}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 
@@ -11,6 +12,7 @@ from epimer.checkpoints.adapter_files import LoraModule, adapters_of
 from epimer.checkpoints.checkpoint import header, is_embedding, nbytes
 from epimer.checkpoints.expert_factors import ExpertPart
 from epimer.checkpoints.lora import PREFIX, Update, head_is_table, model_config, network_name
+from epimer.checkpoints.quantized import FLOAT8
 from epimer.checkpoints.token_rows import STORED
 from epimer.checkpoints.vocabulary import Aligned
 from epimer.errors import EpimerError, RecipeError, TensorError, listed
@@ -317,10 +319,9 @@ def _update(plan: Plan, job: Job) -> tuple[Update | None, list[torch.dtype]]:
 
 
 def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
-    widest = dtypes[0]
-    for dtype in dtypes[1:]:
-        widest = torch.promote_types(widest, dtype)
-    return widest
+    """Return the narrowest dtype that holds what some dtypes hold; FP8 counts as bfloat16, as everywhere."""
+    plain = [torch.bfloat16 if dtype in FLOAT8 else dtype for dtype in dtypes]
+    return reduce(torch.promote_types, plain)
 
 
 def _dtype(plan: Plan) -> torch.dtype | None:

@@ -197,7 +197,7 @@ def _label_problems(
 
 def _labels(labels: Any) -> dict[int, str]:
     """Return the names of classes by number; none where they are only `LABEL_0`, `LABEL_1`, as nobody named them."""
-    if not isinstance(labels, dict) or not all(str(key).isdecimal() for key in labels):
+    if not isinstance(labels, dict) or not all(str(key).isdecimal() and len(str(key)) < 10 for key in labels):
         return {}
     names = {int(key): str(value) for key, value in labels.items()}
     return {} if all(value == f"LABEL_{key}" for key, value in names.items()) else names

@@ -104,6 +104,8 @@ def _read_folder(folder: Path, records: Records) -> None:
     """Add the records of a folder and of the folders directly in it."""
     before = len(records.entries)
     for file in sorted(folder.glob("*.json")) + sorted(folder.glob("*/*.json")):
+        if not file.is_file():  # a pipe would be waited for, and a device read without end
+            continue
         try:
             _read_file(file, str(file.relative_to(folder)), records)
         except NotARecordError:
@@ -114,10 +116,13 @@ def _read_folder(folder: Path, records: Records) -> None:
 
 def _load(path: Path) -> Any:
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise NotARecordError(f"{path} is larger than any record; expected {EXPECTED}.")
-        return json_value(path.read_bytes())
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {reason(error)}; expected {EXPECTED}.") from error
+    if len(data) > MOST_BYTES:
+        raise NotARecordError(f"{path} is larger than any record; expected {EXPECTED}.")
+    try:
+        return json_value(data)
     except ValueError as error:
         raise NotARecordError(f"{path} is not JSON; expected {EXPECTED}.") from error

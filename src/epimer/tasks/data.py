@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from random import Random
 
 from epimer.errors import DataError, listed, nearest
+from epimer.opened_files import lies_in
 from epimer.tasks.tables import READERS, Images, Joined, Table, files_under
 
 IMAGES = (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -21,13 +22,15 @@ SPLITS = {  # word in a file's or folder's name -> the split it stands for
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-SHARD = re.compile(r"-(\d+)-of-(\d+)(?:-[0-9a-f]{16})?$")
+SHARD = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})(?:-[0-9a-f]{16})?$")
 
 
 def open_data(text: str, *, split: str | None = None, subset: str | None = None, progress: bool = False) -> Table:
     """Open a data set by path or by hub id (`org/name[@revision]`)."""
     if not text.strip():
         raise DataError("the name of the data is empty; give a path or a hub dataset (org/name@revision).")
+    if "\0" in text:
+        raise DataError(f"{text} is no name that a file can have; give a path or a hub dataset (org/name@revision).")
     path = Path(os.path.expanduser(text))
     if os.path.exists(path):
         table = _open_folder(path, split, subset) if path.is_dir() else _open_file(path, split, subset)
@@ -104,7 +107,12 @@ def _classes(folder: Path) -> dict[str, list[str]]:
 
 def _join(folder: Path, files: Sequence[str], name: str) -> Table:
     """Open files as one table."""
+    for file in files:
+        if not lies_in(folder / file, folder) or not (folder / file).is_file():
+            raise DataError(f"{name}/{file} is no regular file in its folder; put the file itself there.")
     parts = [READERS[PurePosixPath(file).suffix.lower()](folder / file) for file in files]
+    for part in parts:
+        part.root = folder
     table = parts[0] if len(parts) == 1 else Joined(name, parts)
     table.name = name
     return table

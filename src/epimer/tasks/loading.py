@@ -17,7 +17,7 @@ from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.folder import inside, open_file, read_json
 from epimer.checkpoints.lora import Adapted, model_config
 from epimer.checkpoints.memory import StateDict
-from epimer.errors import CheckpointError, CurvatureError, ParameterError, listed
+from epimer.errors import CheckpointError, CurvatureError, ParameterError, first_line, listed
 from epimer.tasks.tables import import_extra
 
 CAUSAL_LM, TEXT, IMAGE = "causal-lm", "text-classification", "image-classification"
@@ -220,8 +220,7 @@ def _from_pretrained(
 
 def failed(where: str, what: str, error: Exception) -> CheckpointError:
     """Return the error for something that transformers could not load, with its own reason in one line."""
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return CheckpointError(f"{where}: {what} cannot be loaded by transformers: {reason[:200]}")
+    return CheckpointError(f"{where}: {what} cannot be loaded by transformers: {first_line(error)}")
 
 
 def _load_backbone(

@@ -17,13 +17,20 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from epimer.errors import DataError, listed, nearest, short
+from epimer.errors import DataError, first_line, listed, nearest, short
 from epimer.json_values import json_value
-from epimer.opened_files import OpenedFile, reason
+from epimer.opened_files import OpenedFile, lies_in, reason
 
 BOM = b"\xef\xbb\xbf"
 PEEK = 100  # rows of a .jsonl file whose keys are its columns
 KEPT = 1 << 30  # bytes of row groups of a .parquet file that are kept once read
+MOST_DECODED = 1 << 30  # bytes of one row group
+MOST_ROWS = 1_000_000  # of a .parquet file that has fewer bytes than rows
+BATCH_ROWS = 64  # of a row group that are decoded at a time
+WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "BYTE_ARRAY": 4, "FIXED_LEN_BYTE_ARRAY": 1}  # bytes; 8 of other types
+LARGEST_FILE = 1 << 28  # bytes of an image or a recording
+MOST_PIXELS = 1 << 26  # of an image, which takes four bytes for each while it is decoded
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow runs another program for some of the others
 
 
 class Table(ABC):
@@ -33,6 +40,7 @@ class Table(ABC):
     columns: list[str]
     classes: list[str] | None = None  # the names of the class folders of a folder of images
     folder: Path  # what paths in its rows are relative to
+    root: Path | None = None  # the folder in which the files that its rows name must lie; its own where there is none
 
     @abstractmethod
     def __len__(self) -> int:
@@ -73,20 +81,42 @@ class Table(ABC):
         if isinstance(value, dict):
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, str | Path) and str(value):
-            return self.folder / value
+            return self._file(i, str(value), what)
         if not isinstance(value, bytes) or not value:
             problem = f"has no {what} in {column!r}: {short(value)}"
             raise DataError(f"{self.where(i)} {problem}; expected a path or its bytes.")
         return value
+
+    def _file(self, i: int, name: str, what: str) -> Path:
+        """Return the path of a file that a row names; only regular files in the data's folder are opened."""
+        path = self.folder / name
+        try:
+            own = lies_in(path, self.root or self.folder)
+        except ValueError as error:
+            raise DataError(f"{self.where(i)}: {short(name)} is no name of a file; give the {what}'s path.") from error
+        if not own:
+            problem = f"the {what} {short(name)} does not lie in the folder of its data"
+            raise DataError(f"{self.where(i)}: {problem}; copy it there, and give its path from there.")
+        if path.exists() and not path.is_file():
+            raise DataError(f"{self.where(i)}: the {what} {short(name)} is no regular file; replace it.")
+        if path.exists() and path.stat().st_size > LARGEST_FILE:
+            size = f"{path.stat().st_size} bytes, above the {LARGEST_FILE} that are read"
+            raise DataError(f"{self.where(i)}: the {what} {short(name)} has {size}; make it smaller.")
+        return path
 
 
 def decode_image(source: Path | bytes, where: str) -> Any:
     """Decode an image to RGB."""
     pil = import_extra("PIL.Image", "pillow", "reading images")
     try:
-        with pil.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with pil.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MOST_PIXELS:
+                raise DataError(f"{where} is an image of {width} x {height} pixels, above {MOST_PIXELS}; shrink it.")
             # Pillow warns where a palette's transparency is not converted by way of RGBA.
             return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+    except DataError:
+        raise
     except FileNotFoundError as error:
         raise DataError(f"{where}: the image {Path(str(source)).name} does not exist; copy it there.") from error
     except Exception as error:  # each of Pillow's decoders has errors of its own
@@ -205,6 +235,7 @@ class Parquet(Table):
         with self._reading():
             self.file = parquet.ParquetFile(path)
         groups = self.file.metadata
+        self._check_sizes(groups, path.stat().st_size)
         self.ends = list(accumulate(groups.row_group(g).num_rows for g in range(groups.num_row_groups)))
         self.columns = list(self.file.schema_arrow.names)
         self.kept: OrderedDict[int, Any] = OrderedDict()
@@ -215,8 +246,7 @@ class Parquet(Table):
     def row(self, i: int) -> dict[str, Any]:
         group = bisect_right(self.ends, i)
         if group not in self.kept:
-            with self._reading():
-                self.kept[group] = self.file.read_row_group(group)
+            self.kept[group] = self._read(group)
             while len(self.kept) > 1 and sum(table.nbytes for table in self.kept.values()) > KEPT:
                 self.kept.popitem(last=False)
         self.kept.move_to_end(group)
@@ -227,14 +257,41 @@ class Parquet(Table):
     def where(self, i: int) -> str:
         return f"{self.path.name} row {i}"
 
+    def _check_sizes(self, metadata: Any, size: int) -> None:
+        """Refuse row groups that would take too much memory, and more rows than a file of `size` bytes can have."""
+        groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
+        for g, group in enumerate(groups):
+            columns = [group.column(c) for c in range(group.num_columns)]
+            values = sum(column.num_values * WIDTHS.get(column.physical_type, 8) for column in columns)
+            if (decoded := max(group.total_byte_size, values)) > MOST_DECODED:
+                raise self._too_large(g, decoded)
+        rows = [group.num_rows for group in groups]
+        if min(rows, default=0) < 0 or sum(rows) > max(MOST_ROWS, size):
+            raise DataError(f"{self.name} says that it has {sum(rows)} rows in {size} bytes; write it again.")
+
+    def _read(self, group: int) -> Any:
+        """Read a row group, some rows at a time: what repeats is stored once, so that its size is known when decoded."""
+        arrow, batches, size = import_extra("pyarrow", "pyarrow", "reading .parquet files"), [], 0
+        with self._reading():
+            for batch in self.file.iter_batches(BATCH_ROWS, row_groups=[group], use_threads=False):
+                size += batch.nbytes
+                if size > MOST_DECODED:
+                    raise self._too_large(group, size)
+                batches.append(batch)
+            return arrow.Table.from_batches(batches, self.file.schema_arrow)
+
+    def _too_large(self, group: int, size: int) -> DataError:
+        problem = f"{self.name} has a row group ({group}) of {size} bytes or more, above {MOST_DECODED}"
+        return DataError(f"{problem}; write it with smaller ones (row_group_size).")
+
     @contextmanager
     def _reading(self) -> Iterator[None]:
         arrow = import_extra("pyarrow", "pyarrow", "reading .parquet files")
         try:
             yield
         except (arrow.ArrowException, OSError) as error:
-            reason = str(error).splitlines()[0]
-            raise DataError(f"{self.path.name} cannot be read as parquet: {reason}; download it again.") from error
+            problem = f"{self.path.name} cannot be read as parquet: {first_line(error)}"
+            raise DataError(f"{problem}; download it again.") from error
 
 
 class Images(Table):

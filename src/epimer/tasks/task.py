@@ -14,7 +14,17 @@ from torch.nn.functional import cross_entropy
 
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
-from epimer.errors import CurvatureError, DataError, EpimerWarning, ParameterError, listed, nearest, short, warn
+from epimer.errors import (
+    CurvatureError,
+    DataError,
+    EpimerWarning,
+    ParameterError,
+    first_line,
+    listed,
+    nearest,
+    short,
+    warn,
+)
 from epimer.tasks.conversations import TEXTS, Layout, answer_tokens, find_layout, has_template
 from epimer.tasks.ctc import find_ctc_loss
 from epimer.tasks.generation import Reader, SourcesAndTargets, Speech, joined
@@ -275,7 +285,7 @@ class Task:
         value, where = table.row(i).get(column), table.where(i)
         if isinstance(value, str) and value.strip() in names:
             value = names[value.strip()]
-        elif isinstance(value, str) and value.strip().removeprefix("-").isdecimal():
+        elif isinstance(value, str) and value.strip().removeprefix("-").isdecimal() and len(value) < 20:
             value = int(value)
         if value is None or value == "":
             raise DataError(f"{where} has no label in {column!r}; give every row one, or leave the row out.")
@@ -322,7 +332,7 @@ def load_task(
     try:
         loaded = loaded.to(device).eval()
     except (RuntimeError, AssertionError) as error:
-        raise CurvatureError(f"device {device!r} cannot hold the model: {str(error).splitlines()[0]}") from error
+        raise CurvatureError(f"device {device!r} cannot hold the model: {first_line(error)}") from error
     return Task(task, loaded, names, unmatched, checkpoint, classes, reader, torch.device(device), label2id)
 
 

@@ -426,3 +426,11 @@ def test_any_damage_to_the_header_is_refused_or_read_as_the_library_does(fuzzed,
 def test_meta_tensors_are_enough_for_a_header():
     state = every_dtype(2, 3)
     assert encode_header({n: header(W.shape, W.dtype) for n, W in state.items()}, {}) == encode_header(state, {})
+
+
+def test_tensors_of_one_shape_share_their_header(tmp_path):
+    """A file may list a million tensors, and each header without data takes half a kilobyte."""
+    safetensors.torch.save_file({f"layers.{i}.w": torch.full((2, 3), float(i)) for i in range(50)}, tmp_path / "model.safetensors")
+    opened = SafetensorsFile(tmp_path / "model.safetensors")
+    assert len({id(W) for W in opened.headers.values()}) == 1
+    assert all(torch.equal(opened.read(f"layers.{i}.w"), torch.full((2, 3), float(i))) for i in range(50))

@@ -1,5 +1,6 @@
 """Torch files: read as torch.load reads them, and nothing in them is ever executed."""
 
+import copy
 import os
 import pickle
 import zipfile
@@ -249,6 +250,79 @@ def test_lazily_changed_tensors_are_read_as_torch_reads_them(save, name):
 
 def test_a_small_file_cannot_claim_a_huge_tensor(save):
     assert "'a'" in refused(save({"a": torch.zeros(1).expand(2**40)}))
+
+
+# files that would grow
+
+
+def rezipped(path, compress=(), lie=0):
+    """Pack a torch file anew: some of its entries compressed, or its list of entries `lie` bytes before its place."""
+    with zipfile.ZipFile(path) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in content.items():
+            kind = zipfile.ZIP_DEFLATED if name.endswith(compress) and compress else zipfile.ZIP_STORED
+            archive.writestr(name, data, kind)
+    data = path.read_bytes()
+    if lie:
+        offset = int.from_bytes(data[-6:-2], "little") - lie
+        path.write_bytes(data[:-6] + offset.to_bytes(4, "little") + data[-2:])
+    return path
+
+
+@pytest.mark.parametrize("entry", ["data.pkl", "data/0", "version", ".data/serialization_id"])
+def test_compressed_entries_are_not_unpacked(save, entry):
+    """A million zeros take a thousand bytes, and torch would unpack each of them."""
+    path = save({"a": torch.zeros(1 << 20), "b" * (1 << 20): torch.zeros(1)})
+    assert "are compressed" in refused(rezipped(path, (entry,)))
+    with pytest.raises(CheckpointError, match="are compressed"):
+        convert(path, path.with_suffix(".safetensors"))
+
+
+def test_entries_that_lie_over_each_other_are_refused(save):
+    """A hundred entries of one place would be read a hundred times."""
+    path = save({"a": torch.zeros(1 << 16)})
+    with zipfile.ZipFile(path) as archive:
+        (large,) = [entry for entry in archive.infolist() if entry.filename.endswith("data/0")]
+        with zipfile.ZipFile(path, "a") as more:
+            for i in range(100):
+                copied = copy.copy(large)
+                copied.filename = copied.filename[:-1] + f"x{i}"
+                more.filelist.append(copied)
+                more.NameToInfo[copied.filename] = copied
+            more._didModify = True
+    assert "larger than the file" in refused(path)
+
+
+def test_a_second_list_of_entries_is_refused(save):
+    """Readers that look for the list in different places would see different files."""
+    path = rezipped(save({"a": W}))
+    assert TorchFile(path).headers.keys() == {"a"}
+    assert "list of the archive's entries is damaged" in refused(rezipped(path, lie=8))
+    path.write_bytes(rezipped(save({"a": W})).read_bytes() + b"PK\5\6" + bytes(18))
+    assert "list of the archive's entries is damaged" in refused(path)
+
+
+@pytest.mark.parametrize("site", ["key", "ordered", "set"])
+def test_keys_that_take_for_ever_to_hash_are_refused(save, site):
+    """A tuple of the same tuple twice, 60 times: its hash would take 2^60 steps."""
+    start = {"key": b"\x80\x02}", "ordered": b"\x80\x02ccollections\nOrderedDict\n)R", "set": b"\x80\x04\x8f("}[site]
+    bomb = start + b")" + b"2\x86" * 60 + {"key": b"Ns.", "ordered": b"Ns.", "set": b"\x90."}[site]
+    path = save({"a": W})
+    with zipfile.ZipFile(path) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, bomb if name.endswith("data.pkl") else data)
+    assert "tuples inside tuples without end" in refused(path)
+
+
+def test_names_of_any_length_make_a_short_message(save):
+    assert len(refused(save({"a" * 10**7: "x"}))) < 5000
+    with pytest.raises(CheckpointError, match="has no entry 'x'") as caught:
+        path = save({"y" * 10**7: {"a": W}})
+        convert(path, path.with_suffix(".safetensors"), key="x")
+    assert len(str(caught.value)) < 5000
 
 
 # damaged files

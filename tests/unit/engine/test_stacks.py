@@ -5,7 +5,7 @@ import torch
 
 import epimer
 from dense import close
-from epimer.engine.batches import stacks
+from epimer.engine.batches import TOGETHER, batches, stacks
 from epimer.engine.merge import MergeWalk
 from epimer.geometry.subspace import BASIS_TOLERANCE, tagged, tagged_of_layers
 from epimer.methods.registry import describe_method
@@ -88,3 +88,22 @@ def test_models_of_weight_zero_and_other_shapes_are_not_stacked(layers):
     assert sorted(len(batch.jobs) for batch in stacks(plan.parts)) == [1, 2]
     plan = plan_of(base, models, [0.5, 0.5, 0.0])
     assert not any(batch.stacked for batch in stacks(plan.parts))
+
+
+class Counted:
+    """A job that counts how often its memory is asked for."""
+
+    asked = 0
+
+    @property
+    def memory(self):
+        Counted.asked += 1
+        return 100
+
+
+def test_small_jobs_are_grouped_in_time_proportional_to_their_number():
+    jobs = [Counted() for _ in range(100_000)]
+    grouped = list(batches(jobs))
+    assert [job for batch in grouped for job in batch.jobs] == jobs
+    assert [len(batch.jobs) for batch in grouped] == [TOGETHER // 100 + 1] + [100_000 - TOGETHER // 100 - 1]
+    assert Counted.asked <= 4 * len(jobs)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import epimer
+from epimer.errors import EpimerError
 
 pytest.importorskip("transformers")
 
@@ -88,3 +91,18 @@ def test_files_that_are_refused(tmp_path, text, words):
     (tmp_path / "suite.yaml").write_text(text)
     with pytest.raises(epimer.RecipeError, match=words):
         read_suite_file(tmp_path / "suite.yaml")
+
+
+@pytest.mark.parametrize("bad", ["a\\0b", "\\ud800", "~\\0"])
+@pytest.mark.parametrize("key", ["base", "model", "head", "test"])
+def test_names_that_no_file_can_have_are_refused_with_their_line(tmp_path, key, bad):
+    """JSON and YAML can write NUL and half characters, no file system can."""
+    data = {"test": bad if key == "test" else "rows.jsonl", "val": "other.jsonl", "text": "sentence", "label": "label"}
+    task = {"name": "a", "model": "one", "data": data, "task": "text-classification"}
+    task |= {key: bad} if key in ("model", "head") else {}
+    suite = {"base": bad if key == "base" else "base", "tasks": [task]}
+    (tmp_path / "suite.yaml").write_text(json.dumps(suite).replace("\\\\", "\\"))
+    with pytest.raises(EpimerError) as caught:
+        read_suite_file(tmp_path / "suite.yaml")
+    assert "suite.yaml:1: " in str(caught.value)
+    assert "must be text without NUL and half characters" in str(caught.value)

@@ -1,6 +1,7 @@
 """Reading records: by content, from files and folders; what is wrong is said in a line that names the file."""
 
 import json
+import os
 import re
 
 import pytest
@@ -27,6 +28,16 @@ def test_a_folder_is_searched_one_level_deep_and_other_json_is_passed_over(tmp_p
     records = read_records([tmp_path / "run"])
     kinds = {source: type(record) for source, record in records.entries}
     assert kinds == {"performance.json": Performance, "merged/epimer.json": MergeRecord}
+
+
+def test_pipes_and_devices_in_a_folder_are_passed_over(tmp_path):
+    written(tmp_path / "sweep.json", found.sweep())
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    (tmp_path / "gone.json").symlink_to("nowhere")
+    assert [source for source, _ in read_records([tmp_path]).entries] == ["sweep.json"]
+    with pytest.raises(DataError, match="is larger than any record"):
+        read_records(["/dev/zero"])
 
 
 def test_every_kind_is_told_by_its_content(tmp_path):

@@ -1,15 +1,18 @@
 """Data in files and folders: which rows are found, what they are called, and what is said when they are not right."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from random import Random
 
+import numpy as np
 import pytest
 
 from epimer.errors import DataError
 from epimer.tasks import tables
+from epimer.tasks.audio import read_recording
 from epimer.tasks.data import choose, open_data
 
 pa = pytest.importorskip("pyarrow")
@@ -191,8 +194,8 @@ def test_images_in_parquet_and_beside_a_table(tmp_path):
 
 def test_images_in_shards(tmp_path):
     for shard, colour in enumerate([(1, 2, 3), (4, 5, 6)]):
-        write_image(tmp_path / f"s{shard}" / "1.png", colour)
-        rows = [{"image": f"../s{shard}/1.png"}]
+        write_image(tmp_path / "d" / "pictures" / f"{shard}.png", colour)
+        rows = [{"image": f"pictures/{shard}.png"}]
         write_jsonl(tmp_path / "d" / f"train-0000{shard}-of-00002.jsonl", rows)
     table = open_data(str(tmp_path / "d"))
     assert [table.image(i, "image").getpixel((0, 0)) for i in range(2)] == [(1, 2, 3), (4, 5, 6)]
@@ -235,6 +238,70 @@ def test_images_that_cannot_be_decoded(pictures, tmp_path):
         table.image(0, "image")
     with pytest.raises(DataError, match=r"^d\.jsonl line 2 has no image in 'image': 3; expected a path"):
         table.image(1, "image")
+
+
+ROW_FILES = ["/dev/zero", "/etc/hostname", "../outside.png", "a/../../outside.png", "link.png", "pipe.png", "zero.png"]
+
+
+@pytest.mark.parametrize("named", ROW_FILES)
+def test_rows_name_regular_files_below_their_data_alone(tmp_path, named):
+    """A row that names another file would put a stranger's choice of this disk into a measurement, or wait for ever."""
+    write_image(tmp_path / "outside.png", "red")
+    folder = tmp_path / "data"
+    write_image(folder / "a" / "fine.png", "red")
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    (folder / "zero.png").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe.png")
+    table = open_data(str(write_jsonl(folder / "rows.jsonl", [{"image": "a/fine.png"}, {"image": named}])))
+    assert table.image(0, "image").size == (6, 4)
+    with pytest.raises(DataError, match=r"rows\.jsonl line 2: the image .* (does not lie in|is no regular file)"):
+        table.image(1, "image")
+    with pytest.raises(DataError, match="does not lie in|is no regular file"):
+        read_recording(table, 1, "image")
+
+
+def test_a_pipe_in_a_folder_of_data_is_not_waited_for(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    os.mkfifo(tmp_path / "train-2.jsonl")
+    assert "train-2.jsonl is no regular file" in fault(tmp_path)
+
+
+def test_images_of_more_pixels_than_memory_holds_are_refused(tmp_path):
+    """A PNG of one colour takes a thousandth of its pixels."""
+    write_image(tmp_path / "large.png", 0, size=(9000, 9000), mode="1")
+    assert (tmp_path / "large.png").stat().st_size < 100_000
+    table = open_data(str(write_jsonl(tmp_path / "rows.jsonl", [{"image": "large.png"}])))
+    with pytest.raises(DataError, match="9000 x 9000 pixels, above"):
+        table.image(0, "image")
+
+
+def test_no_other_program_is_run_for_an_image(tmp_path):
+    """Pillow has Ghostscript draw what is in PostScript, whatever the file is called."""
+    Image.new("RGB", (4, 4)).save(tmp_path / "drawing.eps")
+    (tmp_path / "drawing.eps").rename(tmp_path / "image.png")
+    table = open_data(str(write_jsonl(tmp_path / "rows.jsonl", [{"image": "image.png"}])))
+    with pytest.raises(DataError, match="is not an image that can be decoded"):
+        table.image(0, "image")
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_a_row_group_that_would_become_gigabytes_is_refused(tmp_path, dictionary):
+    """A text of a megabyte, two thousand times: it is stored once, or packed."""
+    array = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int16()), ["x" * (1 << 20)])
+    if not dictionary:
+        array = pa.array(["x" * (1 << 20)] * 1100)
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"text": array}), path, compression="zstd", use_dictionary=dictionary, store_schema=False)
+    assert path.stat().st_size < 300_000
+    assert "bytes or more, above 1073741824; write it with smaller ones" in fault(path)
+
+
+def test_more_rows_than_bytes_are_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    nothing = pa.array(np.zeros(10_000_000, np.int8))
+    parquet.write_table(pa.table({"label": nothing}), path, row_group_size=1 << 24)
+    assert path.stat().st_size < 50_000
+    assert "says that it has 10000000 rows" in fault(path)
 
 
 # --- the hub's layout ------------------------------------------------------------------------------------------------
