@@ -365,6 +365,29 @@ def test_an_option_with_a_bad_value(here, run, option, value, words):
     assert_refused(run("merge", "recipe.yaml", "out", option, value), words)
 
 
+@pytest.mark.parametrize("command", [["diagnose"], ["sweep", "--eval", "glyphs8"], ["basis", "basis", "--rank", "2"]])
+@pytest.mark.parametrize(("device", "words"), [("cuda:99", "cannot be used here"), ("meta", "it has no data")])
+def test_every_command_that_computes_takes_a_device(here, run, command, device, words):
+    write_recipe(merge_method="epimer_free")
+    name, *rest = command
+    assert_refused(run(name, "recipe.yaml", *rest, "--device", device), f"device '{device}' cannot be used", words)
+    assert not Path("basis").exists()
+
+
+@pytest.mark.parametrize("command", ["diagnose", "basis"])
+def test_a_device_that_is_there_is_used(here, run, command):
+    write_recipe(merge_method="epimer_free")
+    for name in ("default", "cpu"):
+        out = ["--json", f"{name}.json"] if command == "diagnose" else [name, "--rank", "2"]
+        assert run(command, "recipe.yaml", *out, "-q", *(["--device", "cpu"] if name == "cpu" else [])).code == 0
+    files = (
+        ("default.json", "cpu.json")
+        if command == "diagnose"
+        else ("default/basis.safetensors", "cpu/basis.safetensors")
+    )
+    assert Path(files[0]).read_bytes() == Path(files[1]).read_bytes()
+
+
 def test_too_little_memory_says_how_much_is_needed(here, run):
     line = assert_refused(run("merge", "recipe.yaml", "out", "--max-memory", "1MB"), "give ")
     enough = re.search(r"give ([0-9.]+)GB", line)

@@ -6,6 +6,7 @@ Divergences are computed anew, text by text, by transformers.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 import yaml
 
 import epimer
+from epimer.engine.options import ENGINES
+from epimer.engine.threads import Threads
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,6 +108,76 @@ def test_the_scale_is_chosen_by_kept_inputs(made, here):
     same = Path(f"at-{scale}", "model.safetensors").read_bytes()
     assert Path("out", "model.safetensors").read_bytes() == same
     assert record(f"at-{scale}").get("unlabelled") is None
+
+
+CHOICES = {
+    "scale": {"scale": "auto"},
+    "method": {"merge_method": "auto"},
+    "suite": {"scale": "auto", "eval": "suite.yaml"},
+    "rounds": {"rounds": 1},
+    "refine": {"refine": 1},
+}
+
+
+@pytest.fixture
+def threads_seen() -> Iterator[list[int]]:
+    """Return torch's number of threads at every call of a network, as long as the test runs."""
+    seen: list[int] = []
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    yield seen
+    hook.remove()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_threads_reach_the_networks_that_choose(made, here, threads_seen, choice):
+    recipe, before = write(made, **CHOICES[choice]), torch.get_num_threads()
+    done("merge", recipe, "three", "--threads", 3)
+    assert set(threads_seen) == {3}
+    threads_seen.clear()
+    done("merge", recipe, "six", "--threads", 3, "--workers", 2)
+    assert set(threads_seen) == {6}
+    assert torch.get_num_threads() == before
+
+
+def test_threads_of_a_sweep_are_its_workers(made, here, threads_seen):
+    done("sweep", write(made), "--methods", "average", "--scale", "1", "--workers", 3)
+    assert set(threads_seen) == {3}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--device", "cuda:99", "device 'cuda:99' cannot be used here"),
+        ("--device", "meta", "device 'meta' cannot be used: it has no data"),
+        ("--max-memory", "1MB", "max_memory of 0.00 GB is too little"),
+        ("--threads", "0", "The 'threads' parameter must be an integer at least 1."),
+        ("--engine", "cluster", "There is no engine 'cluster'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_anything_is_chosen(
+    made, here, threads_seen, choice, option, value, words
+):
+    assert_refused(run("merge", write(made, **CHOICES[choice]), "out", option, value), words)
+    assert threads_seen == []
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_merge_while_choosing_has_the_engine_and_its_limits(made, here, monkeypatch, choice):
+    started = []
+
+    class Noted(Threads):
+        def __init__(self, devices, *, threads=1, memory=None):
+            started.append((len(devices), threads, memory))
+            super().__init__(devices, threads=threads, memory=memory)
+
+    monkeypatch.setitem(ENGINES, "noted", Noted)
+    options = ["--engine", "noted", "--workers", 3, "--threads", 2, "--max-memory", "3GB"]
+    done("merge", write(made, **CHOICES[choice]), "out", *options)
+    assert len(started) > 1
+    assert {(workers, threads) for workers, threads, _ in started} == {(3, 2)}
+    assert max(memory for _, _, memory in started) < 3e9
 
 
 def test_rounds_and_steps_are_merged_written_and_told(made, here):

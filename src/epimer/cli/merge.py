@@ -89,7 +89,7 @@ def merge(
             return plan_merge(
                 loaded,
                 folder=step.folder,
-                progress=progress,
+                run=run,
                 any_curvature=any_curvature,
                 download=not dry_run,
                 before_download=_print_downloads if progress else lambda files: None,

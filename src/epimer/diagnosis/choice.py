@@ -37,7 +37,7 @@ INPUTS = "inputs without labels"
 """what an evaluation by the inputs that were kept with curvature is called"""
 
 
-def judge_of(recipe: Recipe, folder: Path | None, *, progress: bool) -> Evaluate | None:
+def judge_of(recipe: Recipe, folder: Path | None, run: RunOptions) -> Evaluate | None:
     """Return what a recipe's `eval` names, where something is to be chosen by it."""
     if not recipe.auto or recipe.eval is None:
         return None
@@ -46,15 +46,16 @@ def judge_of(recipe: Recipe, folder: Path | None, *, progress: bool) -> Evaluate
             f"'eval: {recipe.eval}' names Python code, which a recipe may not run; "
             f"use `epimer sweep --eval {recipe.eval}`."
         )
-    return evaluator(recipe.eval, folder, count=len(recipe.models), progress=progress)
+    device = str(run.network_device)
+    return evaluator(recipe.eval, folder, count=len(recipe.models), device=device, progress=run.progress)
 
 
-def inputs_of(recipe: Recipe, opened: OpenedModels, folder: Path | None) -> Suite | None:
+def inputs_of(recipe: Recipe, opened: OpenedModels, folder: Path | None, run: RunOptions) -> Suite | None:
     """Return the recipe's tasks on the inputs that were kept with their curvature; None where there are not any."""
     if not opened.curvatures or len(opened.curvatures) != len(recipe.models):
         return None
     models = [locate(entry.model, folder) for entry in recipe.models]
-    return suite_of_inputs(models, opened.participants, opened.curvatures)
+    return suite_of_inputs(models, opened.participants, opened.curvatures, device=str(run.network_device))
 
 
 def scaled_in_rounds(recipe: Recipe) -> bool:
@@ -74,13 +75,13 @@ def choose_and_plan(recipe: Recipe, opened: OpenedModels, folder: Path | None, r
         run: where and within which limits.
     """
     again = recipe.rounds or recipe.refine
-    inputs = inputs_of(recipe, opened, folder) if again or (recipe.auto and recipe.eval is None) else None
+    inputs = inputs_of(recipe, opened, folder, run) if again or (recipe.auto and recipe.eval is None) else None
     if again and inputs is None:
         raise RecipeError(
             "'rounds' and 'refine' need the inputs that curvature was measured on; measure it for every model with "
             "`epimer curvature`, which keeps them, and name the folders under 'curvature'."
         )
-    judge = judge_of(recipe, folder, progress=run.progress) or (by_agreement(inputs) if inputs else None)
+    judge = judge_of(recipe, folder, run) or (by_agreement(inputs) if inputs else None)
     chosen, why = resolve(recipe, opened, judge, run)
     if again and inputs is not None:
         plan = improved_plan(recipe, chosen, opened, inputs, run)
