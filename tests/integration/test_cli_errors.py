@@ -703,8 +703,10 @@ def test_merge_prints_json(here, run):
     for name, tensor in found["tensors"].items():
         assert (tensor["eta"] is None) is (name not in MATRICES)
         assert tensor["eta"] == pytest.approx(expected.tensors[name].eta)
-    assert found["timings"].keys() == {"prepass", "merge", "total"}
-    assert found["timings"]["total"] >= found["timings"]["merge"] > 0
+    parts = {"start", "plan", "prepass", "merge", "write"}
+    assert found["timings"].keys() == parts | {"total"}
+    assert found["timings"]["total"] == pytest.approx(sum(found["timings"][part] for part in parts))
+    assert all(found["timings"][part] > 0 for part in parts)
     assert found["peak_memory"] > 10_000_000
     assert found["files"]["model.safetensors"] == Path("out/model.safetensors").stat().st_size
     lasting = json.loads(Path("out/epimer.json").read_text())

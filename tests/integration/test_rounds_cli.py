@@ -6,6 +6,8 @@ Divergences are computed anew, text by text, by transformers.
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import yaml
 
 import epimer
+from epimer.cli.app import STARTED
 from epimer.engine.options import ENGINES
 from epimer.engine.threads import Threads
 
@@ -58,6 +61,13 @@ def made(tmp_path_factory) -> Path:
 def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def assert_refused_line(*arguments: object) -> str:
+    """Run a command that must be refused; return what it says."""
+    ran = run(*arguments)
+    assert_refused(ran)
+    return ran.err
 
 
 def write(made: Path, curvature: str | None = "curvature", **changes: Any) -> Path:
@@ -180,6 +190,41 @@ def test_every_merge_while_choosing_has_the_engine_and_its_limits(made, here, mo
     assert max(memory for _, _, memory in started) < 3e9
 
 
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_time_is_that_of_the_whole_command(made, here, choice):
+    recipe, began = write(made, **CHOICES[choice]), time.perf_counter()
+    starting = began - STARTED  # of this process, which runs many commands
+    said = done("merge", recipe, "out", "--record", "record.json")
+    took = time.perf_counter() - began
+    timings = json.loads(Path("record.json").read_text())["timings"]
+    total, parts = timings.pop("total"), {"start", "plan", "choose", "prepass", "merge", "write"}
+    assert timings.keys() == parts | ({"measure"} if choice in ("rounds", "refine") else set())
+    assert sum(timings.values()) == pytest.approx(total)
+    assert 0.9 * took - 0.3 < total - starting < took + 0.01
+    assert min(timings.values()) > 0
+    assert f" in {total:.1f} s (starting {timings['start']:.1f}, " in said
+    assert f"choosing {timings['choose']:.1f}, " in said
+    assert "timings" not in record("out")
+
+
+def test_networks_that_do_not_fit_are_refused_before_anything_is_chosen(made, here, threads_seen):
+    """Every tensor fits: what comes on top are networks, their inputs and copies of the model."""
+    plain = float(re.search(r"give ([0-9.]+)GB", run("merge", write(made), "out", "--max-memory", "1MB").err)[1])
+    asked = assert_refused_line("merge", write(made, scale="auto"), "out", "--max-memory", "1MB")
+    assert "'comparing merges by inputs' needs 0.0" in asked
+    assert float(re.search(r"give ([0-9.]+)GB", asked)[1]) >= plain - 0.05
+    assert threads_seen == []
+
+
+def test_the_record_says_which_inputs_were_used_for_what(made, here):
+    done("merge", write(made, scale="auto", rounds=1, refine=1), "out", "-q")
+    assert record("out")["inputs"] == {"scale": 24, "curvature": 24, "steps": 24, "validation": 8}
+    done("merge", write(made, scale="auto"), "scaled", "-q")
+    assert record("scaled")["inputs"] == {"scale": 24}
+    done("merge", write(made), "plain", "-q")
+    assert "inputs" not in record("plain")
+
+
 def test_rounds_and_steps_are_merged_written_and_told(made, here):
     rough = {"scale": "auto", "parameters": {"rank": 1, "anchor": "tsv"}}  # a merge that steps can help
     recipe = write(made, **rough, rounds=1, refine=2)
@@ -187,7 +232,7 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
     found = record("out")
     scale, (first, round_1, steps) = found["parameters"]["scale"], found["choices"]
     assert found["unlabelled"] == SAMPLES
-    assert first == f"scale {scale:g}, by {SAMPLES} inputs per task without labels"
+    assert first == f"scale {scale:g}, by 24 inputs per task without labels"
     assert all(choice.rstrip(".") in said for choice in found["choices"])
     assert "auto took" not in said  # every round chose: there is one scale, and it is said once
     assert "rounds: 1" in found["recipe"]
@@ -200,10 +245,10 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
     assert round_1 in record("round")["choices"]
     assert ("given up" in round_1) == (after == before)
     if "given up" not in round_1:
-        assert round_1.endswith(f"divergence on held-out inputs {1 - before:.4f} -> {1 - after:.4f}.")
+        assert round_1.endswith(f"divergence on validation inputs {1 - before:.4f} -> {1 - after:.4f}.")
         assert after > before
     unrefined, refined = (by_hand(made, out, "test")[1] for out in ("round", "out"))
-    assert steps == f"2 natural-gradient steps: KL on held-out inputs {unrefined:.4f} -> {refined:.4f}."
+    assert steps == f"2 natural-gradient steps: KL on validation inputs {unrefined:.4f} -> {refined:.4f}."
     assert refined < unrefined
 
     model = transformers.BertModel.from_pretrained("out")
@@ -225,7 +270,7 @@ def test_what_was_refined_without_curvature_is_of_its_inputs_too(made, here, met
     said = done("merge", write(made, "diagonal", merge_method=method, refine=1, parameters=rank), "out")
     assert "is ignored" not in said
     assert record("out")["unlabelled"] == SAMPLES
-    helped, idle = "1 natural-gradient step: KL on held-out inputs ", "no natural-gradient step helped."
+    helped, idle = "1 natural-gradient step: KL on validation inputs ", "no natural-gradient step helped."
     assert record("out")["choices"][-1].startswith(helped if method == "tsv" else (helped, idle))
     assert len(record("out")["choices"]) == (1 if method == "tsv" else 2)
     again = write(made, "diagonal", merge_method=method, refine=1, parameters=rank)

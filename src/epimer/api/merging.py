@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +109,17 @@ def plan_merge(
     `before_download` with the files and their bytes. Without `download` they stay there, unless something is chosen.
     `run` says where and within which limits `auto` is chosen; by default on the CPU.
     """
+    started = time.perf_counter()
     run = run or RunOptions()
     progress = run.progress
+
+    def timed(plan: Plan, opening: float | None = None) -> Plan:
+        """Return the plan with the seconds that went into it: `opening` of them, or all, opened and planned."""
+        spent = time.perf_counter() - started
+        measuring = plan.timings.get("measure", 0.0)
+        chosen = {} if opening is None else {"choose": spent - opening - measuring}
+        return replace(plan, timings={"plan": spent if opening is None else opening, **chosen, **plan.timings})
+
     loaded, folder = open_recipe(recipe, folder, compat)
     chosen = loaded.auto or loaded.rounds or loaded.refine
     if not chosen:
@@ -116,15 +127,16 @@ def plan_merge(
         plan = plan_adapter(plan_recipe(loaded, opened))
         downloads = opened.participants.downloads
         if plan.problems or not downloads or not download:
-            return plan
+            return timed(plan)
         before_download(downloads)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if not chosen:
-        return plan_adapter(plan_recipe(loaded, opened))
+        return timed(plan_adapter(plan_recipe(loaded, opened)))
+    opening = time.perf_counter() - started
     from epimer.diagnosis.choice import choose_and_plan
 
     with torch_threads(run.network_threads):
-        return choose_and_plan(loaded, opened, folder, run)
+        return timed(choose_and_plan(loaded, opened, folder, run), opening)
 
 
 def extract_lora(

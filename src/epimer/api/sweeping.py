@@ -69,8 +69,8 @@ def sweep(
         address: of the Ray cluster; by default RAY_ADDRESS, or Ray is started on this machine.
         progress: show bars on a terminal.
         workers: tensors merged at the same time, and threads of the networks; by default one per core.
-        max_memory: most memory for merging, as "3GB"; by default four fifths of what is free. What the evaluation takes
-            comes on top.
+        max_memory: most memory for merging, as "3GB"; by default four fifths of what is free. What an evaluation other
+            than by kept inputs takes comes on top.
         found: called with the result before the best merge is written, which thus is the last to appear.
     """
     from epimer.diagnosis.choice import INPUTS, inputs_of
@@ -84,7 +84,7 @@ def sweep(
         place = Path(keep_best).expanduser().absolute()
         recover(place)
         check_output(place, opened.participants, overwrite=overwrite)
-    inputs = inputs_of(loaded, opened, folder, run) if evaluation is None else None
+    inputs, held = inputs_of(loaded, opened, folder, run) if evaluation is None else (None, 0)
     if evaluation is None and inputs is None:
         raise RecipeError(
             "a sweep needs something to compare merges by: --eval, or curvature of every model that kept its inputs."
@@ -103,6 +103,7 @@ def sweep(
             ranks=ranks,
             evaluation=evaluation or INPUTS,
             run=run,
+            held=held,
         )
     found(result)
     if keep_best is not None:

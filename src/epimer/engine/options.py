@@ -55,7 +55,7 @@ class RunOptions:
 
     @property
     def network_threads(self) -> int:
-        """torch's threads while a network runs alone: those of all workers together, or as many as torch has."""
+        """The threads that torch has while a network runs alone: those of all workers together, or its usual number."""
         worker_devices("cpu", self.workers, self.threads)  # refuses numbers that cannot be
         if self.workers is None and self.threads == 1:
             return torch.get_num_threads()

@@ -175,7 +175,7 @@ def by_function(text: str, function: Callable[..., Any]) -> Evaluate:
     takes_split = _required_arguments(function) > 1
 
     def evaluate(state: State, split: str) -> SplitScores:
-        result = one_line_errors(text)(function)(*((state, split) if takes_split else (state,)))
+        result = one_line_errors(text)(function)(*((dict(state), split) if takes_split else (dict(state),)))
         if not isinstance(result, Mapping) or not result:
             raise ParameterError(f"{text} returned {type(result).__name__}, expected a mapping from task to score.")
         scores = {}
