@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
+
+
+class Stopwatch:
+    """Adds up the seconds that the blocks `with stopwatch:` take."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._started
 
 
 class Progress:

@@ -401,6 +401,29 @@ def test_an_option_with_a_bad_value(here, run, option, value, words):
     assert_refused(run("merge", "recipe.yaml", "out", option, value), words)
 
 
+@pytest.mark.parametrize("command", [["diagnose"], ["sweep", "--eval", "glyphs8"], ["basis", "basis", "--rank", "2"]])
+@pytest.mark.parametrize(("device", "words"), [("cuda:99", "cannot be used here"), ("meta", "it has no data")])
+def test_every_command_that_computes_takes_a_device(here, run, command, device, words):
+    write_recipe(merge_method="epimer_free")
+    name, *rest = command
+    assert_refused(run(name, "recipe.yaml", *rest, "--device", device), f"device '{device}' cannot be used", words)
+    assert not Path("basis").exists()
+
+
+@pytest.mark.parametrize("command", ["diagnose", "basis"])
+def test_a_device_that_is_there_is_used(here, run, command):
+    write_recipe(merge_method="epimer_free")
+    for name in ("default", "cpu"):
+        out = ["--json", f"{name}.json"] if command == "diagnose" else [name, "--rank", "2"]
+        assert run(command, "recipe.yaml", *out, "-q", *(["--device", "cpu"] if name == "cpu" else [])).code == 0
+    files = (
+        ("default.json", "cpu.json")
+        if command == "diagnose"
+        else ("default/basis.safetensors", "cpu/basis.safetensors")
+    )
+    assert Path(files[0]).read_bytes() == Path(files[1]).read_bytes()
+
+
 def test_too_little_memory_says_how_much_is_needed(here, run):
     line = assert_refused(run("merge", "recipe.yaml", "out", "--max-memory", "1MB"), "give ")
     enough = re.search(r"give ([0-9.]+)GB", line)
@@ -748,8 +771,10 @@ def test_merge_prints_json(here, run):
     for name, tensor in found["tensors"].items():
         assert (tensor["eta"] is None) is (name not in MATRICES)
         assert tensor["eta"] == pytest.approx(expected.tensors[name].eta)
-    assert found["timings"].keys() == {"prepass", "merge", "total"}
-    assert found["timings"]["total"] >= found["timings"]["merge"] > 0
+    parts = {"start", "plan", "prepass", "merge", "write"}
+    assert found["timings"].keys() == parts | {"total"}
+    assert found["timings"]["total"] == pytest.approx(sum(found["timings"][part] for part in parts))
+    assert all(found["timings"][part] > 0 for part in parts)
     assert found["peak_memory"] > 10_000_000
     assert found["files"]["model.safetensors"] == Path("out/model.safetensors").stat().st_size
     lasting = json.loads(Path("out/epimer.json").read_text())

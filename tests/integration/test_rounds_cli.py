@@ -6,6 +6,9 @@ Divergences are computed anew, text by text, by transformers.
 from __future__ import annotations
 
 import json
+import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,9 @@ import torch
 import yaml
 
 import epimer
+from epimer.cli.app import STARTED
+from epimer.engine.options import ENGINES
+from epimer.engine.threads import Threads
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,6 +61,13 @@ def made(tmp_path_factory) -> Path:
 def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def assert_refused_line(*arguments: object) -> str:
+    """Run a command that must be refused; return what it says."""
+    ran = run(*arguments)
+    assert_refused(ran)
+    return ran.err
 
 
 def write(made: Path, curvature: str | None = "curvature", **changes: Any) -> Path:
@@ -107,6 +120,111 @@ def test_the_scale_is_chosen_by_kept_inputs(made, here):
     assert record(f"at-{scale}").get("unlabelled") is None
 
 
+CHOICES = {
+    "scale": {"scale": "auto"},
+    "method": {"merge_method": "auto"},
+    "suite": {"scale": "auto", "eval": "suite.yaml"},
+    "rounds": {"rounds": 1},
+    "refine": {"refine": 1},
+}
+
+
+@pytest.fixture
+def threads_seen() -> Iterator[list[int]]:
+    """Return torch's number of threads at every call of a network, as long as the test runs."""
+    seen: list[int] = []
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    yield seen
+    hook.remove()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_threads_reach_the_networks_that_choose(made, here, threads_seen, choice):
+    recipe, before = write(made, **CHOICES[choice]), torch.get_num_threads()
+    done("merge", recipe, "three", "--threads", 3)
+    assert set(threads_seen) == {3}
+    threads_seen.clear()
+    done("merge", recipe, "six", "--threads", 3, "--workers", 2)
+    assert set(threads_seen) == {6}
+    assert torch.get_num_threads() == before
+
+
+def test_threads_of_a_sweep_are_its_workers(made, here, threads_seen):
+    done("sweep", write(made), "--methods", "average", "--scale", "1", "--workers", 3)
+    assert set(threads_seen) == {3}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--device", "cuda:99", "device 'cuda:99' cannot be used here"),
+        ("--device", "meta", "device 'meta' cannot be used: it has no data"),
+        ("--max-memory", "1MB", "max_memory of 0.00 GB is too little"),
+        ("--threads", "0", "The 'threads' parameter must be an integer at least 1."),
+        ("--engine", "cluster", "There is no engine 'cluster'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_anything_is_chosen(
+    made, here, threads_seen, choice, option, value, words
+):
+    assert_refused(run("merge", write(made, **CHOICES[choice]), "out", option, value), words)
+    assert threads_seen == []
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_merge_while_choosing_has_the_engine_and_its_limits(made, here, monkeypatch, choice):
+    started = []
+
+    class Noted(Threads):
+        def __init__(self, devices, *, threads=1, memory=None):
+            started.append((len(devices), threads, memory))
+            super().__init__(devices, threads=threads, memory=memory)
+
+    monkeypatch.setitem(ENGINES, "noted", Noted)
+    options = ["--engine", "noted", "--workers", 3, "--threads", 2, "--max-memory", "3GB"]
+    done("merge", write(made, **CHOICES[choice]), "out", *options)
+    assert len(started) > 1
+    assert {(workers, threads) for workers, threads, _ in started} == {(3, 2)}
+    assert max(memory for _, _, memory in started) < 3e9
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_time_is_that_of_the_whole_command(made, here, choice):
+    recipe, began = write(made, **CHOICES[choice]), time.perf_counter()
+    starting = began - STARTED  # of this process, which runs many commands
+    said = done("merge", recipe, "out", "--record", "record.json")
+    took = time.perf_counter() - began
+    timings = json.loads(Path("record.json").read_text())["timings"]
+    total, parts = timings.pop("total"), {"start", "plan", "choose", "prepass", "merge", "write"}
+    assert timings.keys() == parts | ({"measure"} if choice in ("rounds", "refine") else set())
+    assert sum(timings.values()) == pytest.approx(total)
+    assert 0.9 * took - 0.3 < total - starting < took + 0.01
+    assert min(timings.values()) > 0
+    assert f" in {total:.1f} s (starting {timings['start']:.1f}, " in said
+    assert f"choosing {timings['choose']:.1f}, " in said
+    assert "timings" not in record("out")
+
+
+def test_networks_that_do_not_fit_are_refused_before_anything_is_chosen(made, here, threads_seen):
+    """Every tensor fits: what comes on top are networks, their inputs and copies of the model."""
+    plain = float(re.search(r"give ([0-9.]+)GB", run("merge", write(made), "out", "--max-memory", "1MB").err)[1])
+    asked = assert_refused_line("merge", write(made, scale="auto"), "out", "--max-memory", "1MB")
+    assert "'comparing merges by inputs' needs 0.0" in asked
+    assert float(re.search(r"give ([0-9.]+)GB", asked)[1]) >= plain - 0.05
+    assert threads_seen == []
+
+
+def test_the_record_says_which_inputs_were_used_for_what(made, here):
+    done("merge", write(made, scale="auto", rounds=1, refine=1), "out", "-q")
+    assert record("out")["inputs"] == {"scale": 24, "curvature": 24, "steps": 24, "validation": 8}
+    done("merge", write(made, scale="auto"), "scaled", "-q")
+    assert record("scaled")["inputs"] == {"scale": 24}
+    done("merge", write(made), "plain", "-q")
+    assert "inputs" not in record("plain")
+
+
 def test_rounds_and_steps_are_merged_written_and_told(made, here):
     rough = {"scale": "auto", "parameters": {"rank": 1, "anchor": "tsv"}}  # a merge that steps can help
     recipe = write(made, **rough, rounds=1, refine=2)
@@ -114,7 +232,7 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
     found = record("out")
     scale, (first, round_1, steps) = found["parameters"]["scale"], found["choices"]
     assert found["unlabelled"] == SAMPLES
-    assert first == f"scale {scale:g}, by {SAMPLES} inputs per task without labels"
+    assert first == f"scale {scale:g}, by 24 inputs per task without labels"
     assert all(choice.rstrip(".") in said for choice in found["choices"])
     assert "auto took" not in said  # every round chose: there is one scale, and it is said once
     assert "rounds: 1" in found["recipe"]
@@ -127,10 +245,10 @@ def test_rounds_and_steps_are_merged_written_and_told(made, here):
     assert round_1 in record("round")["choices"]
     assert ("given up" in round_1) == (after == before)
     if "given up" not in round_1:
-        assert round_1.endswith(f"divergence on held-out inputs {1 - before:.4f} -> {1 - after:.4f}.")
+        assert round_1.endswith(f"divergence on validation inputs {1 - before:.4f} -> {1 - after:.4f}.")
         assert after > before
     unrefined, refined = (by_hand(made, out, "test")[1] for out in ("round", "out"))
-    assert steps == f"2 natural-gradient steps: KL on held-out inputs {unrefined:.4f} -> {refined:.4f}."
+    assert steps == f"2 natural-gradient steps: KL on validation inputs {unrefined:.4f} -> {refined:.4f}."
     assert refined < unrefined
 
     model = transformers.BertModel.from_pretrained("out")
@@ -152,7 +270,7 @@ def test_what_was_refined_without_curvature_is_of_its_inputs_too(made, here, met
     said = done("merge", write(made, "diagonal", merge_method=method, refine=1, parameters=rank), "out")
     assert "is ignored" not in said
     assert record("out")["unlabelled"] == SAMPLES
-    helped, idle = "1 natural-gradient step: KL on held-out inputs ", "no natural-gradient step helped."
+    helped, idle = "1 natural-gradient step: KL on validation inputs ", "no natural-gradient step helped."
     assert record("out")["choices"][-1].startswith(helped if method == "tsv" else (helped, idle))
     assert len(record("out")["choices"]) == (1 if method == "tsv" else 2)
     again = write(made, "diagonal", merge_method=method, refine=1, parameters=rank)

@@ -51,6 +51,7 @@ def make_basis(
     kind: str | None = None,
     rank: int | None = None,
     overwrite: bool = False,
+    device: str = "auto",
     progress: bool = True,
     workers: int | None = None,
     max_memory: str | int | None = None,
@@ -63,6 +64,7 @@ def make_basis(
         kind: tagged or tensor; by default what the recipe's method takes.
         rank: directions per task; by default what the recipe says.
         overwrite: replace a basis folder.
+        device: cpu, cuda, cuda:N, or auto for every GPU there is, else the CPU.
         progress: show a bar on a terminal.
         workers: matrices worked on at the same time; by default one per core.
         max_memory: most memory to use, as "3GB"; by default four fifths of what is free.
@@ -73,7 +75,7 @@ def make_basis(
     chosen, size = basis_settings(loaded, kind, rank)
     participants = open_models(loaded, folder=folder, progress=progress, measured=False).participants
     with Progress(progress) as bar, torch.no_grad():
-        run = RunOptions(workers=workers, max_memory=max_memory)
+        run = RunOptions(device, workers, max_memory=max_memory)
         bases = build_bases(
             participants, loaded.rules, rank=size, kind=chosen, weights=loaded.weights, run=run, progress=bar
         )

@@ -28,6 +28,7 @@ def diagnose(
     rank: int | None = None,
     methods: Sequence[str] | None = None,
     damping: float = 1e-2,
+    device: str = "auto",
     engine: str = "local",
     address: str | None = None,
     progress: bool = True,
@@ -44,6 +45,7 @@ def diagnose(
         methods: merges to forecast, by name; by default average, tsv, epimer_free, those that use this curvature, and
             the recipe's own.
         damping: added to each projected curvature of mean diagonal 1.
+        device: cpu, cuda, cuda:N, or auto for every GPU there is, else the CPU.
         engine: local, or ray for a cluster whose machines share a disk (docs/cluster.md).
         address: of the Ray cluster; by default RAY_ADDRESS, or Ray is started on this machine.
         progress: show a bar on a terminal.
@@ -54,7 +56,7 @@ def diagnose(
     """
     from epimer.diagnosis.diagnose import diagnose_recipe
 
-    run = RunOptions(workers=workers, max_memory=max_memory, progress=progress, engine=engine, address=address)
+    run = RunOptions(device, workers, 1, max_memory, progress, engine, address)
     loaded, folder = open_recipe(recipe, folder)
     if loaded.base_model is None:
         raise ParameterError("a diagnosis is of task vectors, so the recipe needs a base_model.")

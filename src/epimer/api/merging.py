@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from epimer.engine.in_memory import MergedState, merge_in_memory
 from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.output import merge_record, warn_of
 from epimer.engine.store_output import write_output
-from epimer.engine.threads import check_device
+from epimer.engine.threads import check_device, torch_threads
 from epimer.errors import EpimerWarning, TensorError, warn
 from epimer.geometry.metric import Metric
 from epimer.methods.registry import compatible_method, default_method
@@ -82,7 +84,7 @@ def merge(
     run = RunOptions(device, workers, threads, max_memory, progress, engine, address)
     for step in merge_steps(recipe, out, intermediate, folder, compat):
         loaded = with_non_finite(step.recipe, non_finite)
-        plan = plan_merge(loaded, folder=step.folder, progress=progress, any_curvature=any_curvature)
+        plan = plan_merge(loaded, folder=step.folder, run=run, any_curvature=any_curvature)
         how: dict[str, Any] = {"max_shard_size": max_shard_size, "copy_code": copy_code, "hash_inputs": hash_inputs}
         record = write_output(plan, step.out, run, overwrite=overwrite, **how)
         for note in plan.notes:
@@ -95,7 +97,7 @@ def plan_merge(
     recipe: RecipeLike,
     *,
     folder: Path | None = None,
-    progress: bool = False,
+    run: RunOptions | None = None,
     any_curvature: bool = False,
     compat: str | None = None,
     download: bool = True,
@@ -105,7 +107,19 @@ def plan_merge(
 
     Models on the hub are planned from their headers first, and downloaded where that shows no problem, after a call of
     `before_download` with the files and their bytes. Without `download` they stay there, unless something is chosen.
+    `run` says where and within which limits `auto` is chosen; by default on the CPU.
     """
+    started = time.perf_counter()
+    run = run or RunOptions()
+    progress = run.progress
+
+    def timed(plan: Plan, opening: float | None = None) -> Plan:
+        """Return the plan with the seconds that went into it: `opening` of them, or all, opened and planned."""
+        spent = time.perf_counter() - started
+        measuring = plan.timings.get("measure", 0.0)
+        chosen = {} if opening is None else {"choose": spent - opening - measuring}
+        return replace(plan, timings={"plan": spent if opening is None else opening, **chosen, **plan.timings})
+
     loaded, folder = open_recipe(recipe, folder, compat)
     chosen = loaded.auto or loaded.rounds or loaded.refine
     if not chosen:
@@ -113,14 +127,16 @@ def plan_merge(
         plan = plan_adapter(plan_recipe(loaded, opened))
         downloads = opened.participants.downloads
         if plan.problems or not downloads or not download:
-            return plan
+            return timed(plan)
         before_download(downloads)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if not chosen:
-        return plan_adapter(plan_recipe(loaded, opened))
+        return timed(plan_adapter(plan_recipe(loaded, opened)))
+    opening = time.perf_counter() - started
     from epimer.diagnosis.choice import choose_and_plan
 
-    return choose_and_plan(loaded, opened, folder, RunOptions(progress=progress))
+    with torch_threads(run.network_threads):
+        return timed(choose_and_plan(loaded, opened, folder, run), opening)
 
 
 def extract_lora(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from epimer.checkpoints.writer import recover
 from epimer.engine.options import RunOptions, in_memory
 from epimer.engine.output import check_output, warn_of
 from epimer.engine.store_output import write_folder
+from epimer.engine.threads import torch_threads
 from epimer.errors import RecipeError
 from epimer.geometry.metric import Metric
 from epimer.methods.registry import Method
@@ -43,6 +43,7 @@ def sweep(
     keep_best: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     any_curvature: bool = False,
+    device: str = "auto",
     engine: str = "local",
     address: str | None = None,
     progress: bool = True,
@@ -62,45 +63,51 @@ def sweep(
         keep_best: the folder to write the winner to.
         overwrite: replace a model folder that epimer made before.
         any_curvature: use curvature even where it was measured on another model.
+        device: of merges and of the networks that are compared: cpu, cuda, cuda:N, or auto for every GPU there is, else
+            the CPU.
         engine: local, or ray for a cluster whose machines share a disk (docs/cluster.md).
         address: of the Ray cluster; by default RAY_ADDRESS, or Ray is started on this machine.
         progress: show bars on a terminal.
-        workers: tensors merged at the same time; by default one per core.
-        max_memory: most memory for merging, as "3GB"; by default four fifths of what is free. What the evaluation takes
-            comes on top.
+        workers: tensors merged at the same time, and threads of the networks; by default one per core.
+        max_memory: most memory for merging, as "3GB"; by default four fifths of what is free. What an evaluation other
+            than by kept inputs takes comes on top.
         found: called with the result before the best merge is written, which thus is the last to appear.
     """
     from epimer.diagnosis.choice import INPUTS, inputs_of
     from epimer.diagnosis.sweep import sweep_recipe
     from epimer.evaluation.judges import by_agreement, evaluator
 
-    run = RunOptions(workers=workers, max_memory=max_memory, progress=progress, engine=engine, address=address)
+    run = RunOptions(device, workers, 1, max_memory, progress, engine, address)
     loaded, folder = open_recipe(recipe)
     opened = open_models(loaded, folder=folder, progress=progress, any_curvature=any_curvature)
     if keep_best is not None:  # before any work
         place = Path(keep_best).expanduser().absolute()
         recover(place)
         check_output(place, opened.participants, overwrite=overwrite)
-    inputs = inputs_of(loaded, opened, folder) if evaluation is None else None
+    inputs, held = inputs_of(loaded, opened, folder, run) if evaluation is None else (None, 0)
     if evaluation is None and inputs is None:
         raise RecipeError(
             "a sweep needs something to compare merges by: --eval, or curvature of every model that kept its inputs."
         )
-    judge = by_agreement(inputs) if inputs else evaluator(evaluation or "", folder, count=len(loaded.models))
-    result = sweep_recipe(
-        loaded,
-        opened,
-        judge,
-        methods=methods,
-        scales=scales,
-        ranks=ranks,
-        evaluation=evaluation or INPUTS,
-        run=run,
+    where = str(run.network_device)
+    judge = (
+        by_agreement(inputs) if inputs else evaluator(evaluation or "", folder, count=len(loaded.models), device=where)
     )
+    with torch_threads(run.network_threads):
+        result = sweep_recipe(
+            loaded,
+            opened,
+            judge,
+            methods=methods,
+            scales=scales,
+            ranks=ranks,
+            evaluation=evaluation or INPUTS,
+            run=run,
+            held=held,
+        )
     found(result)
     if keep_best is not None:
         best = loaded.settled(result.best.method, result.best.scale, result.best.rank)
-        run = replace(run, device="auto")
         plan = plan_adapter(plan_recipe(best, opened))
         warn_of(write_folder(plan, Path(keep_best), run, overwrite=overwrite))
     return result

@@ -16,6 +16,7 @@ def basis(
     out: Annotated[Path, argument("The basis folder to make.")],
     kind: Annotated[str | None, option("tagged or tensor.", default="what the recipe's method takes")] = None,
     rank: Annotated[int | None, option("Directions per task.", default="what the recipe says")] = None,
+    device: options.Device = "auto",
     max_memory: options.MaxMemory = None,
     plugin: options.Plugins = None,
     workers: options.Workers = None,
@@ -33,7 +34,7 @@ def basis(
     with stoppable("nothing was written"):
         result = make_basis(
             recipe, out, kind=kind, rank=rank, overwrite=overwrite, progress=not quiet,
-            workers=workers, max_memory=max_memory,
+            device=device, workers=workers, max_memory=max_memory,
         )  # fmt: skip
     if not quiet:
         total = render.size(sum(result.size(name) for name in result))

@@ -26,6 +26,7 @@ def diagnose(
         str | None, option("Merges to forecast, with commas.", default="average, tsv, epimer_free and more")
     ] = None,
     any_curvature: options.AnyCurvature = False,
+    device: options.Device = "auto",
     max_memory: options.MaxMemory = None,
     plugin: options.Plugins = None,
     workers: options.Workers = None,
@@ -48,7 +49,8 @@ def diagnose(
     with stoppable("nothing was written"):
         result = run(
             recipe, rank=rank, methods=split_commas(methods, str, "--methods"), any_curvature=any_curvature,
-            progress=not (quiet or as_json), max_memory=max_memory, workers=workers, engine=engine, address=address,
+            device=device, progress=not (quiet or as_json), max_memory=max_memory, workers=workers, engine=engine,
+            address=address,
         )  # fmt: skip
     if html is not None:
         from epimer.report.write import write_page

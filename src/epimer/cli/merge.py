@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,17 @@ from epimer.cli.mergekit_flags import MergeCommand
 from epimer.cli.options import argument, option
 from epimer.errors import EpimerError
 from epimer.records import MergeRecord
+
+WORK = {
+    "start": "starting",
+    "plan": "planning",
+    "choose": "choosing",
+    "measure": "measuring curvature",
+    "prepass": "looking at the whole model",
+    "merge": "merging",
+    "write": "writing",
+}
+"""part of `MergeRecord.timings` -> what to call it"""
 
 if TYPE_CHECKING:
     from epimer.engine.options import RunOptions
@@ -83,20 +95,22 @@ def merge(
     if push_to_hub is not None and not dry_run:
         _check_upload(out or "", push_to_hub)
     steps = merge_steps(recipe, out or "OUT", intermediate, compat=compat)
+    starting = time.perf_counter() - STARTED
 
     def plan_step(step: Step) -> Plan:
         loaded = with_non_finite(step.recipe, non_finite)
         if (lora or lora_rank is not None) and step is steps[-1]:
             loaded = loaded.as_lora(lora_rank)
         with stoppable("nothing was written"):
-            return plan_merge(
+            plan = plan_merge(
                 loaded,
                 folder=step.folder,
-                progress=progress,
+                run=run,
                 any_curvature=any_curvature,
                 download=not dry_run,
                 before_download=_print_downloads if progress else lambda files: None,
             )
+        return replace(plan, timings={"start": starting, **plan.timings}) if step is steps[0] else plan
 
     if dry_run:
         if as_json and len(steps) > 1:
@@ -187,7 +201,10 @@ def _print_result(record: MergeRecord, out: str, notes: Sequence[str]) -> None:
     if errors:
         render.print_text(f"LoRA: {len(errors)} layers, which leave out at most {max(errors):.3g} of a layer's change")
     written, peak = render.size(sum(record.files.values())), render.size(record.peak_memory or 0)
-    render.print_text(f"{written} in {record.timings['total']:.1f} s, peak memory {peak}")
+    parts = ", ".join(
+        f"{WORK[name]} {took:.1f}" for name, took in record.timings.items() if name in WORK and took > 0.05
+    )
+    render.print_text(f"{written} in {record.timings['total']:.1f} s ({parts}), peak memory {peak}")
     render.print_notes(notes)
 
 

@@ -35,6 +35,7 @@ def sweep(
     keep_best: Annotated[Path | None, option("Write the best merge to this model folder.")] = None,
     overwrite: options.Overwrite = False,
     any_curvature: options.AnyCurvature = False,
+    device: options.Device = "auto",
     max_memory: options.MaxMemory = None,
     plugin: options.Plugins = None,
     workers: options.Workers = None,
@@ -57,7 +58,8 @@ def sweep(
             recipe, evaluation, methods=split_commas(methods, str, "--methods"),
             scales=split_commas(scale, float, "--scale"), ranks=split_commas(rank, int, "--rank"),
             keep_best=keep_best, overwrite=overwrite, any_curvature=any_curvature,
-            progress=not (quiet or as_json), max_memory=max_memory, workers=workers, engine=engine, address=address,
+            device=device, progress=not (quiet or as_json), max_memory=max_memory, workers=workers, engine=engine,
+            address=address,
             found=lambda result: render.write_record(result.to_dict(), out),
         )  # fmt: skip
     render.output(result.to_dict(), lambda: _print_sweep(result, keep_best), file=None, as_json=as_json, quiet=quiet)

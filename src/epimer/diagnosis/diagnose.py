@@ -92,7 +92,8 @@ class DiagnosisWalk:
         layer = Layer(job.matrix, deltas, job.weights, metrics=metrics, basis=fixed, inputs=job.inputs)
         W0 = W0.to(like).reshape(like.shape)
         with named_failure(job.matrix, deltas, range(len(deltas))):
-            return examine(layer, W0, rank, self.question)
+            findings, sums = examine(layer, W0, rank, self.question)
+        return findings, sums.to(job.device)  # those of several devices are added
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ All of it comes from sums that add up over layers (`Sums`), so that a model is d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,17 @@ class Sums:
             one, two = getattr(self, name), getattr(other, name)
             total[name] = {k: value + two[k] for k, value in one.items() if k in two}
         return Sums(**total)
+
+    def to(self, device: torch.device) -> Sums:
+        """Return the sums with all tensors on a device."""
+        moved = {
+            part.name: {key: one.to(device) for key, one in value.items()}
+            if isinstance(value, dict)
+            else value.to(device)
+            for part in fields(self)
+            if isinstance(value := getattr(self, part.name), dict | Tensor)
+        }
+        return replace(self, **moved)
 
     def lost(self, method: str, scale: float = 1.0) -> Tensor:
         """Return the share of each task's gain that a merge is forecast to lose, at a multiple of its scale.

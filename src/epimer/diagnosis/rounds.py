@@ -1,13 +1,16 @@
 """What inputs without labels can do for a merge: choose its scale, measure curvature again at it, refine it.
 
-Every choice goes by the divergence from each task's own fine-tuned model (`by_agreement`): scales by three quarters of
-the inputs that curvature is measured on, rounds and steps by the held-out rest.
+Every choice goes by the divergence from each task's own fine-tuned model (`by_agreement`). Three quarters of the inputs
+fit: some of them choose scales, curvature at a merge is measured on all of them, and steps are computed from them. The
+last quarter, the validation inputs, judges rounds and steps and is used for nothing else. Curvature that was measured
+before, at the models, may have seen the validation inputs too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,14 +21,16 @@ from epimer.curvature.estimate import estimate_curvature
 from epimer.diagnosis.sweep import SCALES, climb
 from epimer.errors import CurvatureError
 from epimer.evaluation.divergence import Predictions, counted_logits
-from epimer.evaluation.judges import by_agreement
+from epimer.evaluation.judges import Evaluate, by_agreement
 from epimer.evaluation.suite import State, Suite, SuiteTask
 from epimer.geometry.kronecker import KroneckerSum
 from epimer.geometry.metric import Kronecker, Metric
+from epimer.progress import Stopwatch
 from epimer.tasks.batches import Batch
 
-FIT, HELD_OUT = "val", "test"
-"""the splits of `Suite.inputs_only`: what steps are computed from, and what they are judged by"""
+FIT, VALIDATION = "val", "test"
+"""the splits of `Suite.inputs_only`: what scales and steps come from, and what rounds and steps are judged by"""
+CHOOSING = 64  # inputs per task, at most, that choose a scale: every scale takes a pass of every network over them
 BATCH = 16  # samples in a batch when curvature and gradients are measured
 DAMPING = 10.0  # mean diagonals of curvature added to it in a natural-gradient step
 ITERATIONS = 30  # of conjugate gradients in such a step
@@ -47,6 +52,10 @@ class Improved:
     merged: State
     refined: dict[str, Tensor] | None = None
     """the merge after its natural-gradient steps, if there were any"""
+    inputs: dict[str, int] = field(default_factory=dict)
+    """inputs per task by their use, see `MergeRecord.inputs`"""
+    measuring: float = 0.0
+    """seconds in which curvature was measured"""
     notes: list[str] = field(default_factory=list)
 
 
@@ -71,28 +80,33 @@ def improve(
         curvatures: one per model, measured at the models themselves.
         weights: λ_t, for the steps.
         scale: None chooses it, anew in every round.
-        rounds: how often curvature is measured at the merge and the models are merged again under it; given up where
-            held-out inputs say that it does not help.
+        rounds: how often curvature is measured at the merge and the models are merged again under it; given up if
+            validation inputs say that it does not help.
         steps: natural-gradient steps, see `refine`.
         seed: of the labels that curvature is measured with.
         refinable: the tensors that steps may change; None: all that have curvature.
         progress: called with a line after everything that takes long.
     """
-    judge = by_agreement(suite)
+    judge, scale_judge = by_agreement(suite), judge_of_scales(suite)
+    watch = Stopwatch()
 
     def made(curvatures: Any) -> tuple[float, State, float]:
         at = merge_with(curvatures)
-        best = climb(lambda a: judge(at(a), FIT).order, SCALES) if scale is None else scale
-        merged = at(best)
+        best = climb_by_inputs(lambda a: scale_judge(at(a), FIT).order, SCALES) if scale is None else scale
+        merged = dict(at(best))
         progress(f"scale {best:g}")
-        return best, merged, judge(merged, HELD_OUT).order
+        return best, merged, judge(merged, VALIDATION).order if rounds else 0.0
+
+    def measured_at(merged: State) -> list[Curvature]:
+        with watch:
+            return measure_curvature(suite, [merged] * len(suite.tasks), seed=seed, split=FIT)
 
     chosen, merged, order = made(curvatures)
     notes, at_merge = [], None  # curvature at the merge, where a round that was given up measured it
     for number in range(1, rounds + 1):
-        measured = measure_curvature(suite, [merged] * len(suite.tasks), seed=seed)
+        measured = measured_at(merged)
         again = made(measured)
-        change = f"divergence on held-out inputs {1 - order:.4f} -> {1 - again[2]:.4f}"
+        change = f"divergence on validation inputs {1 - order:.4f} -> {1 - again[2]:.4f}"
         if again[2] <= order:
             notes.append(f"round {number} of measuring at the merge was given up: {change}.")
             at_merge = measured
@@ -102,23 +116,52 @@ def improve(
     refined = None
     if steps:
         names = merged.keys() if refinable is None else refinable
-        at_merge = at_merge or measure_curvature(suite, [merged] * len(suite.tasks), seed=seed)
+        at_merge = at_merge or measured_at(merged)
         local = [{name: metric for name, metric in each.items() if name in names} for each in at_merge]
         refined, divergences = refine(suite, merged, local, weights, steps, progress)
         taken = len(divergences) - 1
-        change = f"KL on held-out inputs {divergences[0]:.4f} -> {divergences[-1]:.4f}"
+        change = f"KL on validation inputs {divergences[0]:.4f} -> {divergences[-1]:.4f}"
         count = f"{taken} natural-gradient step{'s' if taken > 1 else ''}"
         notes.append(f"{count}: {change}." if taken else "no natural-gradient step helped.")
-    return Improved(chosen, curvatures, merged, refined, notes)
+    uses = {
+        "scale": (scale is None, scale_inputs(suite)),
+        "curvature": (rounds or steps, samples_of(suite, FIT)),
+        "steps": (steps, samples_of(suite, FIT)),
+        "validation": (rounds or steps, samples_of(suite, VALIDATION)),
+    }
+    inputs = {name: count for name, (used, count) in uses.items() if used}
+    return Improved(chosen, curvatures, merged, refined, inputs, watch.seconds, notes)
 
 
-def measure_curvature(suite: Suite, states: Sequence[State], kind: str = "kronecker", seed: int = 0) -> list[Curvature]:
+def judge_of_scales(suite: Suite) -> Evaluate:
+    """Return what compares the scales of a merge on a suite of inputs."""
+    return by_agreement(suite.truncated(**{FIT: CHOOSING}))
+
+
+def climb_by_inputs(value: Callable[[float], float], grid: Sequence[float]) -> float:
+    """Return the best scale of a grid by inputs: divergence is smooth in it, so one that is worse ends a climb."""
+    return climb(cache(value), grid, ahead=1)
+
+
+def samples_of(suite: Suite, split: str = "train") -> int:
+    """Return the inputs in a split of each task, the most where tasks differ."""
+    return max(len(task.splits[split]) for task in suite.tasks)
+
+
+def scale_inputs(suite: Suite) -> int:
+    """Return how many inputs per task compare scales."""
+    return min(CHOOSING, samples_of(suite, FIT))
+
+
+def measure_curvature(
+    suite: Suite, states: Sequence[State], kind: str = "kronecker", seed: int = 0, split: str = "train"
+) -> list[Curvature]:
     """Return the curvature of every task at its state dict, under the labels that this state dict itself predicts."""
     curvatures = []
     for task, state in zip(suite.tasks, states, strict=True):
         network = suite.network(state, task)
         names = _merged_parameters(suite, task, network)
-        batches = task.splits["train"].batches(BATCH)
+        batches = task.splits[split].batches(BATCH)
         curvature = estimate_curvature(
             network, batches, task.loss, kind=kind, samples=None, seed=seed, layers=list(names), progress=False
         )
@@ -141,23 +184,27 @@ def refine(
     steps: int,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Descend Σ λ_t KL(model t ‖ merge) by damped natural-gradient steps, while held-out inputs say that it helps.
+    """Descend Σ λ_t KL(model t ‖ merge) by damped natural-gradient steps, while validation inputs say that it helps.
 
     A step of a matrix is -(Σ λ_t G_t ⊗ A_t + εI)⁻¹ ∇ with `curvatures` measured at `state`, and as long as is best on
-    held-out inputs. Other tensors stay. Returns the refined state dict, and the KL on held-out inputs before the first
-    step and after each.
+    validation inputs. Other tensors stay. Returns the refined state dict, and the KL on validation inputs before the
+    first step and after each.
     """
     measured = [name for name in curvatures[0] if all(name in each for each in curvatures)]
-    solves = {name: _damped_inverse([each[name] for each in curvatures], weights) for name in measured}
+
+    def solved(name: str, gradient: Tensor) -> Tensor:
+        """Solve for one tensor; factors in float64 are formed for one at a time."""
+        return _damped_inverse([each[name] for each in curvatures], weights)(gradient)
+
     objective = _Objective(suite, weights)
     current = dict(state)
-    divergences = [objective.value(current, HELD_OUT)]
+    divergences = [objective.value(current, VALIDATION)]
     for step in range(1, steps + 1):
         gradients = objective.gradient(current, FIT, measured)
-        direction = {name: -solves[name](gradient) for name, gradient in gradients.items()}
+        direction = {name: -solved(name, gradient) for name, gradient in gradients.items()}
         best, length, worse = divergences[-1], 0.0, 0
         for tried in LENGTHS:
-            value = objective.value(_moved(current, direction, tried), HELD_OUT)
+            value = objective.value(_moved(current, direction, tried), VALIDATION)
             if value < best:
                 best, length, worse = value, tried, 0
                 continue

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epimer.diagnosis.rounds import Improved, improve, measure_curvature
+from epimer.diagnosis.rounds import FIT, Improved, improve, measure_curvature, samples_of
 from epimer.diagnosis.sweep import Merges, at_scales
 from epimer.engine.in_memory import MergedState, merge_in_memory
 from epimer.engine.options import in_memory
@@ -47,16 +47,18 @@ def merge_suite(
     Args:
         suite: base, models, and for every model its network and its data.
         method: one of `list_methods()`.
-        scale: a number, or "auto": where the merge diverges least from each task's own model on three quarters of the
-            inputs, by disagreement and KL divergence.
-        rounds: how often curvature is measured again at the merge, and the models merged under that; given up where the
-            held-out quarter of the inputs says that it does not help. For methods with Kronecker curvature.
+        scale: a number, or "auto": where the merge diverges least from each task's own model on some of the inputs, by
+            disagreement and KL divergence.
+        rounds: how often curvature is measured again at the merge, and the models merged under that; given up if a
+            quarter of the inputs, which is held out of all else, says that it does not help. For methods with Kronecker
+            curvature.
         refine: natural-gradient steps at most that pull the merge towards each task's own model, each judged by
             the held-out inputs.
         samples: inputs per task.
         seed: of the choice of inputs and of the labels that curvature is measured with.
         weights: one per model.
-        curvature: measured before, as in `merge_state_dicts`; None measures what the method needs.
+        curvature: measured before, as in `merge_state_dicts`; None measures what the method needs, with `rounds` or
+            `refine` on three quarters of the inputs.
         progress: called with a line after everything that takes long.
         **parameters: the method's own.
 
@@ -75,7 +77,8 @@ def merge_suite(
         )
     inputs = suite.inputs_only(samples, seed)
     if curvature is None and row.needs_curvature:
-        curvature = measure_curvature(inputs, suite.models, row.curvature or "", seed)
+        split = FIT if rounds or refine else "train"
+        curvature = measure_curvature(inputs, suite.models, row.curvature or "", seed, split)
     participants = state_dict_participants(suite.base, list(suite.models))
     device = next((W.device for W in suite.base.values()), torch.device("cpu"))
     run = in_memory(device, len(participants.template.headers))
@@ -100,14 +103,9 @@ def merge_suite(
         refinable=refinable(plan(curvature, 1.0)),
         progress=progress,
     )
-    final = replace(plan(improved.curvatures, improved.scale), **applied(improved, samples_of(inputs), fixed))
+    final = replace(plan(improved.curvatures, improved.scale), **applied(improved, samples_of(inputs)))
     tensors, records, prepared = merge_in_memory(final, run.start(final.parts))
     return MergedState(tensors, merge_record(final, prepared, records))
-
-
-def samples_of(suite: Suite) -> int:
-    """Return the inputs that each task has, the most where tasks differ."""
-    return max(len(task.splits["train"]) for task in suite.tasks)
 
 
 def refinable(plan: Plan) -> set[str]:
@@ -115,11 +113,13 @@ def refinable(plan: Plan) -> set[str]:
     return {job.name for job in plan.merged}
 
 
-def applied(improved: Improved, samples: int, fixed: float | None) -> dict[str, Any]:
+def applied(improved: Improved, samples: int) -> dict[str, Any]:
     """Return the fields of a plan that say and do what inputs without labels chose."""
-    chosen = () if fixed is not None else (f"scale {improved.scale:g}, by {samples} inputs per task without labels",)
+    count = improved.inputs.get("scale")
+    chosen = () if count is None else (f"scale {improved.scale:g}, by {count} inputs per task without labels",)
     corrections: dict[str, Tensor] = {}
     if improved.refined is not None:
         moved = {name: W for name, W in improved.refined.items() if W is not improved.merged[name]}
         corrections = {name: W - improved.merged[name] for name, W in moved.items()}
-    return {"unlabelled": samples, "choices": (*chosen, *improved.notes), "corrections": corrections}
+    fields: dict[str, Any] = {"choices": (*chosen, *improved.notes), "inputs": improved.inputs}
+    return {**fields, "unlabelled": samples, "corrections": corrections}

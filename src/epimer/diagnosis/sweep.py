@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from epimer.checkpoints.lazy_tensors import LazyTensors
 from epimer.checkpoints.memory import Cached
 from epimer.engine.basis import build_bases
 from epimer.engine.in_memory import merge_in_memory
@@ -41,6 +42,8 @@ Way = tuple[str, int | None, Callable[[float], State]]
 """a method, its rank, and its merge at any scale"""
 Partial = frozenset[tuple[str, tuple[int, ...]]]
 """the tensors in which some models have weight 0, each with the models that take part"""
+Search = Callable[[Callable[[float], float], Sequence[float]], float]
+"""the value of a scale, and a grid -> the best point of it"""
 Planner = Callable[[Method, int | None, float], Plan]
 """a method, its rank and a scale -> the plan of that merge"""
 ReportProgress = Callable[[int, int, str], None]
@@ -163,6 +166,8 @@ def sweep_plans(
     shown_rank: Callable[[Method, int | None], int | None] = lambda row, rank: rank,
     evaluation: str = "a function",
     progress: ReportProgress = lambda done, total, line: None,
+    search: Search | None = None,
+    reported: str = "test",
 ) -> Sweep:
     """Merge in every way, take each one's best scale on validation data, and report that on test data.
 
@@ -177,6 +182,8 @@ def sweep_plans(
         shown_rank: what the table says of a method's rank.
         evaluation: what to call the evaluation.
         progress: called after every setting.
+        search: finds the best of a grid of scales; None climbs.
+        reported: the split that the best are reported on; "val" scores nothing else.
     """
     check_memory(merges.run, rows, ranks, planner)
     cautions: dict[str, None] = {}
@@ -192,7 +199,16 @@ def sweep_plans(
 
             yield row.name, shown_rank(row, rank), at_scales(row, base, at)
 
-    sweep = compare(ways(), len(settings), evaluate, scales=scales, evaluation=evaluation, progress=progress)
+    sweep = compare(
+        ways(),
+        len(settings),
+        evaluate,
+        scales=scales,
+        evaluation=evaluation,
+        progress=progress,
+        search=search,
+        reported=reported,
+    )
     return replace(sweep, notes=[*sweep.notes, *cautions])
 
 
@@ -237,8 +253,10 @@ def compare(
     scales: Sequence[float] | None = None,
     evaluation: str = "a function",
     progress: ReportProgress = lambda done, total, line: None,
+    search: Search | None = None,
+    reported: str = "test",
 ) -> Sweep:
-    """Score every way to merge, `count` in all, at every scale on validation data, and each one's best on test data."""
+    """Score all `count` ways to merge, at every scale on validation data, and each one's best on `reported`."""
     for scale in scales or ():
         if not math.isfinite(scale):
             raise ParameterError(f"a scale must be a finite number, got {scale}.")
@@ -258,9 +276,10 @@ def compare(
             order: float = known[scale].order
             return order
 
-        best = max(scales, key=score) if scales else climb(score, SCALES)
+        best = max(scales, key=score) if scales else (search or climb)(score, SCALES)
+        final = known[best] if reported == "val" else evaluate(at(best), reported)
         for scale, scores in sorted(known.items()):
-            tried.append(Tried(method, rank, scale, scores, evaluate(at(scale), "test") if scale == best else None))
+            tried.append(Tried(method, rank, scale, scores, final if scale == best else None))
     notes = []
     if not scales and any(one.scale in (SCALES[0], SCALES[-1]) for one in tried if one.test is not None):
         notes.append("a best scale is the last of the grid; a better one may lie beyond it.")
@@ -273,15 +292,22 @@ def at_scales(row: Method, base: State, merged: Callable[[float], State]) -> Cal
         return merged
     whole = merged(1.0)
 
-    return lambda scale: whole if scale == 1.0 else scaled(base, whole, scale)
+    return lambda scale: whole if scale == 1.0 else lazily_scaled(base, whole, scale)
 
 
 def scaled(base: State, merged: State, scale: float) -> dict[str, Tensor]:
     """Return base + scale · (merged - base); what the base lacks, or is no float, is the merge's."""
-    return {
-        name: base[name] + scale * (W - base[name]) if name in base and W.is_floating_point() else W
-        for name, W in merged.items()
-    }
+    return dict(lazily_scaled(base, merged, scale))
+
+
+def lazily_scaled(base: State, merged: State, scale: float) -> LazyTensors:
+    """Return base + scale · (merged - base), each tensor computed when it is accessed."""
+
+    def read(name: str) -> Tensor:
+        W = merged[name]
+        return base[name] + scale * (W - base[name]) if name in base and W.is_floating_point() else W
+
+    return LazyTensors(merged, read)
 
 
 def check_methods(methods: Sequence[str] | None, kind: str | None) -> list[Method]:
@@ -344,10 +370,14 @@ def sweep_recipe(
     keep_scale: bool = False,
     evaluation: str = "",
     run: RunOptions,
+    held: int = 0,
+    search: Search | None = None,
+    reported: str = "test",
 ) -> Sweep:
     """Sweep opened models: every setting is merged as `settled` would have it, into memory.
 
-    `keep_scale` leaves the recipe's own scale in place, and scales multiply it.
+    `keep_scale` leaves the recipe's own scale in place, and scales multiply it. `held` are the bytes that evaluating
+    takes; `search` and `reported` as in `sweep_plans`.
     """
     if opened.problems:
         raise opened.problems[0]
@@ -363,7 +393,8 @@ def sweep_recipe(
         planned.check()
         return planned
 
-    merges = Merges(opened.participants, recipe.rules, run, check_memory(run, rows, ranks, plan))
+    widest = max(held, check_memory(run, rows, ranks, plan))
+    merges = Merges(opened.participants, recipe.rules, run, widest)
     opened = replace(opened, participants=merges.participants)
     base = merges.participants.base
     assert base is not None
@@ -386,5 +417,7 @@ def sweep_recipe(
             shown_rank=shown_rank,
             evaluation=evaluation,
             progress=stage.reach,
+            search=search,
+            reported=reported,
         )
     return replace(sweep, notes=[*sweep.notes, *notes])

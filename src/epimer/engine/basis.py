@@ -50,7 +50,8 @@ class BasisWalk:
         with named_failure(job.matrix, deltas, job.models):
             atoms = tagged(deltas, clamp_rank(deltas[0].shape, len(deltas), self.rank))
         atoms = replace(atoms, owner=torch.tensor(job.models, device=atoms.owner.device)[atoms.owner])
-        return atoms if self.kind == "tagged" else tensor_product(atoms)
+        basis = atoms if self.kind == "tagged" else tensor_product(atoms)
+        return basis if basis.U.device == job.device else basis.to(basis.U.to(job.device))
 
 
 def matrix_jobs(

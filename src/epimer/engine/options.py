@@ -47,6 +47,20 @@ class RunOptions:
         elif self.address is not None:
             raise ParameterError(f"--address {self.address} is for --engine ray; leave it out, or take that engine.")
 
+    @property
+    def network_device(self) -> torch.device:
+        """The device of this machine that networks run on while something is chosen; refused if it cannot be used."""
+        on_cluster = self.engine == "ray" and str(self.device) != "cpu"  # whose GPUs are not this machine's
+        return worker_devices("auto" if on_cluster else self.device, 1, self.threads)[0]
+
+    @property
+    def network_threads(self) -> int:
+        """The threads that torch has while a network runs alone: those of all workers together, or its usual number."""
+        worker_devices("cpu", self.workers, self.threads)  # refuses numbers that cannot be
+        if self.workers is None and self.threads == 1:
+            return torch.get_num_threads()
+        return (self.workers or 1) * self.threads
+
     def start(self, jobs: Sequence[Any], reserved: int = 0) -> Engine:
         """Return an engine for jobs; `reserved` bytes of its memory will be used by others.
 

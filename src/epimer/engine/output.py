@@ -110,9 +110,8 @@ def write_files(
             before = time.perf_counter()
             records = merge_all(plan, engine, draft, prepared, progress)
             now = time.perf_counter()
-            timings = {"prepass": before - started, "merge": now - before, "total": now - started}
             files = {shard.file: shard.size for shard in shards} | {file: len(data) for file, data in sidecars.items()}
-            record = merge_record(plan, prepared, records, files=files, timings=timings)
+            record = merge_record(plan, prepared, records, files=files)
             sidecars = sidecars | {"README.md": model_card(plan, record).encode()}
             weights, tensors = draft.checksums()
             record = replace(
@@ -134,7 +133,8 @@ def write_files(
         except BaseException:
             draft.discard()
             raise
-    return record
+    parts = {**plan.timings, "prepass": before - started, "merge": now - before, "write": time.perf_counter() - now}
+    return replace(record, timings={**parts, "total": sum(parts.values())}, peak_memory=peak_memory())
 
 
 def environment(device: str, threads: int) -> dict[str, str]:
@@ -166,13 +166,12 @@ def merge_record(
     tensors: dict[str, TensorRecord],
     *,
     files: dict[str, int] | None = None,
-    timings: dict[str, float] | None = None,
 ) -> MergeRecord:
     """Return the record of a merge; of one in memory it tells the method, its options, the weights and the tensors."""
     first = next((job for job in plan.jobs if job.method is not None), None)
     shown = {} if first is None else {name: _plain(value) for name, value in plan.method.values(first.options).items()}
     weights = (prepared and prepared.weights) or (first.weights if first is not None else ())
-    known: dict[str, Any] = {"unlabelled": plan.unlabelled, "choices": plan.choices}
+    known: dict[str, Any] = {"unlabelled": plan.unlabelled, "choices": plan.choices, "inputs": plan.inputs}
     known["untouched"], unchanged = _untouched(plan.participants, tensors)
     trims = {job.name for job in plan.jobs if job.rule == "elementwise" and not job.is_weighted_sum}
     known["lost"] = tuple(name for name in unchanged if name not in trims) or None  # what is trimmed is meant to be
@@ -190,7 +189,6 @@ def merge_record(
             "version": epimer.__version__,
             "dtypes": _parameters_by_dtype(plan),
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "timings": timings or {},
             "peak_memory": peak_memory(),
         }
     return MergeRecord(plan.method.name, shown, tuple(weights), tensors, **known)

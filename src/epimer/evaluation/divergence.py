@@ -39,7 +39,7 @@ class Predictions:
     @classmethod
     def of(cls, logits: Tensor) -> Predictions:
         """Keep the predictions that logits amount to."""
-        kept = logits.topk(KEPT, dim=1).indices if logits.shape[1] > KEPT else None
+        kept = logits.topk(KEPT, dim=1).indices.int() if logits.shape[1] > KEPT else None
         return cls(_log_probabilities(logits, kept), kept, logits.argmax(1))
 
     def __len__(self) -> int:
@@ -57,6 +57,7 @@ def _log_probabilities(logits: Tensor, kept: Tensor | None) -> Tensor:
     every = log_softmax(logits, 1)
     if kept is None:
         return every
+    kept = kept.long()
     some = every.gather(1, kept)
     nothing = torch.finfo(every.dtype).min  # not -inf, which has no gradient where all others are impossible
     rest = every.scatter(1, kept, nothing).logsumexp(1, keepdim=True)

@@ -73,12 +73,19 @@ Evaluate = Callable[[State, str], SplitScores]
 """(state dict, "val" or "test") -> scores"""
 
 
-def evaluator(text: str, folder: Path | None = None, *, count: int | None = None, progress: bool = False) -> Evaluate:
+def evaluator(
+    text: str,
+    folder: Path | None = None,
+    *,
+    count: int | None = None,
+    device: str = "auto",
+    progress: bool = False,
+) -> Evaluate:
     """Return the evaluation that `--eval` names.
 
     `text` is a suite (its name, its YAML file, also in `folder`, or module:function that returns it), agreement:SUITE,
     which takes the suite's inputs but not its labels, or module:function that takes a state dict and returns scores by
-    task. A suite must have `count` tasks, as many as models are merged.
+    task. A suite must have `count` tasks, as many as models are merged; those of a YAML file run on `device`.
     """
     kind, _, rest = text.partition(":")
     if text == AGREEMENT:
@@ -90,7 +97,7 @@ def evaluator(text: str, folder: Path | None = None, *, count: int | None = None
             return by_function(text, function)
     if folder is not None and not os.path.exists(name) and os.path.isfile(folder / name):
         name = str(folder / name)
-    suite = open_suite(name, progress=progress, labels=kind != AGREEMENT)
+    suite = open_suite(name, progress=progress, device=device, labels=kind != AGREEMENT)
     if count is not None and count != len(suite.tasks):
         raise ParameterError(
             f"{name} has {len(suite.tasks)} tasks, and {count} models are merged; give a suite with a task for each, "
@@ -167,7 +174,7 @@ def by_function(text: str, function: Callable[..., Any]) -> Evaluate:
     takes_split = _required_arguments(function) > 1
 
     def evaluate(state: State, split: str) -> SplitScores:
-        result = one_line_errors(text)(function)(*((state, split) if takes_split else (state,)))
+        result = one_line_errors(text)(function)(*((dict(state), split) if takes_split else (dict(state),)))
         if not isinstance(result, Mapping) or not result:
             raise ParameterError(f"{text} returned {type(result).__name__}, expected a mapping from task to score.")
         scores = {}

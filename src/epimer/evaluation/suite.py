@@ -89,7 +89,7 @@ class Unlabelled:
             yield inputs, torch.where(targets == IGNORED, IGNORED, 0) if tokens else None
 
 
-def divided(data: Data, order: Tensor) -> dict[str, Data]:
+def divided(data: Data, order: Tensor) -> dict[str, Subset]:
     """Return the samples with the indices `order` as train, and divided into val and, every fourth, test."""
     held_out = torch.arange(len(order)) % HELD_OUT == HELD_OUT - 1
     parts = {"train": order, "val": order[~held_out], "test": order[held_out]}

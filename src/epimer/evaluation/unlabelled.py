@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from epimer.checkpoints.lazy_tensors import LazyTensors
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.kept_inputs import MASK, PIXELS, WRITTEN, WRITTEN_MASK, KeptInputs
 from epimer.errors import DataError
+from epimer.evaluation.divergence import KEPT
 from epimer.evaluation.suite import HELD_OUT, Suite, SuiteTask, classification_loss, divided
 from epimer.plan.participants import Participant, Participants
 from epimer.tasks.labels import IGNORED
@@ -21,30 +22,32 @@ from epimer.tasks.loading import CLASSIFIERS, DTYPES
 from epimer.tasks.task import load_task, sample_losses
 from epimer.tasks.task_network import TaskNetwork, task_network
 
-BATCH = 32  # samples evaluated at a time: a language model's predictions are large
+BATCH = 32  # samples evaluated at a time
+LOGITS = 1 << 26  # bytes of a language model's predictions, at most, unless one text has more
 
 
 def suite_of_inputs(
-    models: Sequence[str], participants: Participants, curvatures: Sequence[Curvature], *, device: str = "auto"
+    models: Sequence[str],
+    participants: Participants,
+    curvatures: Sequence[Curvature],
+    *,
+    device: str = "auto",
+    most: int | None = None,
 ) -> Suite | None:
     """Return a suite with one task per model, whose samples are the inputs that its curvature keeps; None without any.
 
     The splits are train (all inputs), val (three of four) and test (every fourth). Networks are loaded when they are
-    first needed, and kept.
+    first needed, and kept as far as `most` bytes hold them.
 
     Args:
         models: where each model is: a folder, a hub id or base+adapter.
         participants: the same models, opened, under the names that state dicts have.
         curvatures: one per model.
         device: of the networks; auto takes a GPU if there is one.
+        most: bytes of the networks that are kept beside each other; None keeps all.
     """
-    kept = [curvature.inputs for curvature in curvatures]
-    sources = [
-        Source(model, participant, inputs, curvature)
-        for model, participant, inputs, curvature in zip(models, participants.models, kept, curvatures, strict=True)
-        if inputs is not None
-    ]
-    if len(sources) < len(models):
+    sources = sources_of(models, participants, curvatures)
+    if sources is None:
         return None
     for source in sources:
         if len(source.inputs) < HELD_OUT:
@@ -56,7 +59,7 @@ def suite_of_inputs(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     template, ties = participants.template, participants.ties
     names = task_names(models)
-    networks = Networks(dict(zip(names, sources, strict=True)), set(template.headers), device, {})
+    networks = Networks(dict(zip(names, sources, strict=True)), set(template.headers), device, most)
     tasks = [networks.task(name) for name in names]
 
     def tensors(model: Participant) -> LazyTensors:
@@ -89,6 +92,61 @@ class Source:
     inputs: KeptInputs
     curvature: Curvature
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the curvature was measured in."""
+        compute = self.curvature.provenance.compute
+        return getattr(torch, compute) if compute in DTYPES else torch.float32
+
+    @property
+    def network_bytes(self) -> int:
+        """The bytes of its network's parameters."""
+        return self.dtype.itemsize * sum(W.numel() for W in self.participant.headers.values())
+
+    @property
+    def classes(self) -> int:
+        """The size of a language model's vocabulary, or more: no matrix has more rows."""
+        return max((len(W) for W in self.participant.headers.values() if W.dim() > 1), default=1)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest text; of what is no text, a few hundred parts."""
+        return self.inputs.tensors[MASK].shape[1] if MASK in self.inputs.tensors else 256
+
+    @property
+    def batch(self) -> int:
+        """The most samples in a batch."""
+        if self.inputs.counted is None:
+            return BATCH
+        return max(1, LOGITS // (torch.float32.itemsize * self.inputs.counted.shape[1] * self.classes))
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of its inputs and of its own model's predictions on them."""
+        inputs = sum(value.nbytes for value in self.inputs.tensors.values())
+        rows = len(self.inputs) if self.inputs.counted is None else int(self.inputs.counted.sum())
+        return inputs + 2 * torch.float32.itemsize * rows * min(self.classes, KEPT)
+
+    @property
+    def batch_bytes(self) -> int:
+        """The bytes of one batch: a few copies of its predictions and of the widest layer's inputs."""
+        widest = max((W[0].numel() for W in self.participant.headers.values() if W.dim() > 1), default=1)
+        entries = 0 if self.inputs.counted is None else self.inputs.counted.shape[1] * self.classes
+        return 4 * self.dtype.itemsize * self.batch * (entries + self.longest * widest)
+
+
+def sources_of(
+    models: Sequence[str], participants: Participants, curvatures: Sequence[Curvature]
+) -> list[Source] | None:
+    """Return what the task of every model is loaded from; None unless each has inputs."""
+    kept = [curvature.inputs for curvature in curvatures]
+    sources = [
+        Source(model, participant, inputs, curvature)
+        for model, participant, inputs, curvature in zip(models, participants.models, kept, curvatures, strict=True)
+        if inputs is not None
+    ]
+    return sources if len(sources) == len(models) else None
+
 
 @dataclass
 class Networks:
@@ -98,16 +156,22 @@ class Networks:
     known: set[str]
     """the names of state dicts"""
     device: str
-    _loaded: dict[str, TaskNetwork]
+    most: int | None = None
+    """bytes of the networks in memory; the one in use is there whatever it takes"""
+    _loaded: dict[str, TaskNetwork] = field(default_factory=dict)
 
     def task(self, name: str) -> SuiteTask:
         """Return a task without labels."""
         inputs = self.sources[name].inputs
-        data = KeptSplit(inputs, self.device, self._dtype(name))
+        data = KeptSplit(inputs, self.device, self.sources[name].dtype, self.sources[name].batch)
+        splits = divided(data, torch.arange(len(data)))
+        # Not the inputs that curvature is measured on: it draws labels in their order.
+        sorted_data = replace(data, by_length=True)
+        splits |= {split: replace(splits[split], data=sorted_data) for split in ("val", "test")}
         return SuiteTask(
             name,
             (),
-            divided(data, torch.arange(len(data))),
+            splits,
             head=inputs.head,
             score=_no_labels,
             loss=classification_loss if inputs.task in CLASSIFIERS else sample_losses,
@@ -119,22 +183,20 @@ class Networks:
         if name not in self._loaded:
             source = self.sources[name]
             inputs = source.inputs
+            sizes = [self.sources[one].network_bytes for one in (name, *self._loaded)]
+            if self.most is not None and sum(sizes) > self.most:
+                self._loaded.clear()
             task = load_task(
                 source.model,
                 inputs.task,
                 head=inputs.head or None,
                 pooling=inputs.pooling,
-                dtype=self._dtype(name),
+                dtype=self.sources[name].dtype,
                 device=self.device,
             )
             task.check_inputs(inputs.tensors, source.curvature.where)
             self._loaded[name] = task_network(task, self.known, source.participant.stored)
         return self._loaded[name]
-
-    def _dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that the curvature was measured in."""
-        compute = self.sources[name].curvature.provenance.compute
-        return getattr(torch, compute) if compute in DTYPES else torch.float32
 
 
 def _no_labels(outputs: Any, targets: Any) -> NoReturn:
@@ -149,13 +211,19 @@ class KeptSplit:
     device: str
     dtype: torch.dtype
     """of pixels"""
+    most: int = BATCH
+    """samples in a batch"""
+    by_length: bool = False
+    """whether short texts come first, so that little padding is computed"""
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[dict[str, Tensor], Tensor | None]]:
         order = torch.arange(len(self)) if order is None else order.cpu()
-        for rows in torch.split(order, size):
+        if self.by_length and MASK in self.inputs.tensors:
+            order = order[self.inputs.tensors[MASK][order].sum(1).argsort(stable=True)]
+        for rows in torch.split(order, min(size, self.most)):
             if len(rows):
                 yield self._batch(rows)
 

@@ -242,6 +242,10 @@ class Plan:
     """inputs per task, without labels, by which something was chosen or refined"""
     choices: tuple[str, ...] = ()
     """what was chosen and by what, in words"""
+    inputs: Mapping[str, int] | None = None
+    """these inputs by their use, see `MergeRecord.inputs`"""
+    timings: Mapping[str, float] = field(default_factory=dict)
+    """seconds that went into the plan, by what was done"""
     corrections: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> what is added to the merged tensor: the steps of its refinement"""
     network_names: Mapping[str, str] = field(default_factory=dict)

@@ -75,7 +75,7 @@ class MergeRecord(Record):
     """How a merge was done: the method, its parameters and every tensor's rule."""
 
     kind: ClassVar[str] = "merge"
-    omitted: ClassVar[frozenset[str]] = frozenset({"error", "input_files", "lost", "places", "plugin"})
+    omitted: ClassVar[frozenset[str]] = frozenset({"error", "input_files", "inputs", "lost", "places", "plugin"})
 
     method: str
     parameters: dict[str, Any]
@@ -92,13 +92,18 @@ class MergeRecord(Record):
     """the output's files and their sizes"""
     version: str = ""
     timings: dict[str, float] = field(default_factory=dict)
-    """seconds of the pre-pass, of the merge and in all; of this run only"""
+    """seconds of this run: `total` since the command began, and its parts: `start` of the program, `plan`, `choose` and
+    merge for comparison, `measure` curvature for that, `prepass`, `merge` and `write`"""
     peak_memory: int | None = None
     """most bytes the process had in memory so far"""
     unlabelled: int | None = None
     """inputs per task, without labels, by which something was chosen or refined; None where there were none"""
     choices: tuple[str, ...] = ()
     """what was chosen for the merge and by what, in words"""
+    inputs: dict[str, int] | None = None
+    """inputs per task without labels, by their use: `scale` for those that chose it, `curvature` for those that it was
+    measured on at the merge, `steps` for those that steps were computed from, `validation` for those that judged rounds
+    and steps and had no other use but, where the models' own curvature was measured on them, that; None without any"""
     notes: tuple[str, ...] = ()
     """what the recipe says that has another meaning here, or none, in words"""
     untouched: float = 0.0

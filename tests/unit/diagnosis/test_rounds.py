@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import epimer
-from epimer.diagnosis.rounds import DAMPING, LENGTHS, measure_curvature, refine
+from epimer.diagnosis.rounds import CHOOSING, DAMPING, FIT, LENGTHS, measure_curvature, refine
 from epimer.diagnosis.sweep import SCALES
 from epimer.errors import CurvatureError, DataError, ParameterError
 from epimer.evaluation.suite import Split, Suite, SuiteTask
@@ -29,7 +29,7 @@ def suite():
 
 
 def rows(suite, seed=0):
-    """Return every task's inputs: all, those to fit and those held out."""
+    """Return every task's inputs: all, those to fit and those that only validate."""
     for task in suite.tasks:
         x = task.splits["train"].x
         chosen = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:SAMPLES]]
@@ -58,9 +58,11 @@ def order_by_hand(suite, state, part):
     return sum(hits) / len(hits) - kl_by_hand(suite, state, part, [1 / len(hits)] * len(hits))
 
 
-def measured_by_hand(suite, states, seed=0):
+def measured_by_hand(suite, states, seed=0, part=1):
+    """Return curvature on the inputs to fit, or on all of them (part 0)."""
     found = []
-    for task, state, (x, _, _) in zip(suite.tasks, states, rows(suite, seed), strict=True):
+    for task, state, parts in zip(suite.tasks, states, rows(suite, seed), strict=True):
+        x = parts[part]
         batches = [(part, None) for part in x.split(16)]
         model, loss = network(state, task), lambda out, y: cross_entropy(out, y, reduction="none")
         found.append(epimer.estimate_curvature(model, batches, loss, samples=None, seed=seed, progress=False))
@@ -227,13 +229,13 @@ def test_steps_need_kronecker_curvature(suite):
 
 def test_the_scale_is_where_divergence_is_least(suite):
     merged = epimer.merge_suite(suite, samples=SAMPLES)
-    curvature = measured_by_hand(suite, suite.models)
+    curvature = measured_by_hand(suite, suite.models, part=0)  # nothing validates
     orders = {a: order_by_hand(suite, merged_by_hand(suite, curvature, a), 1) for a in SCALES}
     best = max(orders, key=orders.get)
     assert merged.record.parameters["scale"] == best != 1
     assert_close(merged, merged_by_hand(suite, curvature, best))
     assert merged.record.unlabelled == SAMPLES
-    assert merged.record.choices == (f"scale {best:g}, by {SAMPLES} inputs per task without labels",)
+    assert merged.record.choices == (f"scale {best:g}, by 48 inputs per task without labels",)
     fixed = epimer.merge_suite(suite, scale=1.3, samples=SAMPLES, curvature=curvature, weights=[5, 3, 2])
     assert_close(fixed, merged_by_hand(suite, curvature, 1.3, weights=[5, 3, 2]))
     assert (fixed.record.unlabelled, fixed.record.choices) == (SAMPLES, ())
@@ -251,7 +253,7 @@ def test_rounds_measure_at_the_merge_and_are_given_up_where_they_do_not_help(sui
     one, most = (epimer.merge_suite(suite, scale=scale, samples=SAMPLES, rounds=rounds) for rounds in (1, worse + 1))
     assert_close(one, states[1])
     assert_close(most, states[-2])
-    notes = [f"divergence on held-out inputs {1 - a:.4f} -> {1 - b:.4f}." for a, b in itertools.pairwise(orders)]
+    notes = [f"divergence on validation inputs {1 - a:.4f} -> {1 - b:.4f}." for a, b in itertools.pairwise(orders)]
     helped = tuple(f"round {n} of measuring at the merge: {note}" for n, note in enumerate(notes[:-1], 1))
     assert one.record.choices == helped[:1]
     assert most.record.choices == (*helped, f"round {worse} of measuring at the merge was given up: {notes[-1]}")
@@ -267,23 +269,88 @@ def test_curvature_of_a_round_is_measured_with_the_seed(suite):
 
 def test_every_round_chooses_its_scale(suite):
     merged = epimer.merge_suite(suite, samples=SAMPLES, rounds=1)
-    first = epimer.merge_suite(suite, samples=SAMPLES)
-    curvature = measured_by_hand(suite, [first] * 3)
-    orders = {a: order_by_hand(suite, merged_by_hand(suite, curvature, a), 1) for a in SCALES}
-    best = max(orders, key=orders.get)
-    assert merged.record.parameters["scale"] == best != first.record.parameters["scale"]
+    chosen = []
+    curvature = measured_by_hand(suite, suite.models)
+    for _ in range(2):
+        orders = {a: order_by_hand(suite, merged_by_hand(suite, curvature, a), 1) for a in SCALES}
+        best = max(orders, key=orders.get)
+        chosen.append(best)
+        latest, curvature = curvature, measured_by_hand(suite, [merged_by_hand(suite, curvature, best)] * 3)
+    curvature = latest
+    assert merged.record.parameters["scale"] == best != chosen[0]
     assert_close(merged, merged_by_hand(suite, curvature, best))
+
+
+def with_other_validation_inputs(suite):
+    """Return the suite with other inputs in the places of those that only validate."""
+    tasks = []
+    for task in suite.tasks:
+        split = task.splits["train"]
+        order = torch.randperm(len(split.x), generator=torch.Generator().manual_seed(0))[:SAMPLES]
+        x = split.x.clone()
+        x[order[3::4]] = 1.1 * x[order[3::4]].roll(1, 0)
+        tasks.append(replace(task, splits={**task.splits, "train": Split(x, split.y)}))
+    return replace(suite, tasks=tasks)
+
+
+def test_validation_inputs_are_used_for_nothing_else(suite):
+    """What they judge is the same two times, so with others in their place the merge is the same to the last bit."""
+    settings = {"scale": 3.0, "samples": SAMPLES, "rounds": 1}
+    merged = epimer.merge_suite(suite, **settings)
+    other = epimer.merge_suite(with_other_validation_inputs(suite), **settings)
+    assert merged.record.choices != other.record.choices  # divergences
+    assert not any("given up" in line for line in (*merged.record.choices, *other.record.choices))
+    assert all(torch.equal(other[name], W) for name, W in merged.items())
+    assert merged.record.inputs == {"curvature": 48, "validation": 16}
+
+
+def test_the_record_says_which_inputs_were_used_for_what(suite):
+    most = epimer.merge_suite(suite, samples=SAMPLES, rounds=1, refine=1).record
+    assert most.inputs == {"scale": 48, "curvature": 48, "steps": 48, "validation": 16}
+    assert epimer.merge_suite(suite, samples=SAMPLES).record.inputs == {"scale": 48}
+    assert type(most).from_dict(most.to_dict()).inputs == most.inputs
+    assert "inputs" not in epimer.merge_state_dicts(suite.base, suite.models, "average").record.to_dict()
+
+
+def test_of_many_inputs_a_few_choose_the_scale(suite):
+    seen = []
+
+    def counted(state, task):
+        made = network(state, task)
+        made.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+        return made
+
+    merged = epimer.merge_suite(replace(suite, network=counted), "tsv", samples=300)
+    scale, by = merged.record.parameters["scale"], merged.record.inputs
+    assert by == {"scale": CHOOSING}
+    assert sum(seen) <= 3 * CHOOSING * 7  # each model's own predictions once, and those of a few scales
+    few = []
+    for task in suite.tasks:
+        x = task.splits["train"].x
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:300]
+        few.append(x[order[torch.arange(300) % 4 != 3][:CHOOSING]])
+    orders = {}
+    for a in SCALES:
+        state = epimer.merge_state_dicts(suite.base, suite.models, "tsv", scale=a)
+        total = 0.0
+        for task, model, x in zip(suite.tasks, suite.models, few, strict=True):
+            p, q = (log_probabilities(one, task, x).detach() for one in (model, state))
+            total += float((p.argmax(1) == q.argmax(1)).double().mean() - (p.exp() * (p - q)).sum(1).mean())
+        orders[a] = total
+    assert scale == max(orders, key=orders.get)
 
 
 @pytest.mark.parametrize("method", ["epimer_kron", "tsv", "average"])
 def test_refinement_is_added_to_the_merge(suite, method):
-    merged = epimer.merge_suite(suite, method, scale=0.7, samples=SAMPLES, weights=WEIGHTS)
-    refined = epimer.merge_suite(suite, method, scale=0.7, samples=SAMPLES, weights=WEIGHTS, refine=2)
+    curvature = measured_by_hand(suite, suite.models) if method == "epimer_kron" else None
+    settings = {"scale": 0.7, "samples": SAMPLES, "weights": WEIGHTS, "curvature": curvature}
+    merged = epimer.merge_suite(suite, method, **settings)
+    refined = epimer.merge_suite(suite, method, **settings, refine=2)
     inputs = suite.inputs_only(SAMPLES)
-    expected, divergences = refine(inputs, dict(merged), measure_curvature(inputs, [merged] * 3), WEIGHTS, 2)
+    expected, divergences = refine(inputs, dict(merged), measure_curvature(inputs, [merged] * 3, split=FIT), WEIGHTS, 2)
     assert_close(refined, expected)
     assert all((not torch.equal(refined[name], merged[name])) == (name in MEASURED) for name in merged)
-    note = f"2 natural-gradient steps: KL on held-out inputs {divergences[0]:.4f} -> {divergences[2]:.4f}."
+    note = f"2 natural-gradient steps: KL on validation inputs {divergences[0]:.4f} -> {divergences[2]:.4f}."
     assert refined.record.choices == (note,)
 
 
@@ -304,7 +371,7 @@ def test_refinement_follows_the_rules_of_tensors(suite, rule, part, monkeypatch)
     assert changed == (MEASURED if rule in ("average", "matrix") else {"two.weight"})
     before, after = (kl_by_hand(suite, {**suite.base, **one}, 2, [1 / 3] * 3) for one in (merged, refined))
     assert after < before
-    assert refined.record.choices[0].endswith(f"KL on held-out inputs {before:.4f} -> {after:.4f}.")
+    assert refined.record.choices[0].endswith(f"KL on validation inputs {before:.4f} -> {after:.4f}.")
 
 
 def test_no_label_is_read(suite):

@@ -8,11 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import epimer
+from epimer.checkpoints.memory import StateDict
+from epimer.curvature.kept_inputs import KeptInputs
 from epimer.curvature.measure import Request, measure
 from epimer.errors import CheckpointError, DataError
 from epimer.evaluation.judges import by_agreement
-from epimer.evaluation.unlabelled import suite_of_inputs
-from epimer.plan.participants import align
+from epimer.evaluation.unlabelled import KeptSplit, Source, suite_of_inputs
+from epimer.plan.participants import Participant, align
 
 transformers = pytest.importorskip("transformers")
 
@@ -116,13 +118,53 @@ def test_agreement_is_that_of_each_text_alone(made, tmp_path, kind):
         for t, task in enumerate(TASKS):
             assert len(suite.tasks[t].splits[split]) == count
             hits, kl = agreement_by_hand(made, kind, task, suite.models[t], merged, split)
-            assert scores.scores[task].tolist() == hits.tolist()
+            assert sorted(scores.scores[task].tolist()) == sorted(hits.tolist())  # short texts come first
             assert scores.kl[task] == pytest.approx(kl, rel=1e-4, abs=1e-7)
             assert kl > 1e-4
     for t, task in enumerate(suite.tasks):  # each model agrees with itself, and its task alone is judged by it
         own = evaluate(suite.models[t], "val")
         assert bool(own.scores[task.name].all())
         assert own.kl[task.name] == pytest.approx(0, abs=1e-9)
+
+
+def test_networks_that_do_not_fit_beside_each_other_are_loaded_in_turn(made, tmp_path):
+    where, participants, curvatures = measured(made, "own", tmp_path)
+    state, loads = suite_of_inputs(where, participants, curvatures, device="cpu").models[0], {}
+    for most in (None, 0):
+        suite = suite_of_inputs(where, participants, curvatures, device="cpu", most=most)
+        evaluate = by_agreement(suite)
+        scores = [evaluate(state, split) for split in ("val", "val", "test")]
+        one, again = (suite.network(state, suite.tasks[0]) for _ in range(2))
+        assert one is again
+        loads[most] = scores, one is suite.network(state, suite.tasks[1]) or suite.network(state, suite.tasks[0]) is one
+    (kept, stayed), (reloaded, came_back) = loads[None], loads[0]
+    assert stayed
+    assert not came_back
+    for first, second in zip(kept, reloaded, strict=True):
+        assert first.kl == second.kl
+        assert all(torch.equal(first.scores[task], second.scores[task]) for task in TASKS)
+
+
+@pytest.mark.parametrize(("vocabulary", "longest", "batch"), [(49152, 256, 1), (32000, 64, 8), (50, 64, 5242)])
+def test_predictions_of_a_language_model_are_formed_for_few_texts_at_a_time(vocabulary, longest, batch):
+    """64 MiB of float32 logits, or those of one text."""
+    headers = {"embed.weight": torch.empty(vocabulary, 8, device="meta"), "norm.weight": torch.empty(8, device="meta")}
+    ids = torch.zeros(300, longest, dtype=torch.int32)
+    inputs = KeptInputs("causal-lm", "auto", {"input_ids": ids, "attention_mask": ids.byte() + 1}, ids == 0)
+    model = Participant(StateDict({}, "model"), "model", headers)
+    assert Source("model", model, inputs, None).batch == batch
+    data = KeptSplit(inputs, "cpu", torch.float32, batch)
+    assert max(len(chosen["input_ids"]) for chosen, _ in data.batches(32)) == min(batch, 32)
+
+
+def test_judged_texts_come_in_the_order_of_their_lengths(made, tmp_path):
+    suite = suite_of_inputs(*measured(made, "own", tmp_path), device="cpu")
+    for task in suite.tasks:
+        for split, in_order in (("val", True), ("test", True), ("train", False)):
+            batches = [inputs["attention_mask"] for inputs, _ in task.splits[split].batches(4)]
+            lengths = torch.cat([mask.sum(1) for mask in batches])
+            assert (lengths.tolist() == lengths.sort().values.tolist()) is in_order
+            assert all(mask.shape[1] == mask.sum(1).max() for mask in batches)
 
 
 @pytest.mark.parametrize("kind", ["own", "head", "llama"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import epimer
+from epimer.diagnosis import sweep
 from epimer.diagnosis.sweep import climb
 from epimer.errors import DataError
 from epimer.evaluation.metrics import CLASSIFIER_SCORES
@@ -156,16 +157,21 @@ def test_unlabelled_has_every_methods_scale_and_what_inputs_gain(suite):
     for row in result.data[: len(methods)]:
         assert row["regret"] == pytest.approx(row["best"] - row["average"])
         assert row["best"] >= max(row["at 1"], row["average"])
+    assert any(
+        row["best scale"] not in sweep.SCALES for row in result.data[: len(methods)]
+    )  # regret is of a finer grid
     tsv = next(row for row in result.data if row["method"] == "tsv")
     state = epimer.merge_state_dicts(suite.base, suite.models, "tsv", scale=tsv["scale"])
     assert tsv["average"] == pytest.approx(Scores(suite.scores(state, "test")).average)
+    best = epimer.merge_state_dicts(suite.base, suite.models, "tsv", scale=tsv["best scale"])
+    assert tsv["best"] == pytest.approx(Scores(suite.scores(best, "test")).average)
     for row in result.data[len(methods) :]:
         settings = {"samples": 64, "iterations": STEPS, **IMPROVEMENTS[row["method"]]}
         merged = epimer.merge_suite(suite, **settings)
         # batches of another size are rounded otherwise, which may turn a prediction or two
         assert row["average"] == pytest.approx(Scores(suite.scores(merged, "test")).average, abs=0.01)
         assert row["scale"] == merged.record.parameters["scale"]
-        assert row["choices"][0] == f"scale {row['scale']:g}, by 64 inputs per task without labels"
+        assert row["choices"][0] == f"scale {row['scale']:g}, by 48 inputs per task without labels"
         assert len(row["choices"]) == len(merged.record.choices)
 
 
