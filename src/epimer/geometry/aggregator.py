@@ -151,6 +151,11 @@ def iso_c_delta(deltas: Sequence[Tensor], weights: Sequence[float], side: int | 
 
     `side` is the number of singular values, zeros included: by default the shorter side of the task vectors.
     """
+    return iso_c_with_rank(deltas, weights, side)[0]
+
+
+def iso_c_with_rank(deltas: Sequence[Tensor], weights: Sequence[float], side: int | None = None) -> tuple[Tensor, int]:
+    """Return `iso_c_delta` and the number of its directions: those that are not rounding."""
     side = min(deltas[0].shape) if side is None else side
     U, sigma, V = top_svd(len(deltas) * weighted_sum(deltas, weights), side)
-    return sigma.sum() / side * (U @ V.T)
+    return sigma.sum() / side * (U @ V.T), len(sigma)

@@ -32,10 +32,9 @@ from epimer.geometry.metric import Metric
 from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.svd import SVD_TOLERANCE, Svd, top_svd, top_svds
 
-BASIS_TOLERANCE = 4 * SVD_TOLERANCE  # error of a whitened basis
-CROWDED_TOLERANCE = 4e-4  # of the SVDs of a nearly square stack, which has a weak direction by chance alone
-SHARPEST = 3e-4  # error below which a sharper search is not worth it: SVDs are taken exactly
-SHARPEST_AT_ONCE = 1e-4  # the same where layers are searched at once, and exact SVDs cost many times as much
+BASIS_TOLERANCE = 2 * SVD_TOLERANCE  # error of a whitened basis
+CROWDED_TOLERANCE = 3e-5  # of the SVDs of a nearly square stack, which has a weak direction by chance alone
+SHARPEST = 1e-5  # error below which a sharper search is not worth it: SVDs are taken exactly
 DISTINCT, COPIES = 0.98, 0.998  # cosine up to which task vectors count as distinct, and from which on as copies
 PENALTY = 0.5  # of the directions in which two copies differ, as a singular value of their stack
 FAINT_ATOMS = 0.1  # of 1 / tasks: atoms whose Gram matrix has eigenvalues below this are softened
@@ -258,7 +257,7 @@ def tagged_of_layers(layers: Sequence[Sequence[Tensor]], rank: int) -> list[Tagg
         for i, (atoms, error, bearable) in zip(pending, bases, strict=True):
             if error <= bearable:
                 found[i] = atoms
-            elif bearable > SHARPEST_AT_ONCE:
+            elif bearable > SHARPEST:
                 sharper[i] = bearable
         pending, before = list(sharper), tolerance
         tolerance = min((before, *sharper.values()))

@@ -1,8 +1,8 @@
 """Leading singular triples: exactly, or as far as a merge can feel, of one matrix or of many at once.
 
-Shapes: A_mn or a stack A_tmn with m >= n, k triples wanted, a search space of w > k columns. All products of a search
+Shapes: A_mn or a stack A_tmn with m >= n, k triples wanted, a search space of w > k columns. Products of a search
 are in float32: block Lanczos steps for one matrix on the CPU, a filtered subspace for a stack on a GPU, which is asked
-for a number but once a round.
+for a number but once a round. A steep spectrum takes one more step in float64.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ DEGREES = 12  # of one filter at most
 SPARE = 30  # times below the tolerance that filters aim at: a degree more costs less than a round more
 FILTER_RANGE = 1e12  # how far a filter may set the first singular value above the last, which float32 must bear
 SMALL = 192  # below this side a full SVD in float64 costs next to nothing
-SVD_TOLERANCE = 1.5e-3  # root mean square angle between the triples found and the exact ones
+SVD_TOLERANCE = 1e-4  # root mean square angle between the triples found and the exact ones
 SAME = 1e-3  # singular values whose squares are this close, relatively, need not be told apart
 FAINT = 1e-6  # squares below this share of the largest are lost in the rounding of a float32 Gram matrix
+NOISE = 2e-7  # residuals below this share of the largest square are the rounding of float32 products
+WIDENED = 512  # rows of a float32 matrix that are widened to float64 at a time
 STACKED = 1 << 26  # entries of Gram matrices that are held at once
 
 
@@ -210,11 +212,42 @@ def _lanczos(A_mn: Tensor, k: int, tolerance: float) -> tuple[Tensor, Tensor, Te
             theta, R = values.flip(-1)[:width].to(W.dtype), vectors.flip(-1)[:, :k].to(W.dtype)
             residual = torch.linalg.vector_norm(W @ R[d - b :], dim=0)
             error = _mean_angle(theta, residual, n, k)
-            if not float(error) > tolerance:
+            if not float(error) > tolerance or float(residual.max()) < NOISE * float(theta[0]):
                 break
         block = _orthonormal(W)
         block = _orthonormal(block - Q[:, :d] @ (Q[:, :d].T @ block))
+    if tolerance < float(error) < math.inf:
+        return _sharpened(A_mn, Q[:, :d], k, width)
     return theta, Q[:, :d] @ R, error
+
+
+def _sharpened(A: Tensor, Q_nd: Tensor, k: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the leading Ritz values, the `k` leading Ritz vectors and their angle after one step in float64.
+
+    Of a steep spectrum a search finds the space, but single precision hides the gaps between its singular values. A
+    product with AᵀA and a Rayleigh quotient in float64 take far less than a whole decomposition.
+    """
+    n = Q_nd.shape[-2]
+    V = _orthonormal(_wide_gram_product(A, Q_nd))
+    values, vectors = small_eigh(gram(_wide_product(A, V)))
+    theta, V = values.flip(-1)[..., :width], V @ vectors.flip(-1)[..., :k]
+    residual = torch.linalg.vector_norm(_wide_gram_product(A, V) - V * theta[..., None, :k], dim=-2)
+    error = _mean_angle(theta, residual, n, k)
+    return theta.to(A.dtype), V.to(A.dtype), error.to(A.dtype)
+
+
+def _wide_gram_product(A: Tensor, X: Tensor) -> Tensor:
+    """Return AᵀAX in float64, a block of rows of A widened at a time."""
+    total = torch.zeros_like(X, dtype=torch.float64)
+    for rows in torch.split(A, WIDENED, dim=-2):
+        wide = rows.double()
+        total += wide.mT @ (wide @ X.double())
+    return total
+
+
+def _wide_product(A: Tensor, X: Tensor) -> Tensor:
+    """Return AX in float64, a block of rows of A widened at a time."""
+    return torch.cat([rows.double() @ X for rows in torch.split(A, WIDENED, dim=-2)], dim=-2)
 
 
 def _filtered(A: Tensor, k: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,9 +272,12 @@ def _filtered(A: Tensor, k: int, tolerance: float) -> tuple[Tensor, Tensor, Tens
             Y = _chebyshev(product, X, product(X), theta, degree)
         theta, X, image = ritz(product, Y)
         leading = X[..., :k] * theta[..., None, :k]
-        error = _mean_angle(theta, torch.linalg.vector_norm(image[..., :k] - leading, dim=-2), X.shape[-2], k)
-        if not float(error.max()) > tolerance:
+        residual = torch.linalg.vector_norm(image[..., :k] - leading, dim=-2)
+        error = _mean_angle(theta, residual, X.shape[-2], k)
+        if not bool(((error > tolerance) & (residual.amax(-1) >= NOISE * theta[..., 0])).any()):
             break
+    if tolerance < float(error.max()) < math.inf:
+        return _sharpened(A, X, k, width)
     return theta, X[..., :k], error
 
 

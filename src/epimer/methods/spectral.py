@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from epimer.geometry.aggregator import iso_c_delta, tsv_delta
-from epimer.geometry.linalg import polar, rounding_share, weighted_sum
+from epimer.geometry.aggregator import iso_c_with_rank, tsv_delta
+from epimer.geometry.linalg import Delta, polar, rounding_share, weighted_sum
 from epimer.geometry.solution import Solution
-from epimer.geometry.subspace import Tagged, atoms_of, clamp_rank, tagged
-from epimer.geometry.svd import Svd, top_svd
+from epimer.geometry.subspace import CROWDED_TOLERANCE, Tagged, atoms_of, clamp_rank, tagged
+from epimer.geometry.svd import Svd, top_svd, top_svds
 from epimer.methods import workspace
 from epimer.methods.options import MethodOptions, Option
 from epimer.methods.registry import Layer, Method
@@ -88,13 +88,23 @@ def directions(options: TsvOptions, shape: Sequence[int], tasks: int) -> int:
 
 def iso_c(layer: Layer, options: MethodOptions) -> Solution:
     """Give the sum of task vectors one singular value, the mean of its own."""
-    return Solution(iso_c_delta(layer.deltas, layer.weights, min(layer.shape)))
+    side = min(layer.shape)
+    delta, rank = iso_c_with_rank(layer.deltas, layer.weights, side)
+    return Solution(delta, note=_left_out(side - rank, side, layer.deltas[0]))
+
+
+def _left_out(missing: int, side: int, like: Delta) -> str:
+    """Return the note on directions without a length, each of which counts as much as any other to a merge."""
+    if not missing:
+        return ""
+    limit = f"{rounding_share(like):.0e} of the largest singular value"
+    return f"{missing} of {side} directions are below {limit}, so rounding: left out"
 
 
 def _beyond(common: Svd, D: Tensor, rank: int, inputs: int) -> Svd:
     """Return the leading triples of a task vector without its part in the common outputs, rounding apart."""
     shared = common.U @ (common.U.T @ D) if inputs else (D @ common.V) @ common.V.T
-    U, sigma, V = top_svd(D - shared, rank)
+    [(U, sigma, V)], _ = top_svds([D - shared], rank, CROWDED_TOLERANCE)
     kept = sigma > rounding_share(D) * float(torch.linalg.vector_norm(D, dtype=torch.float64))
     return Svd(U[:, kept], sigma[kept], V[:, kept])
 
@@ -108,7 +118,8 @@ def iso_cts(layer: Layer, options: IsoCtsOptions) -> Solution:
     triples = [common, *(_beyond(common, D, own, layer.inputs) for D in summed if own)]
     U_mp, V_np = (polar(torch.cat([triple[side] for triple in triples], dim=1)).factor for side in (0, 2))
     level = torch.cat([triple.sigma for triple in triples]).sum() / side
-    return Solution(level * (U_mp @ V_np.T).to(level.dtype))
+    note = _left_out(side - U_mp.shape[1], side, summed[0])
+    return Solution(level * (U_mp @ V_np.T).to(level.dtype), note=note)
 
 
 METHODS: tuple[Method, ...] = (

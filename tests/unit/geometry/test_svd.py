@@ -53,8 +53,8 @@ def test_searched_triples_are_within_their_tolerance(shape, power, noise):
 @pytest.mark.parametrize(("shape", "k"), [((512, 2048), 60), ((400, 400), 48)])
 def test_many_triples_of_pure_noise_are_searched_within_the_tolerance(shape, k):
     A = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    [svd], [error] = top_svds([A], k)
-    assert 0 < error <= SVD_TOLERANCE  # 0 where it was decomposed instead
+    [svd], [error] = top_svds([A], k, 1e-3)
+    assert 0 < error <= 1e-3  # 0 where it was decomposed instead
     _, _, Vh = torch.linalg.svd(A.double(), full_matrices=False)
     assert mean_angle(svd.V, Vh[:k].T) < 2 * error + 1e-5
 
@@ -102,6 +102,18 @@ def test_rank_deficient_matrices_give_their_rank(shape, dtype):
     assert svd.U.dtype == dtype
     assert close(product(svd), A.double(), 1e-5)
     assert top_svd(torch.zeros(shape, dtype=dtype), 10).sigma.numel() == 0
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_steep_spectrum_is_searched_and_not_decomposed(monkeypatch, stacked):
+    """Float32 cannot resolve its gaps: one step in float64 does."""
+    matrices = [decaying(400, 300, 1.5, seed=seed) for seed in range(2)]
+    if stacked:
+        monkeypatch.setattr("epimer.geometry.svd._groups", lambda tasks, A: [tasks])  # as on a GPU
+    for A, svd, error in zip(matrices, *top_svds(matrices, 32), strict=True):
+        _, _, Vh = torch.linalg.svd(A.double(), full_matrices=False)
+        assert 0 < error < 1e-5
+        assert mean_angle(svd.V, Vh[:32].T) < 2 * error + 1e-6
 
 
 def test_equal_matrices_have_equal_triples():

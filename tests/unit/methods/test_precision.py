@@ -183,3 +183,66 @@ def test_a_basis_may_be_of_another_precision_than_the_models():
         assert close(merged, expected.double(), 1e-5)
     found = epimer.diagnose_state_dicts(wide[0], wide[1:], basis=epimer.build_basis(base, models, rank=2)).total
     assert found.eta == pytest.approx(epimer.diagnose_state_dicts(wide[0], wide[1:], rank=2).total.eta, rel=1e-4)
+
+
+def related(shape, tasks, power=0.7):
+    """Return task vectors in float32 with falling spectra: a part that all share, and one that each has to itself."""
+    generator = torch.Generator().manual_seed(1)
+
+    def part():
+        side = min(shape)
+        U, V = (torch.linalg.qr(torch.randn(n, side, generator=generator, dtype=torch.float64)).Q for n in shape)
+        i = torch.arange(1, side + 1)
+        return (U * i**-power * torch.exp(-1.5 * i / side)) @ V.T
+
+    shared = part()
+    return [(0.7 * shared + 0.7 * part()).float() for _ in range(tasks)]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "tasks", "power"),
+    [
+        ("iso_cts", (384, 512), 8, 0.7),
+        ("iso_cts", (384, 512), 8, 1.5),
+        ("epimer", (384, 384), 4, 0.7),
+        ("epimer_free", (384, 384), 4, 0.7),
+        ("epimer_exact", (384, 384), 4, 0.7),
+        ("epimer_exact", (256, 256), 4, 1.5),
+    ],
+)
+def test_float32_merges_of_related_models_are_within_their_tolerance(name, shape, tasks, power):
+    """The same float32 models and curvature, once more in float64."""
+    generator = torch.Generator().manual_seed(2)
+    base, deltas, kind = torch.zeros(shape), related(shape, tasks, power), epimer.describe_method(name).curvature
+    falls = [torch.arange(1, n + 1) ** -0.5 for n in shape]
+    gradients = [[torch.randn(64, 4, len(fall), generator=generator) * fall for fall in falls] for _ in deltas]
+    metrics = {
+        "samples": [epimer.Samples(g=g, x=x) for g, x in gradients],
+        "diagonal": [epimer.Diagonal((g.flatten(0, 1).T @ x.flatten(0, 1)).square()) for g, x in gradients],
+    }.get(kind)
+
+    def merged(dtype):
+        state = {"w": base.to(dtype)}
+        given = {}
+        if metrics is not None:
+            given["curvature"] = [{"w": metric.to(base.device, dtype)} for metric in metrics]
+        return epimer.merge_state_dicts(state, [{"w": D.to(dtype)} for D in deltas], name, **given)["w"]
+
+    assert close(merged(torch.float32).double(), merged(torch.float64), 2e-4)
+
+
+@pytest.mark.parametrize("method", ["iso_c", "iso_cts"])
+def test_directions_that_are_rounding_in_float32_are_named(method):
+    """A merge that gives every direction the same length differs by those that it leaves out, and says so."""
+    generator = torch.Generator().manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(40, 40, generator=generator, dtype=torch.float64)).Q for _ in range(2))
+    sigma = torch.linspace(1, 0.5, 40, dtype=torch.float64)
+    sigma[-3:] = 1e-7
+    model = {"w": ((U * sigma) @ V.T).float()}
+    merged = epimer.merge_state_dicts({"w": torch.zeros(40, 40)}, [model], method)
+    exact = epimer.merge_state_dicts({"w": torch.zeros(40, 40).double()}, [{"w": model["w"].double()}], method)
+    note = merged.record.tensors["w"].note
+    assert note == "3 of 40 directions are below 6e-06 of the largest singular value, so rounding: left out"
+    assert exact.record.tensors["w"].note == ""
+    missing = float((merged["w"].double() - exact["w"]).norm() / exact["w"].norm())
+    assert missing == pytest.approx((3 / 40) ** 0.5, rel=1e-3)
