@@ -36,3 +36,12 @@ def markdown_line(text: str) -> str:
 def table_cell(text: str) -> str:
     """Return a text as one cell of a Markdown table."""
     return markdown_line(text).replace("|", "&#124;")
+
+
+def size(count: float) -> str:
+    """Return a number of bytes with its unit, as 3.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from epimer.errors import EpimerWarning
+from epimer.plain_text import size as size
 from epimer.plain_text import visible
 
 if TYPE_CHECKING:
@@ -115,15 +116,6 @@ def write_record(record: dict[str, Any], file: Path | None) -> None:
     if file is not None:
         with atomic_file(file) as draft:
             draft.write_bytes(as_json(record))
-
-
-def size(count: float) -> str:
-    """Return a number of bytes with its unit, as 3.2 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def dtype(W: Tensor) -> str:
