@@ -354,7 +354,7 @@ def test_the_numbers_are_those_of_the_model_that_transformers_loads(here, made, 
     assert_same(found, expected)
     disk = load_file(made / family / "one" / "model.safetensors")
     written = header("out")
-    wanted = {"format": 1, "kind": kind, "samples": 13, "labels": labels, "seed": 3, "dtype": "float32"}
+    wanted = {"format": 2, "kind": kind, "samples": 13, "labels": labels, "seed": 3, "dtype": "float32"}
     wanted |= {"source": "data", "basis": None, "version": epimer.__version__}
     wanted["model"] = model_fingerprint({name: disk[name] for name in found})
     assert {key: written[key] for key in wanted} == wanted
@@ -520,6 +520,47 @@ def test_how_many_samples(here):
     assert counts == {"few": 5, "least": 5, "half": 11, "all": ROWS, "more": ROWS, "whole": ROWS}
     assert stored("few") == stored("least")
     assert stored("all") == stored("more") == stored("whole") != stored("half")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--samples", 1], "curvature was measured on 1 sample and is mostly noise; take a few dozen"),
+        (["--samples", 30], f"curvature was measured on {ROWS} samples instead of 30: reviews.jsonl has no more rows"),
+        (["--samples", ROWS], ""),
+        (["--fraction", 0.1, "--batch-size", 2], "measured on 3 samples and is mostly noise; take a few dozen"),
+        ([], ""),
+    ],
+)
+def test_few_samples_are_said(here, options, said):
+    printed = done("curvature", *on("bert"), *options, "--out", "out")
+    assert said in printed
+    assert len([line for line in printed.splitlines() if "was measured on" in line]) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "side", "numbers"),
+    [
+        ("kronecker", 1700, 16 * 17 / 2 + 1700 * 1701 / 2),
+        ("ekfac", 1200, 16 * 16 + 1200 * 1200 + 16 * 1200),
+    ],
+)
+def test_a_large_size_on_disk_is_said_before_measuring(here, kind, side, numbers):
+    torch.manual_seed(0)
+    sizes = {**SIZES, **TEXT, **NAMED, "intermediate_size": side}
+    transformers.BertForSequenceClassification(transformers.BertConfig(**sizes)).save_pretrained("large")
+    save_tokenizer(Path("large"), IDS)
+    of = ["--layers", "*.layer.0.intermediate.dense.weight", "--layers", "*.layer.0.output.dense.weight"]
+    command = ["curvature", "large", *on("bert")[1:], "--kind", kind, *of, "--samples", 8]
+    first, second, *_ = done(*command, "--out", "out").splitlines()
+    model = sum(W.nbytes for W in load_file("large/model.safetensors").values())
+    assert first == (
+        f"note: measuring {kind} of 2 tensors: out will take up to {2 * 4 * numbers / 1e6:.1f} MB "
+        f"(the model takes {model / 1e3:.1f} kB)."
+    )
+    written = Path("out/curvature.safetensors").stat().st_size
+    assert 0 <= written - 2 * 4 * numbers < 1000
+    assert second.startswith(f"out: {kind} of 2 tensors, {written / 1e6:.1f} MB")
 
 
 def test_patterns_choose_tensors_by_their_names_on_disk(here, made):
@@ -733,15 +774,16 @@ def test_exact_kinds(here, made):
         outputs = torch.func.functional_call(model, {name: W + step(x)}, (), inputs)
         return loss(outputs, targets).mean()
 
-    H = load_file("h-one/curvature.safetensors")[f"{name}.H"]
+    H = epimer.Curvature.load("h-one").metrics[name].H
     torch.testing.assert_close(
         H, torch.func.hessian(mean_loss)(torch.zeros(len(H))), rtol=1e-4, atol=1e-5 * float(H.abs().max())
     )
-    ggn, fisher = (load_file(f"{kind}-one/curvature.safetensors") for kind in "gs")
-    for key, value in ggn.items():
-        torch.testing.assert_close(value, fisher[key], rtol=1e-3, atol=1e-5 * float(value.abs().max()))
+    ggn, fisher = (epimer.Curvature.load(f"{kind}-one").metrics for kind in "gs")
+    for key in ggn:
+        value = ggn[key].H
+        torch.testing.assert_close(value, fisher[key].H, rtol=1e-3, atol=1e-5 * float(value.abs().max()))
     assert_merged(Path("g"), load_file("s/model.safetensors"), made / "bert" / "base", 1e-3)
-    assert not torch.allclose(H, ggn[f"{name}.H"], rtol=0.05, atol=0)
+    assert not torch.allclose(H, ggn[name].H, rtol=0.05, atol=0)
 
 
 def test_bases_that_do_not_fit(here):

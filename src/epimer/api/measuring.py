@@ -16,7 +16,7 @@ from epimer.curvature.basis import HEADER, StoredBasis
 from epimer.curvature.curvature import Curvature
 from epimer.curvature.distributed import on_first_rank, process_group
 from epimer.curvature.kinds import KINDS
-from epimer.curvature.measure import Request, check_request, measure
+from epimer.curvature.measure import Request, check_request, measure, warn_of_few
 from epimer.engine.curvature_shards import measure_on_cluster
 from epimer.engine.options import RunOptions
 from epimer.errors import CurvatureError, EpimerWarning, ParameterError, TooLargeError, listed, warn
@@ -35,7 +35,10 @@ def measure_curvature(request: Request, run: RunOptions, shards: int | None = No
     """
 
     def measured(request: Request) -> Curvature | None:
-        return measure(request) if run.engine == "local" else measure_on_cluster(request, run, shards)
+        curvature = measure(request) if run.engine == "local" else measure_on_cluster(request, run, shards)
+        if curvature is not None:
+            warn_of_few(request, curvature)
+        return curvature
 
     if request.recipe is None:
         return measured(request)

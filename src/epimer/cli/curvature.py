@@ -102,15 +102,18 @@ def curvature(
 
 
 def _print_result(result: Curvature, out: Path, at: str | None, *, as_json: bool) -> None:
+    from epimer.curvature.format import NUMBERS
+
     about, clipped = result.provenance, result.clipped
+    stored = (out.expanduser() / NUMBERS).stat().st_size
     if as_json:
-        totals = {"tensors": len(result), "bytes": result.nbytes, "clipped": clipped}
+        totals = {"tensors": len(result), "bytes": stored, "clipped": clipped}
         return render.print_json(asdict(about) | totals)
     source = about.source
     if about.samples is not None and source == "data":
         source = f"{about.samples} samples, {about.tokens} tokens, {about.labels} labels"
     kind = f"projected {result.kind}" if about.basis else result.kind
-    render.print_text(f"{out}: {kind} of {len(result)} tensors, {render.size(result.nbytes)} ({source})")
+    render.print_text(f"{out}: {kind} of {len(result)} tensors, {render.size(stored)} ({source})")
     lines = [] if at is None else [f"measured at {at} (fingerprint {about.at})."]
     for reason in dict.fromkeys(about.left_out.values()):
         names = [name for name, why in about.left_out.items() if why == reason]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from epimer.curvature.per_sample_gradients import OuterProducts, SampleGradients, TableRows, TokenSums
+from epimer.curvature.triangles import triangle_size
 from epimer.errors import CurvatureError, EpimerWarning, NumericalError, listed, warn
 from epimer.geometry.decompositions import eigh
 from epimer.geometry.diagonal import TaggedDiagonal
@@ -69,6 +70,10 @@ class Collector(ABC):
     def numbers(self, name: str) -> int:
         """Return how many numbers are summed for one parameter."""
         return self.shapes[name].numel()
+
+    def stored_numbers(self, name: str) -> int:
+        """Return at most how many numbers are stored of one parameter; of samples without a basis for each token."""
+        return self.numbers(name) if self.basis is None else int(self.basis[name].U.shape[1] ** 2)
 
     def warn_of_refused(self) -> None:  # noqa: B027  most kinds refuse nothing
         """Name the matrices that are too wide, of those that a merge needs, before any data is read."""
@@ -217,6 +222,9 @@ class KroneckerCollector(Collector):
 
     def numbers(self, name: str) -> int:
         return 0 if name in self.refused else sum(side * side for side in self._sides(name))
+
+    def stored_numbers(self, name: str) -> int:
+        return 0 if name in self.refused else sum(map(triangle_size, self._sides(name)))
 
     def _sides(self, name: str) -> tuple[int, int]:
         """Return the widths of G and A."""

@@ -52,6 +52,7 @@ def estimate_curvature(
     scratch: str | Path | None = None,
     progress: bool = True,
     total: int | None = None,
+    announce: Callable[[int, int], None] | None = None,
 ) -> Curvature:
     """Measure the curvature of a model's loss, for use in any later merge.
 
@@ -78,6 +79,8 @@ def estimate_curvature(
         scratch: folder for finished tensors that memory cannot hold; by default the system's for temporary files.
         progress: show a progress bar on a terminal.
         total: the number of samples, for the progress bar, where `samples` is None.
+        announce: called before any sample is measured, with the number of tensors and at most the bytes that a folder
+            of their curvature takes; of kind "samples" without a basis for each token.
 
     Returns:
         The curvature, by tensor name; `.save(folder)` writes it to disk.
@@ -122,6 +125,9 @@ def estimate_curvature(
                 _check_basis(basis, kind, parameters)
                 measurement, collector, plan = planned(chosen, basis)
             collector.warn_of_refused()
+            if announce is not None:
+                sizes = _stored_bytes(row, collector, measurement.measurable)
+                announce(len(sizes), sum(sizes))
             measured = _measure_in_passes(measurement, collector, row, read, plan, bar, samples or total)
     metrics = measured.metrics
     if not metrics:
@@ -211,6 +217,14 @@ def _bytes_of_sums(row: Kind, collector: Collector, names: Iterable[str]) -> dic
         return sizes
     # factors, their eigenvectors, and what is summed along them
     return {name: 2 * size + collector.dtype.itemsize * collector.shapes[name].numel() for name, size in sizes.items()}
+
+
+def _stored_bytes(row: Kind, collector: Collector, names: Sequence[str]) -> list[int]:
+    """Return the bytes that each tensor's curvature takes in a folder."""
+    if row.refine is None:
+        return [collector.dtype.itemsize * collector.stored_numbers(name) for name in names]
+    # eigenvectors of both factors, which are not symmetric, and what is summed along them
+    return [collector.dtype.itemsize * (collector.numbers(n) + collector.shapes[n].numel()) for n in names]
 
 
 def _measure_in_passes(

@@ -1,8 +1,9 @@
 """Curvature on disk: a folder with `curvature.json` (the provenance) and `curvature.safetensors` (the tensors).
 
 The tensors of a metric are stored as `<tensor>.<field>`: `.F` (diagonal), `.A` and `.G` (kronecker), `.S`, `.P` and
-`.Q` (ekfac), `.g` and `.x` (samples), `.H` or `.A` and `.G` (in a basis). The inputs that it was measured on may be
-kept in files of their own (`kept_inputs.py`). docs/curvature.md specifies the format.
+`.Q` (ekfac), `.g` and `.x` (samples), `.H` or `.A` and `.G` (in a basis). Of a symmetric matrix the upper triangle is
+stored, row by row. The inputs that it was measured on may be kept in files of their own (`kept_inputs.py`).
+docs/curvature.md specifies the format.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from epimer.checkpoints.writer import as_json, save_tensors
 from epimer.checksums import sealed
 from epimer.curvature.kept_inputs import KeptInputs
 from epimer.curvature.kinds import KINDS, tensors_of
+from epimer.curvature.triangles import from_triangle, triangle, triangle_size
 from epimer.errors import CurvatureError, short
 from epimer.geometry.metric import Metric, Projected
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
+"""formats that are read: 1 is 2 with all matrices in full"""
 NUMBERS, HEADER = "curvature.safetensors", "curvature.json"
 EDGE = 256  # entries of a tensor's first and last row that enter a fingerprint
 NUMBERS_SAID = ("samples", "tokens", "counts", "seed")
@@ -68,7 +72,7 @@ class StoredMetrics(TensorParts[Metric]):
         self.where = where or str(folder)
         header = read_header(folder, HEADER, "curvature", "measure one with `epimer curvature`", self.where)
         kind = header.get("kind")
-        if header.get("format") != FORMAT or kind not in tuple(KINDS):
+        if header.get("format") not in READABLE or kind not in tuple(KINDS):
             raise CurvatureError(
                 f"{self.where} holds {short(kind)} curvature in format {short(header.get('format'))}; "
                 f"expected format {FORMAT} and one of {', '.join(KINDS)}: measure it again, or update epimer."
@@ -89,6 +93,27 @@ class StoredMetrics(TensorParts[Metric]):
             raise CurvatureError(f"{said}: inputs_first cannot be {short(self.inputs_first)}; {REMEDY}.")
         for name in self:
             self._check(name)
+
+    def headers(self, name: str) -> dict[str, Tensor]:
+        return self._unpacked(name, super().headers(name))
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        return self._unpacked(name, super().read(name))
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a tensor's curvature in memory, where matrices are whole."""
+        return sum(W.numel() * W.itemsize for W in self.headers(name).values())
+
+    def _unpacked(self, name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parts of a tensor with whole matrices in place of their triangles."""
+        whole = dict(parts)
+        for part in self.metric.symmetric:
+            if part in parts and parts[part].dim() == 1:
+                whole[part] = from_triangle(parts[part])
+                if triangle_size(len(whole[part])) != len(parts[part]):
+                    problem = f"{part} has {len(parts[part])} numbers, which are no triangle of a matrix"
+                    raise CurvatureError(f"{self.file.where}: {name!r}: {problem}; {REMEDY}.")
+        return whole
 
     def _check(self, name: str) -> None:
         """Refuse what no metric can be of, by the headers alone."""
@@ -135,14 +160,22 @@ def save_curvature(
 ) -> None:
     """Write curvature, and the inputs it was measured on, into a new folder; an interrupted write leaves no folder."""
     tensors: dict[str, Tensor] = {}
+    whole: dict[int, Tensor] = {}  # id of an entry of `tensors` that has a shape alone -> the symmetric matrix
     inputs_first: list[str] = []
     for name, metric in metrics.items():  # one access each, as it may read from disk
-        tensors |= {f"{name}.{part}": value.detach() for part, value in tensors_of(metric).items()}
+        for part, value in tensors_of(metric).items():
+            M = stored = value.detach()
+            if part in metric.symmetric and M.dim() == 2 and torch.equal(M, M.T):
+                stored = torch.empty(triangle_size(len(M)), dtype=M.dtype, device="meta")
+                whole[id(stored)] = M
+            tensors[f"{name}.{part}"] = stored
         inputs_first += [name] if getattr(metric, "inputs", 1) == 0 else []
     if not tensors:
         raise CurvatureError("there is no curvature to save: no tensor was measured.")
     with atomic_folder(folder, HEADER, overwrite=overwrite) as draft:
-        checksums = save_tensors(draft / NUMBERS, tensors)
+        checksums = save_tensors(
+            draft / NUMBERS, tensors, read=lambda W: (triangle(whole[id(W)]) if W.is_meta else W).cpu().contiguous()
+        )
         header = {"format": FORMAT, **asdict(provenance), "inputs_first": inputs_first, CHECKSUMS: checksums}
         if inputs is not None:
             header["inputs"] = inputs.save(draft)

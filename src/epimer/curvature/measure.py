@@ -17,6 +17,7 @@ from epimer.atomic_files import check_new
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.lazy_tensors import LazyTensors
+from epimer.checkpoints.memory import total_bytes
 from epimer.curvature.basis import StoredBasis
 from epimer.curvature.curvature import SEQUENCES, Curvature
 from epimer.curvature.distributed import first_of_ranks, process_group, ranks
@@ -30,14 +31,17 @@ from epimer.errors import (
     CheckpointError,
     CurvatureError,
     DataError,
+    EpimerWarning,
     LeftOutWarning,
     ParameterError,
     TooLargeError,
     listed,
     nearest,
+    warn,
 )
 from epimer.geometry.linalg import nonfinite
 from epimer.methods.rules import stored_name, with_members
+from epimer.plain_text import format_size
 from epimer.tasks.data import choose, open_data
 from epimer.tasks.labels import POLICIES, SampleError
 from epimer.tasks.loading import AUTO, DTYPES, IMAGE, POOLINGS, check_device_option, read_head
@@ -54,6 +58,8 @@ CHOICES: dict[str, Collection[str]] = {
     "dtype": DTYPES,
 }
 SAMPLES = 256
+SAID = 10_000_000  # bytes of a folder that are said before measuring
+FEW = 8  # samples; the error of a mean over fewer is more than a third of it
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,19 @@ def measure(request: Request) -> Curvature | None:
         if rank == 0:
             curvature.save(request.out, overwrite=request.overwrite)
     return curvature if rank == 0 else None
+
+
+def warn_of_few(request: Request, curvature: Curvature) -> None:
+    """Say that there were fewer samples than asked for, or so few that the curvature is mostly noise."""
+    samples = curvature.provenance.samples
+    if request.data is None or samples is None:
+        return
+    measured = f"curvature was measured on {samples} sample{'s' * (samples > 1)}"
+    if samples < (request.samples or 0):
+        problem = f"{measured} instead of {request.samples}: {request.data} has no more rows"
+        warn(EpimerWarning(f"{problem}; give more data, or accept more noise."))
+    elif samples < FEW:
+        warn(EpimerWarning(f"{measured} and is mostly noise; take a few dozen (--samples, by default {SAMPLES})."))
 
 
 def _measure_rank(request: Request, basis: StoredBasis | None, rank: int, count: int) -> Curvature:
@@ -231,6 +250,15 @@ def _estimate(
     request: Request, task: Task, basis: StoredBasis | None, batches: Iterable[Any], rank: int, total: int
 ) -> Curvature:
     """Measure a loaded model on the `total` samples of one process, by the names of its parameters in memory."""
+
+    def announce(tensors: int, nbytes: int) -> None:
+        if nbytes < SAID:
+            return
+        taken, own = format_size(nbytes), format_size(total_bytes(task.checkpoint))
+        each = " for each token" if request.kind == "samples" and basis is None else ""
+        about = f"measuring {request.kind or 'kronecker'} of {tensors} tensors"
+        warn(EpimerWarning(f"{about}: {request.out} will take up to {taken}{each} (the model takes {own})."))
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LeftOutWarning)  # the command names them with the result
         curvature = estimate_curvature(
@@ -248,6 +276,7 @@ def _estimate(
             scratch=next(folder for folder in request.out.absolute().parents if folder.is_dir()),
             progress=request.progress and rank == 0,
             total=total,
+            announce=None if rank else announce,
         )
     if basis is None:
         return curvature

@@ -31,6 +31,8 @@ class Metric(ABC):
     kind: str
     serves: ClassVar[tuple[str, ...]] = ()
     """kinds of curvature that a method must accept to accept this one too"""
+    symmetric: ClassVar[tuple[str, ...]] = ()
+    """fields that are symmetric matrices, of which a file holds one triangle"""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -140,6 +142,7 @@ class Kronecker(Metric):
     inputs: int = 1
     """the dimension of the stored tensor that the layer's inputs belong to: 1, or 0 for GPT-2's Conv1D"""
     kind = "kronecker"
+    symmetric = ("A", "G")
 
     def apply(self, D_mn: Tensor) -> Tensor:
         image = D_mn if self.G is None else self.G @ D_mn
@@ -406,6 +409,7 @@ class Projected(Metric):
     inputs: int = 1
     """the dimension of the stored tensor that the layer's inputs belong to"""
     kind = "projected"
+    symmetric = ("H", "A", "G")
 
     def apply(self, D_mn: Tensor) -> Tensor:
         raise AssertionError("projected curvature has no product in the full space")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import epimer
 from epimer.checkpoints import open_checkpoint
@@ -138,7 +138,7 @@ def test_models_measured_differently_are_refused(models, tmp_path):
         epimer.merge(recipe(tmp_path, "epimer"), tmp_path / "out", progress=False)
 
 
-@pytest.mark.parametrize(("change", "words"), [({"format": 2}, "format 2"), ({"kind": "spline"}, "'spline'")])
+@pytest.mark.parametrize(("change", "words"), [({"format": 3}, "format 3"), ({"kind": "spline"}, "'spline'")])
 def test_another_format_is_refused(tmp_path, change, words):
     save(measured("diagonal", 0), tmp_path / "c")
     about = json.loads((tmp_path / "c" / "curvature.json").read_text())
@@ -150,3 +150,57 @@ def test_another_format_is_refused(tmp_path, change, words):
 def test_what_is_no_folder_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="not a curvature folder"):
         epimer.Curvature.load(tmp_path / "nowhere")
+
+
+def symmetric(side, dtype):
+    X = torch.randn(side, side, dtype=dtype)
+    return X @ X.T + (X @ X.T).T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (2, 5), (513, 30)])
+def test_symmetric_matrices_are_stored_as_one_triangle_without_loss(tmp_path, m, n, dtype):
+    torch.manual_seed(0)
+    G, A = symmetric(m, dtype), symmetric(n, dtype)
+    save({"w": epimer.Kronecker(A=A, G=G)}, tmp_path / "c")
+    kept = load_file(tmp_path / "c" / "curvature.safetensors")
+    rows, columns = torch.triu_indices(n, n)
+    assert torch.equal(kept["w.A"], A[rows, columns])
+    assert (tmp_path / "c" / "curvature.safetensors").stat().st_size <= (m * m + m + n * n + n) / 2 * A.itemsize + 400
+    stored = epimer.Curvature.load(tmp_path / "c")
+    assert torch.equal(stored["w"].A, A)
+    assert torch.equal(stored["w"].G, G)
+    assert stored.nbytes == A.nbytes + G.nbytes  # what it takes in memory
+
+
+def test_a_matrix_that_is_not_exactly_symmetric_is_stored_whole(tmp_path):
+    A = symmetric(4, torch.float32)
+    A[0, 1] += 1e-3
+    save({"w": epimer.Kronecker(A=A, G=torch.eye(3))}, tmp_path / "c")
+    assert torch.equal(load_file(tmp_path / "c" / "curvature.safetensors")["w.A"], A)
+    assert torch.equal(epimer.Curvature.load(tmp_path / "c")["w"].A, A)
+
+
+def test_a_folder_of_format_1_has_its_matrices_in_full(tmp_path):
+    curvature = measured("kronecker", 0)
+    save(curvature, tmp_path / "c")
+    whole = {f"{name}.{part}": getattr(metric, part) for name, metric in curvature.items() for part in ("A", "G")}
+    save_file(whole, tmp_path / "c" / "curvature.safetensors")
+    header = json.loads((tmp_path / "c" / "curvature.json").read_text())
+    old = {key: value for key, value in header.items() if key not in ("checksums", "sha256")} | {"format": 1}
+    (tmp_path / "c" / "curvature.json").write_text(json.dumps(old))
+    stored = epimer.Curvature.load(tmp_path / "c")
+    for name, metric in curvature.items():
+        assert torch.equal(stored[name].A, metric.A)
+        assert torch.equal(stored[name].G, metric.G)
+
+
+def test_numbers_that_are_no_triangle_are_refused(tmp_path):
+    save({"w": epimer.Kronecker(A=torch.eye(3), G=torch.eye(2))}, tmp_path / "c")
+    header = json.loads((tmp_path / "c" / "curvature.json").read_text())
+    for key in ("checksums", "sha256"):
+        del header[key]
+    (tmp_path / "c" / "curvature.json").write_text(json.dumps(header))
+    save_file({"w.A": torch.ones(5), "w.G": torch.ones(3)}, tmp_path / "c" / "curvature.safetensors")
+    with pytest.raises(CurvatureError, match=r"'w': A has 5 numbers, which are no triangle of a matrix; measure it"):
+        epimer.Curvature.load(tmp_path / "c")

@@ -172,7 +172,7 @@ def test_what_it_does_not_support_is_refused_like_any_kind(tmp_path):
         epimer.merge_state_dicts(base, states, "fisher", curvature=[measure(MLP(t), data(t)) for t in (1, 2)])
     measure(MLP(0), data()).save(tmp_path / "c")
     del KINDS["rows"]
-    with pytest.raises(CurvatureError, match="holds 'rows' curvature in format 1; expected format 1 and one of"):
+    with pytest.raises(CurvatureError, match="holds 'rows' curvature in format 2; expected format 2 and one of"):
         epimer.Curvature.load(tmp_path / "c")
     with pytest.raises(ParameterError, match="The 'kind' parameter must be one of diagonal"):
         measure(MLP(0), data())
