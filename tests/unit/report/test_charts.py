@@ -196,6 +196,11 @@ def test_a_layers_number_is_never_cut_away(name, room):
     assert number in re.split(r"[.…]", short)
 
 
+def test_a_name_of_several_words_is_no_tensors_name():
+    """A decimal point ends no part of a name."""
+    assert cut("epimer_kron at scale 0.85, refined by 8 steps", 180).startswith("epimer_kr")
+
+
 def test_a_single_point_is_a_number():
     series = [Series("tsv", [(16.0, 0.8123, 0.8, 0.82)], "red"), Series("average", [(16.0, 0.7, 0.7, 0.7)], "blue")]
     chart = lines(series, Labels("rank k", "score", str, str), "")

@@ -63,10 +63,10 @@ def wide(content: str, size: float = SIZE) -> float:
 def cut(content: str, room: float, size: float = SIZE) -> str:
     """Return a name that fits.
 
-    The parts of a dotted name are shortened to their initials, from the first on and but for the last, so that the
+    The parts of a tensor's name are shortened to their initials, from the first on and but for the last, so that the
     number of a layer stays. What is still too long loses its middle.
     """
-    parts = content.split(".")
+    parts = [content] if " " in content else content.split(".")
     for i, part in enumerate(parts[:-1]):
         if wide(".".join(parts), size) <= room:
             break

@@ -104,7 +104,7 @@ def _forecast(record: Diagnosis) -> Figure:
     said = "Forecasts of a method's tasks and scales; without measured curvature they do not rank methods."
     trust = (
         "Without measured Kronecker or EKFAC curvature compare the tasks and scales of one method, but not methods: "
-        "the method with the lowest forecast is seldom the best."
+        "these forecasts do not tell which method is best."
     )
     if record.ranks_methods:
         order.sort(key=lambda name: record.forecast[name].mean_at_scale)
