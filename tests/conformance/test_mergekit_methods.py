@@ -87,8 +87,8 @@ NEAR = ("slerp", "nuslerp", "karcher", "multislerp", "sce", "model_stock", "ties
 """also with models that moved little, where mergekit's thresholds decide; in double precision, as the angles that its
 karcher takes in float32 are rounded to nothing there"""
 RELATED = ("slerp", "nuslerp, task vectors", "multislerp, task vectors", "ties", "sce", "model_stock", "karcher")
-"""also with models 768 wide whose steps have cosines of .3 to .9: in float32 mergekit itself is up to 2.5e-5 off, so both
-are compared in double precision, and ours in float32 with mergekit's in double precision"""
+"""also with models 768 wide whose steps have cosines of .3 to .9; in float32 mergekit itself is up to 2.5e-5 off, so
+both are compared in double precision, and ours in float32 with mergekit's in double precision"""
 DOUBLE = ", in double precision"
 RANDOM = {
     "dare_linear": "merge_method: dare_linear\n{}parameters: {{density: 0.3}}\n",
