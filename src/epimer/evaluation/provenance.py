@@ -67,7 +67,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def machine() -> dict[str, Any]:
     """Return the names of the processor and of the GPU in use (None: none), and the cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return {"cpu": _cpu_name(), "cores": cores, "gpu": gpu}
 
 
