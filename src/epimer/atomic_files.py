@@ -139,7 +139,7 @@ def atomic_folder(out: Path, marker: str, *, overwrite: bool = False) -> Iterato
 def recover_folder(out: Path) -> None:
     """Finish the replacement of a folder by a run that was killed, unless another run is at work."""
     draft, old, gone = _beside(Path(os.path.abspath(out)))
-    if old.exists() or gone.exists():
+    if old.exists() or gone.exists() or lock_path(draft).exists():
         with suppress(OSError, OutputError), held_folder(draft, out):
             keep_old_or_new(out, old, gone)
             remove_folder(draft)
@@ -186,7 +186,7 @@ def remove(path: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with what is in it, or a link in its place, as far as the system permits."""
+    """Remove a folder with what is in it, or a file or link in its place, as far as the system permits."""
     with suppress(OSError):
         remove(folder)
 
@@ -217,22 +217,30 @@ def held(
             os.close(handle)
 
 
+def lock_path(draft: Path) -> Path:
+    """Return the file that is locked while a folder is held."""
+    return draft.with_name(f"{draft.name}.lock")
+
+
 @contextmanager
 def held_folder(draft: Path, out: Path, what: str = "run", *, make: bool = True) -> Iterator[None]:
     """Hold a draft that is a folder, also against other machines.
 
     A network disk may show other machines locks of files only, so a file beside the folder is locked as well.
     """
-    if not make and not draft.is_dir():
+    lock = lock_path(draft)
+    if not make and not draft.is_dir() and not lock.exists():  # if it is there alone, it is removed
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(draft))
-    lock = draft.with_name(f"{draft.name}.lock")
     with held(lock, out, what):
         try:
             with held(draft, out, what, folder=True, make=make):
                 yield
         finally:
-            with suppress(OSError):
-                lock.unlink()  # who waits for it sees that it is gone, and makes another
+            try:
+                remove_folder(lock)  # who waits for it sees that it is gone, and makes another
+            except KeyboardInterrupt:
+                remove_folder(lock)
+                raise
 
 
 def check_draft(draft: Path) -> None:

@@ -1,5 +1,6 @@
 """Models in object stores: merged from there and to there, the same bytes as on disk; whole or not at all."""
 
+import contextlib
 import json
 import logging
 import re
@@ -146,6 +147,99 @@ def test_an_upload_that_stops_leaves_no_record_and_is_taken_up(store, models, mo
         *("README.md", "config.json", "epimer.json", "model.safetensors", "recipe.yaml")
     }
     assert not list(models.parent.glob(".*"))
+
+
+WRITES = ("pipe_file", "put_file", "rm_file", "mv", "rm")
+
+
+def interrupted(monkeypatch, fs, at, action):
+    """Let something happen just before the `at`-th call that changes a store; return the list of such calls."""
+    calls = []
+
+    def watched(name, call):
+        def watching(self, *args, **more):
+            if not calls or calls[-1] != "busy":  # calls of the action and calls within calls do not count
+                calls.append(name)
+                if len(calls) == at:
+                    calls.append("busy")
+                    action()
+                    calls.pop()
+                nested = len(calls)
+                calls.append("busy")
+                try:
+                    return call(self, *args, **more)
+                finally:
+                    del calls[nested:]
+            return call(self, *args, **more)
+
+        return watching
+
+    for name in WRITES:
+        monkeypatch.setattr(type(fs), name, watched(name, getattr(type(fs), name)))
+    return calls
+
+
+def stored(fs, url):
+    return {name: fs.cat_file(f"{url}/{name}") for name in object_store.all_files(fs, url)}
+
+
+@pytest.fixture
+def two(models, monkeypatch):
+    """Two recipes for one address, run in folders of their own, and the files that each makes."""
+    made = {}
+    for method in ("tsv", "ties"):
+        (models.parent / method).mkdir()
+        monkeypatch.chdir(models.parent / method)
+        epimer.merge(recipe(models, method), models.parent / f"local-{method}", device="cpu", progress=False)
+        made[method] = on_disk(models.parent / f"local-{method}")
+
+    def into_store(method):
+        with contextlib.chdir(models.parent / method):
+            epimer.merge(recipe(models, method), "memory://b/out", device="cpu", progress=False, overwrite=True)
+
+    return into_store, made
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+def test_of_two_runs_into_one_address_one_gives_way(store, two, monkeypatch, at):
+    """The second run comes just before each of the calls by which the first changes the store."""
+    into_store, made = two
+    second = []
+
+    def run_second():
+        try:
+            into_store("ties")
+            second.append("done")
+        except epimer.OutputError as error:
+            second.append(str(error))
+
+    with monkeypatch.context() as patch:
+        calls = interrupted(patch, store, at, run_second)
+        into_store("tsv")
+    assert at == 1 or len(calls) == 12
+    assert stored(store, "b/out") == made["tsv"]  # which ended last, or alone
+    assert second == ["done"] if at == 1 else "another run writes to memory://b/out" in second[0]
+    assert not object_store.all_files(store, "b/out.epimer-upload")
+    into_store("ties")
+    assert stored(store, "b/out") == made["ties"]
+
+
+def test_what_the_store_changes_is_found_before_the_record_appears(store, two, monkeypatch):
+    into_store, _ = two
+
+    def damage():
+        data = bytearray(store.cat_file("b/out/model.safetensors"))
+        data[-3] ^= 64
+        store.pipe_file("b/out/model.safetensors", bytes(data))
+
+    with monkeypatch.context() as patch:
+        calls = interrupted(patch, store, 10, damage)
+        with pytest.raises(
+            epimer.OutputError, match=r"does not hold what was uploaded \(changed: 'model\.safetensors'"
+        ):
+            into_store("tsv")
+    assert calls[-1] == "mv"
+    assert "epimer.json" not in stored(store, "b/out")
 
 
 def test_the_modules_of_sentence_transformers_go_from_store_to_store(store, models):
@@ -320,3 +414,27 @@ def test_a_round_trip_through_an_s3_server(s3, models, monkeypatch):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     assert_refused(run("merge", _written(recipe("s3://bucket/models")), "out"), "log in to the store")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_processes_that_write_to_one_address_of_an_s3_server_at_once(s3, models):
+    """Whoever ends well says so of a folder that is wholly its own; the other gives way, or both do."""
+    made = {}
+    for method in ("tsv", "ties"):
+        (models.parent / method).mkdir()
+        (models.parent / method / "recipe.yaml").write_text(json.dumps(recipe(models, method)))
+        epimer.merge(recipe(models, method), models.parent / f"local-{method}", device="cpu", progress=False)
+        made[method] = on_disk(models.parent / f"local-{method}")
+    command = [sys.executable, "-m", "epimer", "merge", "recipe.yaml", "s3://bucket/out", "--overwrite", "-q"]
+    for _ in range(2):
+        runs = {
+            method: subprocess.Popen(command, cwd=models.parent / method, stderr=subprocess.PIPE, text=True)
+            for method in made
+        }
+        errors = {method: process.communicate(timeout=120)[1] for method, process in runs.items()}
+        ended_well = [method for method, process in runs.items() if process.returncode == 0]
+        assert all("another run writes to s3://bucket/out" in errors[method] for method in made.keys() - ended_well)
+        if ended_well:
+            assert stored(s3, "bucket/out") in [made[method] for method in ended_well]
+        assert not object_store.all_files(s3, "bucket/out.epimer-upload")

@@ -17,6 +17,7 @@ from safetensors.torch import load
 
 import epimer
 from epimer.checkpoints import open_checkpoint
+from epimer.engine.store_output import staging_folder
 from fuzz.harness import Reader
 from fuzz.mutations import as_text, damage_content, mutated
 from fuzz.readers.checkpoints import _build_index, _damage_index, _damage_safetensors
@@ -72,14 +73,19 @@ def _read_store(folder: Path) -> None:
 # an output in an object store, and what a killed upload left beside it
 
 
+UPLOAD = "0123456789abcdef" * 2
+STORED = ("out", f"out.epimer-upload/{UPLOAD}")
+
+
 def _build_stored(folder: Path) -> None:
     write_models(folder, "base", "one", "two")
-    for name in ("out", "out.epimer-upload"):
+    for name in STORED:
         merge(recipe(folder, "ties"), folder / "store" / name)
+    (folder / f"{staging_folder('memory://out').name}.lock").write_text(UPLOAD)
 
 
 def _damage_stored(rng: Random, folder: Path) -> None:
-    damaged, whole = rng.sample(sorted((folder / "store").iterdir()), 2)
+    damaged, whole = rng.sample([folder / "store" / name for name in STORED], 2)
     damage_record(rng, damaged / "epimer.json")
     if rng.random() < 0.5:
         shutil.rmtree(whole)
