@@ -52,5 +52,7 @@ def test_names_and_messages_without_end_are_cut_and_keep_the_remedy():
 
 @pytest.mark.parametrize("kind", [CheckpointError, EpimerWarning])
 def test_a_signed_address_keeps_its_signature(kind):
-    text = str(kind("https://bucket.example/a/b.bin?X-Amz-Signature=5ecre7&x=1 cannot be read, nor 'gs://b?key=5ecre7'."))
+    text = str(
+        kind("https://bucket.example/a/b.bin?X-Amz-Signature=5ecre7&x=1 cannot be read, nor 'gs://b?key=5ecre7'.")
+    )
     assert text == "https://bucket.example/a/b.bin?... cannot be read, nor 'gs://b?...'."

@@ -23,7 +23,9 @@ from epimer.errors import CheckpointError, EpimerError, first_line, listed, shor
 REPO = r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?"
 HUB_NAME = re.compile(rf"({REPO})@[0-9a-f]{{40}}")
 HUB_ID = re.compile(rf"{REPO}(@[\w./-]+)?")
-REVISION = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*")  # of a branch, a tag or a commit: names of folders in the cache
+REVISION = re.compile(
+    r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"
+)  # of a branch, a tag or a commit: names of folders in the cache
 COMMIT = re.compile(r"[0-9a-f]{40,64}")
 MODULE = re.compile(r"\d+_\w+")  # the folder of a module of sentence-transformers
 SIDECARS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", "README.md")

@@ -154,7 +154,10 @@ class _Reader:
             first = self._next()
             if first == "\\":
                 tests.append(self._escaped())
-            elif self.pattern[self.place : self.place + 1] == "-" and self.pattern[self.place + 1 : self.place + 2] != "]":
+            elif (
+                self.pattern[self.place : self.place + 1] == "-"
+                and self.pattern[self.place + 1 : self.place + 2] != "]"
+            ):
                 self._take("-")
                 tests.append(_between(first, self._next()))
             else:
@@ -192,4 +195,3 @@ class _Reader:
 
 def _between(first: str, last: str) -> Test:
     return lambda character: first <= character <= last
-

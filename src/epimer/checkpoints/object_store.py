@@ -29,7 +29,10 @@ from epimer.errors import CheckpointError, EpimerError, first_line, listed, shor
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9._-]*)://(.+)")
 PACKAGES = {"s3": ("s3fs", "epimer[s3]"), "gs": ("gcsfs", "epimer[gcs]"), "gcs": ("gcsfs", "epimer[gcs]")}
-PROTOCOLS = (*PACKAGES, "memory")  # those that are tested; fsspec has more, some of which run programs or read this disk
+PROTOCOLS = (
+    *PACKAGES,
+    "memory",
+)  # those that are tested; fsspec has more, some of which run programs or read this disk
 PREFIX = "epimer-store-"  # of folders for small files
 MOST_FILES, MOST_BYTES = 1000, 1 << 30  # of small files of one model
 FIRST = 1 << 20  # bytes of a file that are fetched for its header; most have all of it

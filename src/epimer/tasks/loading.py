@@ -200,6 +200,18 @@ def quiet_transformers(*, shown: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def explained_panics(where: str) -> Iterator[None]:
+    """Turn a panic of the tokenizers' library into one line: it is no Exception, and nobody expects it."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        remedy = "is its tokenizer.json damaged? Copy or download it again"
+        raise CheckpointError(f"the tokenizer of {where} failed: {first_line(error)}; {remedy}.") from error
+
+
 def _from_pretrained(
     auto: str, folder: Path, where: str, dtype: torch.dtype, **more: Any
 ) -> tuple[nn.Module, list[str]]:
@@ -261,7 +273,7 @@ def load_reader(checkpoint: Checkpoint, task: str) -> Any:
     if what is not None and not any((folder / name).is_file() for name in PROCESSORS):
         raise CheckpointError(f"{where} has no {what}; copy preprocessor_config.json into its folder.")
     try:
-        with quiet_transformers(shown=False):
+        with quiet_transformers(shown=False), explained_panics(where):
             if task == IMAGE:  # always Pillow: pixels must not depend on whether torchvision is installed
                 return transformers().AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
             if task == IMAGE_TEXT:
@@ -270,6 +282,8 @@ def load_reader(checkpoint: Checkpoint, task: str) -> Any:
             if task == SPEECH:
                 return SpeechReader(transformers().AutoFeatureExtractor.from_pretrained(folder, **options), tokenizer)
             return tokenizer
+    except CheckpointError:
+        raise
     except Exception as error:  # see _from_pretrained
         raise failed(where, f"the {what or 'tokenizer'}", error) from error
 

@@ -87,7 +87,6 @@ class Table(ABC):
             raise DataError(f"{self.where(i)} {problem}; expected a path or its bytes.")
         return value
 
-
     def _file(self, i: int, name: str, what: str) -> Path:
         """Return the path of a file that a row names; only regular files in the data's folder are opened."""
         path = self.folder / name

@@ -41,6 +41,7 @@ from epimer.tasks.loading import (
     SPEECH,
     Head,
     WithHead,
+    explained_panics,
     load_model,
     load_reader,
     transformers,
@@ -123,7 +124,8 @@ class Task:
             return self._texts(table, rows, layout, self.longest(max_length))
 
         def batch(rows: Sequence[int]) -> InputsAndTargets:
-            inputs, targets = read(rows), None
+            with explained_panics(self.checkpoint.where):
+                inputs, targets = read(rows), None
             if self.kind == CAUSAL_LM:
                 counted = inputs.get("answer_mask", inputs["attention_mask"])
                 targets = next_tokens(inputs["input_ids"], counted).to(self.device)
@@ -149,7 +151,9 @@ class Task:
         self, reader: Reader, rows: Sequence[int], batch_size: int, taken: Collection[str]
     ) -> Iterator[InputsAndTargets]:
         for start in range(0, len(rows), batch_size):
-            for inputs, targets in joined(map(reader.sample, rows[start : start + batch_size]), self.padding):
+            with explained_panics(self.checkpoint.where):
+                samples = [reader.sample(i) for i in rows[start : start + batch_size]]
+            for inputs, targets in joined(samples, self.padding):
                 known = {name: value.to(self.device) for name, value in inputs.items() if name in taken}
                 yield known, targets.to(self.device)
 

@@ -291,7 +291,9 @@ def test_a_row_group_that_would_become_gigabytes_is_refused(tmp_path, dictionary
     if not dictionary:
         array = pa.array(["x" * (1 << 20)] * 1100)
     path = tmp_path / "rows.parquet"
-    parquet.write_table(pa.table({"text": array}), path, compression="zstd", use_dictionary=dictionary, store_schema=False)
+    parquet.write_table(
+        pa.table({"text": array}), path, compression="zstd", use_dictionary=dictionary, store_schema=False
+    )
     assert path.stat().st_size < 300_000
     assert "bytes or more, above 1073741824; write it with smaller ones" in fault(path)
 
