@@ -12,6 +12,7 @@ import pickle
 import resource
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 SECONDS = 2.0  # of processor time for one rendering
@@ -24,7 +25,8 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        (text,), _ = render_jinja_template(**request)
+        rendered: Any = render_jinja_template(**request)
+        text = rendered[0][0]
     except MemoryError:
         return {"problem": f"it takes more than {MEMORY >> 20} MiB"}
     except Exception as error:  # a template raises what it likes
@@ -40,7 +42,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     import transformers.utils.chat_template_utils  # noqa: F401  (before memory is limited)
 
-    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     while size := int.from_bytes(requests.read(8), "little"):
         request = pickle.loads(requests.read(size))

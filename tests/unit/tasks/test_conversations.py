@@ -355,11 +355,13 @@ def test_curvature_and_suites_read_chats(model, tmp_path):
 
 # templates and tokenizers that would take for ever
 
+DEEP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+DOUBLED = "{% set x = namespace(t='x') %}{% for a in range(99) %}{% set x.t = x.t + x.t %}{% endfor %}{{ x.t }}"
 ENDLESS = {
-    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "loops": DEEP,
     "memory": "{{ 'x' * 10 ** 12 }}",
     "text": "{% for a in range(9999) %}{{ 'x' * 99999 }}{% endfor %}",
-    "doubling": "{% set ns = namespace(t='x') %}{% for a in range(99) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}",
+    "doubling": DOUBLED,
 }
 
 
@@ -380,5 +382,5 @@ def test_a_panic_of_the_tokenizer_is_one_line(model, tmp_path):
     split = {"type": "Split", "pattern": {"Regex": "(a|aa)+c"}, "behavior": "Isolated", "invert": False}
     data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, data["pre_tokenizer"]]}
     task.reader._tokenizer = Tokenizer.from_str(json.dumps(data))
-    with pytest.raises(CheckpointError, match="the tokenizer of .* failed: .*; is its tokenizer.json damaged"):
+    with pytest.raises(CheckpointError, match=r"the tokenizer of .* failed: .*; is its tokenizer\.json damaged"):
         read(task, table_of(tmp_path, {"messages": turns("a" * 60, "b")}))
