@@ -202,11 +202,11 @@ def quiet_transformers(*, shown: bool) -> Iterator[None]:
 
 @contextmanager
 def explained_panics(where: str) -> Iterator[None]:
-    """Turn a panic of the tokenizers' library into one line: it is no Exception, and nobody expects it."""
+    """Turn an error of the tokenizers' library into one line: a bare Exception, or a panic, which is none."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         remedy = "is its tokenizer.json damaged? Copy or download it again"
         raise CheckpointError(f"the tokenizer of {where} failed: {first_line(error)}; {remedy}.") from error

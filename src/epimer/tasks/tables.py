@@ -98,9 +98,9 @@ class Table(ABC):
         if not own:
             problem = f"the {what} {short(name)} does not lie in the folder of its data"
             raise DataError(f"{self.where(i)}: {problem}; copy it there, and give its path from there.")
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not os.path.isfile(path):
             raise DataError(f"{self.where(i)}: the {what} {short(name)} is no regular file; replace it.")
-        if path.exists() and path.stat().st_size > LARGEST_FILE:
+        if os.path.exists(path) and path.stat().st_size > LARGEST_FILE:
             size = f"{path.stat().st_size} bytes, above the {LARGEST_FILE} that are read"
             raise DataError(f"{self.where(i)}: the {what} {short(name)} has {size}; make it smaller.")
         return path
@@ -235,11 +235,11 @@ class Parquet(Table):
         self.path, self.name, self.folder = path, path.name, path.parent
         with self._reading():
             self.file = parquet.ParquetFile(path)
-        groups, size = self.file.metadata, path.stat().st_size
+            self.columns = list(self.file.schema_arrow.names)
+            groups, size = self.file.metadata, path.stat().st_size
         self.most = min(MOST_DECODED, max(SMALL_DECODED, MOST_PACKED * size))
         self._check_sizes(groups, size)
         self.ends = list(accumulate(groups.row_group(g).num_rows for g in range(groups.num_row_groups)))
-        self.columns = list(self.file.schema_arrow.names)
         self.kept: OrderedDict[int, Any] = OrderedDict()
 
     def __len__(self) -> int:
@@ -253,7 +253,8 @@ class Parquet(Table):
                 self.kept.popitem(last=False)
         self.kept.move_to_end(group)
         start = self.ends[group - 1] if group else 0
-        (row,) = self.kept[group].slice(i - start, 1).to_pylist()
+        with self._reading():
+            (row,) = self.kept[group].slice(i - start, 1).to_pylist()
         return dict(row)
 
     def where(self, i: int) -> str:
@@ -288,10 +289,11 @@ class Parquet(Table):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        arrow = import_extra("pyarrow", "pyarrow", "reading .parquet files")
         try:
             yield
-        except (arrow.ArrowException, OSError) as error:
+        except (DataError, MemoryError):
+            raise
+        except Exception as error:  # pyarrow raises its own and Python's, as of names that are no UTF-8
             problem = f"{self.path.name} cannot be read as parquet: {first_line(error)}"
             raise DataError(f"{problem}; download it again.") from error
 

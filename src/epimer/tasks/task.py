@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.errors import (
+    CheckpointError,
     CurvatureError,
     DataError,
     EpimerWarning,
@@ -236,6 +237,9 @@ class Task:
         if self.kind == IMAGE:
             return max_length
         limits = [max_length, self.tokenizer.model_max_length]
+        if not isinstance(limits[1], int | float):
+            problem = f"has {short(limits[1])} as model_max_length, expected a number"
+            raise CheckpointError(f"{self.checkpoint.where}/tokenizer_config.json {problem}; repair it.")
         if isinstance(written := getattr(self._config, "max_target_positions", None), int):
             limits.append(written)
         places = getattr(self._config, "max_position_embeddings", None)

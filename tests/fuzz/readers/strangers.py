@@ -254,9 +254,8 @@ CHATML = (
 )
 PIECES = (
     "{{ 'x' * 10 ** 10 }}", "{{ ''.__class__.__mro__ }}", "{% include '/etc/passwd' %}", "{% set x = messages %}", "{%",
-    "{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ messages[0].content * 99999 }}",
-    "{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{{ messages[0].content * 99999 }}",
+    "{{ range(10 ** 9) | list }}", "{{ messages.append(1) }}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{#", "}}",
+    "{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{{ messages[0].content * 9999 }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ strftime_now('%Y') }}", "{{ cycler.__init__.__globals__ }}",
     "{{ messages | tojson(indent=4) }}", "{% generation %}x{% endgeneration %}", "{{ '%99999999d' | format(1) }}",
     "{% break %}", "{{ '\\ud800' }}", "{{ 10 ** 10 ** 10 }}", "{{ 9 ** 5000 }}", "\0", "{{ none.x }}",
