@@ -314,7 +314,7 @@ def _damage_rows(rng: Random, folder: Path) -> None:
         "../outside.png",
         "pipe.png",
         "link.png",
-        "images",
+        "images/a.png",
         "deep/x.png",
     )
     value: Any = rng.choice(
