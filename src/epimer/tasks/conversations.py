@@ -256,9 +256,8 @@ def _after_prompt(full: str, messages: Sequence[Message], k: int, render: Any) -
     except DataError:  # a template may refuse half a chat
         return None
     content = plain_text(messages[k])
-    if content not in alone:
-        return None
-    end = max(len(alone.rstrip()), alone.rfind(content) + len(content))  # white space after the end is not written
+    written = alone.rfind(content) + len(content) if content in alone else 0
+    end = max(len(alone.rstrip()), written)  # white space after the end is not written
     fits = full.startswith(before) and alone.startswith(before) and full[:end] == alone[:end] and end > len(before)
     return (len(before), end) if fits else None
 
