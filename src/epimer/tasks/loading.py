@@ -206,10 +206,15 @@ def explained_panics(where: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
+        if type(error) is not Exception and not _is_panic(error):
             raise
         remedy = "is its tokenizer.json damaged? Copy or download it again"
         raise CheckpointError(f"the tokenizer of {where} failed: {first_line(error)}; {remedy}.") from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library in Rust, which is no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
 def _from_pretrained(
@@ -230,7 +235,7 @@ def _from_pretrained(
     return model, sorted(info["missing_keys"])
 
 
-def failed(where: str, what: str, error: Exception) -> CheckpointError:
+def failed(where: str, what: str, error: BaseException) -> CheckpointError:
     """Return the error for something that transformers could not load, with its own reason in one line."""
     return CheckpointError(f"{where}: {what} cannot be loaded by transformers: {first_line(error)}")
 
@@ -273,7 +278,7 @@ def load_reader(checkpoint: Checkpoint, task: str) -> Any:
     if what is not None and not any((folder / name).is_file() for name in PROCESSORS):
         raise CheckpointError(f"{where} has no {what}; copy preprocessor_config.json into its folder.")
     try:
-        with quiet_transformers(shown=False), explained_panics(where):
+        with quiet_transformers(shown=False):
             if task == IMAGE:  # always Pillow: pixels must not depend on whether torchvision is installed
                 return transformers().AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
             if task == IMAGE_TEXT:
@@ -282,9 +287,9 @@ def load_reader(checkpoint: Checkpoint, task: str) -> Any:
             if task == SPEECH:
                 return SpeechReader(transformers().AutoFeatureExtractor.from_pretrained(folder, **options), tokenizer)
             return tokenizer
-    except CheckpointError:
-        raise
-    except Exception as error:  # see _from_pretrained
+    except BaseException as error:  # see _from_pretrained
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise failed(where, f"the {what or 'tokenizer'}", error) from error
 
 

@@ -237,8 +237,8 @@ class Task:
         if self.kind == IMAGE:
             return max_length
         limits = [max_length, self.tokenizer.model_max_length]
-        if not isinstance(limits[1], int | float):
-            problem = f"has {short(limits[1])} as model_max_length, expected a number"
+        if not isinstance(limits[1], int | float) or not limits[1] > 0:
+            problem = f"has {short(limits[1])} as model_max_length, expected a number above 0"
             raise CheckpointError(f"{self.checkpoint.where}/tokenizer_config.json {problem}; repair it.")
         if isinstance(written := getattr(self._config, "max_target_positions", None), int):
             limits.append(written)
