@@ -119,11 +119,16 @@ def failure_in_user_code(label: str, error: BaseException) -> ParameterError:
 
 def public_line(message: str) -> str:
     """Return a message as one line of bounded length, without control characters and query strings of addresses."""
-    if len(message) > LONGEST:
-        message = f"{message[: LONGEST - REMEDY]} ... {message[-REMEDY:]}"
+    message = _cut(message)  # first, as it may have a gigabyte
     if "://" in message:
         message = QUERY.sub(r"\1?...", message)
-    return message if message.isprintable() else "".join(map(_shown, message))
+    return message if message.isprintable() else _cut("".join(map(_shown, message)))
+
+
+def _cut(message: str) -> str:
+    if len(message) <= LONGEST:
+        return message
+    return f"{message[: LONGEST - REMEDY - 5]} ... {message[-REMEDY:]}"
 
 
 def _shown(character: str) -> str:

@@ -177,9 +177,10 @@ def interrupted(models, tmp_path, monkeypatch):
         wrote(self, *args)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Draft, "wrote", once)
+    monkeypatch.setattr(Draft, "wrote", once)
+    with pytest.raises(KeyboardInterrupt):
         epimer.merge(recipe(tmp_path), tmp_path / "out", progress=False)
+    monkeypatch.setattr(Draft, "wrote", wrote)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "model.safetensors").write_text("precious")
     return tmp_path / ".out.epimer"

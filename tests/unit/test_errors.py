@@ -45,12 +45,18 @@ def test_names_and_messages_without_end_are_cut_and_keep_the_remedy():
     assert listed([10**5000, "a" * 10**6]) == "a int that is too large to show, '" + "a" * 300 + "'..."
     assert short({"b": 1, "a": [2, (3,)]}) == "{'b': 1, 'a': [2, (3,)]}"
     text = str(CheckpointError("start " + "x" * 10**7 + "; copy it again."))
-    assert len(text) < 5000
+    assert len(text) == 4000
     assert text.startswith("start xxx")
+    for long in ("x" * 10**5, "\ud800" * 3000, "https://x/" + "y" * 3990 + "?" + "z" * 10**4):
+        error = CheckpointError(long)
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        assert len(str(error)) <= 4000
     assert text.endswith("x; copy it again.")
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, EpimerWarning])
 def test_a_signed_address_keeps_its_signature(kind):
-    text = str(kind("https://bucket.example/a/b.bin?X-Amz-Signature=5ecre7&x=1 cannot be read, nor 'gs://b?key=5ecre7'."))
+    text = str(
+        kind("https://bucket.example/a/b.bin?X-Amz-Signature=5ecre7&x=1 cannot be read, nor 'gs://b?key=5ecre7'.")
+    )
     assert text == "https://bucket.example/a/b.bin?... cannot be read, nor 'gs://b?...'."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -226,6 +226,9 @@ class Adapted(Checkpoint):
             A, B = (".lora_embedding_A", ".lora_embedding_B") if embedding else PARTS[:2]
             if A not in parts or B not in parts:
                 raise CheckpointError(f"{self.where} has only one of lora_A and lora_B for {module!r}; save it again.")
+            for key in (parts[A], parts[B]):
+                if not (dtype := self.adapter.headers[key].dtype).is_floating_point:
+                    raise self._refuse(f"has {key!r} in {dtype}, and factors are floating-point numbers")
             if self._experts(module, parts[A], parts[B]):
                 continue
             name = self._untied(self._resolve(f"{module}.weight", parts[A]))

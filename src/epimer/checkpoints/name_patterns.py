@@ -1,9 +1,9 @@
 """The patterns of an adapter's config that name modules, matched in time that their lengths bound.
 
 PEFT takes each as a regular expression that must match the end of a module's name, from a dot or from its start. Python
-would match such an expression in time exponential in the name, so here it is read into a small tree, and what a part
-matches is the set of all places where it can end. Names, `.`, classes, groups of alternatives, and `*`, `+` and `?` after
-a single character are understood; everything else is refused.
+would match such an expression in time exponential in the name, so here it is read into a small tree, and a part is
+matched by the set of all places where it can end. Understood are names, `.`, classes, groups of alternatives, and `*`,
+`+` and `?` after a single character; everything else is refused.
 """
 
 from __future__ import annotations

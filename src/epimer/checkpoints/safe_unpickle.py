@@ -98,6 +98,7 @@ class SafeUnpickler(pickle._Unpickler):
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
 
     def __init__(self, file: IO[bytes] | mmap) -> None:
         super().__init__(file, encoding="utf-8")

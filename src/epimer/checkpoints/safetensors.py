@@ -171,7 +171,9 @@ class _Compact(NamedTuple):
 
 def _compact(table: dict[str, Any]) -> Any:
     """Return what to keep of an object in a header: of a well-formed description its values."""
-    dtype, shape, offsets = table.get("dtype"), table.get("shape"), table.get("data_offsets")
+    dtype: Any = table.get("dtype")
+    shape: Any = table.get("shape")
+    offsets: Any = table.get("data_offsets")
     if len(table) != 3 or not isinstance(dtype, str) or not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
         return table
     return _Compact(sys.intern(dtype), tuple(shape), *offsets)

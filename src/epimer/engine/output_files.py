@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.checkpoints.file_checksums import read_checksum
+from epimer.checkpoints.folder import LARGEST
 from epimer.checkpoints.object_store import StoreFile, all_files, explain_store_errors, filesystem, is_store
 from epimer.checkpoints.safetensors import SafetensorsFile
 from epimer.engine.output import RECORD
@@ -58,7 +59,10 @@ class OutputFiles:
     def read(self, name: str) -> bytes:
         """Return the content of a small file."""
         with self._explained(f"{self.place}/{name}"), self._open(name) as file:
-            return file.read()
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise DataError(f"{self.place}/{name} has more than {LARGEST} bytes, too large for a {name}; remove it.")
+        return data
 
     def checksum(self, name: str, size: int, kind: str) -> tuple[str, dict[str, str]]:
         """Return the checksum of a file, crc32 or sha256 by its `kind`, and those of the tensors in it."""

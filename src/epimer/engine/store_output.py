@@ -22,6 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from epimer.atomic_files import explain_os_errors, held, output_path
+from epimer.checkpoints.folder import LARGEST
 from epimer.checkpoints.hub_upload import check_upload, upload_folder
 from epimer.checkpoints.object_store import all_files, explain_store_errors, filesystem, is_store
 from epimer.engine.adapter_output import write_adapter
@@ -223,7 +224,8 @@ def check_store(fs: Any, path: str, url: str, name: str, record: MergeRecord | N
 def _recorded(fs: Any, path: str) -> MergeRecord | None:
     """Return the record in a folder of a store, if epimer made it."""
     try:
-        return MergeRecord.from_json(fs.cat_file(f"{path}/{RECORD}"), f"{path}/{RECORD}")
+        data = fs.cat_file(f"{path}/{RECORD}", start=0, end=LARGEST)  # of a longer one a part, which is no record
+        return MergeRecord.from_json(data, f"{path}/{RECORD}")
     except (FileNotFoundError, DataError):
         return None
 

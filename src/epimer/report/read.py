@@ -120,6 +120,8 @@ def _load(path: Path) -> Any:
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {reason(error)}; expected {EXPECTED}.") from error
+    except ValueError as error:
+        raise DataError(f"{path} is no name that a file can have; expected {EXPECTED}.") from error
     if len(data) > MOST_BYTES:
         raise NotARecordError(f"{path} is larger than any record; expected {EXPECTED}.")
     try:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from epimer.errors import DataError, listed, short
+from epimer.errors import DataError, first_line, listed, short
+from epimer.tasks.chat_templates import render_template
 from epimer.tasks.tables import Table
 
 TEXTS = ("text", "sentence", "content", "input", "review", "document", "prompt")
@@ -239,15 +240,12 @@ def plain_text(message: Message) -> str:
 
 
 def _render(reader: Any, tools: Any, where: str, messages: Sequence[Message], *, prompt: bool = False) -> str:
-    """Return messages in the chat template, as transformers renders it: in jinja2's immutable sandbox."""
+    """Return messages in the chat template."""
     try:
-        text = reader.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, continue_final_message=False
-        )
-    except Exception as error:  # a template raises what it likes
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{where} does not fit the chat template: {reason[:200]}; leave the row out.") from error
-    return str(text)
+        return render_template(reader, messages, tools, prompt=prompt)
+    except ValueError as error:  # a TemplateError, or transformers finds no template for these tools
+        problem = f"{where} does not fit the chat template: {first_line(error)}"
+        raise DataError(f"{problem}; leave the row out.") from error
 
 
 def _after_prompt(full: str, messages: Sequence[Message], k: int, render: Any) -> tuple[int, int] | None:
@@ -258,7 +256,8 @@ def _after_prompt(full: str, messages: Sequence[Message], k: int, render: Any) -
     except DataError:  # a template may refuse half a chat
         return None
     content = plain_text(messages[k])
-    end = max(len(alone.rstrip()), alone.rfind(content) + len(content))  # white space after the end is not written
+    written = alone.rfind(content) + len(content) if content in alone else 0
+    end = max(len(alone.rstrip()), written)  # white space after the end is not written
     fits = full.startswith(before) and alone.startswith(before) and full[:end] == alone[:end] and end > len(before)
     return (len(before), end) if fits else None
 

@@ -111,9 +111,9 @@ def _join(folder: Path, files: Sequence[str], name: str) -> Table:
         if not lies_in(folder / file, folder) or not (folder / file).is_file():
             raise DataError(f"{name}/{file} is no regular file in its folder; put the file itself there.")
     parts = [READERS[PurePosixPath(file).suffix.lower()](folder / file) for file in files]
-    for part in parts:
-        part.root = folder
     table = parts[0] if len(parts) == 1 else Joined(name, parts)
+    for part in (*parts, table):
+        part.root = folder
     table.name = name
     return table
 

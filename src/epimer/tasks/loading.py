@@ -200,6 +200,23 @@ def quiet_transformers(*, shown: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def explained_panics(where: str) -> Iterator[None]:
+    """Turn an error of the tokenizers' library into one line: a bare Exception, or a panic, which is none."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and not _is_panic(error):
+            raise
+        remedy = "is its tokenizer.json damaged? Copy or download it again"
+        raise CheckpointError(f"the tokenizer of {where} failed: {first_line(error)}; {remedy}.") from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library in Rust, which is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
 def _from_pretrained(
     auto: str, folder: Path, where: str, dtype: torch.dtype, **more: Any
 ) -> tuple[nn.Module, list[str]]:
@@ -218,7 +235,7 @@ def _from_pretrained(
     return model, sorted(info["missing_keys"])
 
 
-def failed(where: str, what: str, error: Exception) -> CheckpointError:
+def failed(where: str, what: str, error: BaseException) -> CheckpointError:
     """Return the error for something that transformers could not load, with its own reason in one line."""
     return CheckpointError(f"{where}: {what} cannot be loaded by transformers: {first_line(error)}")
 
@@ -270,7 +287,9 @@ def load_reader(checkpoint: Checkpoint, task: str) -> Any:
             if task == SPEECH:
                 return SpeechReader(transformers().AutoFeatureExtractor.from_pretrained(folder, **options), tokenizer)
             return tokenizer
-    except Exception as error:  # see _from_pretrained
+    except BaseException as error:  # see _from_pretrained
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise failed(where, f"the {what or 'tokenizer'}", error) from error
 
 

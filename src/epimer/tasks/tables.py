@@ -24,7 +24,8 @@ from epimer.opened_files import OpenedFile, lies_in, reason
 BOM = b"\xef\xbb\xbf"
 PEEK = 100  # rows of a .jsonl file whose keys are its columns
 KEPT = 1 << 30  # bytes of row groups of a .parquet file that are kept once read
-MOST_DECODED = 1 << 30  # bytes of one row group
+MOST_DECODED, SMALL_DECODED = 1 << 30, 1 << 28  # bytes of one row group, and of one in a small file
+MOST_PACKED = 16  # bytes of a row group per byte of its file, where that is more
 MOST_ROWS = 1_000_000  # of a .parquet file that has fewer bytes than rows
 BATCH_ROWS = 64  # of a row group that are decoded at a time
 WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "BYTE_ARRAY": 4, "FIXED_LEN_BYTE_ARRAY": 1}  # bytes; 8 of other types
@@ -97,9 +98,9 @@ class Table(ABC):
         if not own:
             problem = f"the {what} {short(name)} does not lie in the folder of its data"
             raise DataError(f"{self.where(i)}: {problem}; copy it there, and give its path from there.")
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not os.path.isfile(path):
             raise DataError(f"{self.where(i)}: the {what} {short(name)} is no regular file; replace it.")
-        if path.exists() and path.stat().st_size > LARGEST_FILE:
+        if os.path.exists(path) and path.stat().st_size > LARGEST_FILE:
             size = f"{path.stat().st_size} bytes, above the {LARGEST_FILE} that are read"
             raise DataError(f"{self.where(i)}: the {what} {short(name)} has {size}; make it smaller.")
         return path
@@ -234,10 +235,11 @@ class Parquet(Table):
         self.path, self.name, self.folder = path, path.name, path.parent
         with self._reading():
             self.file = parquet.ParquetFile(path)
-        groups = self.file.metadata
-        self._check_sizes(groups, path.stat().st_size)
+            self.columns = list(self.file.schema_arrow.names)
+            groups, size = self.file.metadata, path.stat().st_size
+        self.most = min(MOST_DECODED, max(SMALL_DECODED, MOST_PACKED * size))
+        self._check_sizes(groups, size)
         self.ends = list(accumulate(groups.row_group(g).num_rows for g in range(groups.num_row_groups)))
-        self.columns = list(self.file.schema_arrow.names)
         self.kept: OrderedDict[int, Any] = OrderedDict()
 
     def __len__(self) -> int:
@@ -251,7 +253,8 @@ class Parquet(Table):
                 self.kept.popitem(last=False)
         self.kept.move_to_end(group)
         start = self.ends[group - 1] if group else 0
-        (row,) = self.kept[group].slice(i - start, 1).to_pylist()
+        with self._reading():
+            (row,) = self.kept[group].slice(i - start, 1).to_pylist()
         return dict(row)
 
     def where(self, i: int) -> str:
@@ -263,33 +266,34 @@ class Parquet(Table):
         for g, group in enumerate(groups):
             columns = [group.column(c) for c in range(group.num_columns)]
             values = sum(column.num_values * WIDTHS.get(column.physical_type, 8) for column in columns)
-            if (decoded := max(group.total_byte_size, values)) > MOST_DECODED:
+            if (decoded := max(group.total_byte_size, values)) > self.most:
                 raise self._too_large(g, decoded)
         rows = [group.num_rows for group in groups]
         if min(rows, default=0) < 0 or sum(rows) > max(MOST_ROWS, size):
             raise DataError(f"{self.name} says that it has {sum(rows)} rows in {size} bytes; write it again.")
 
     def _read(self, group: int) -> Any:
-        """Read a row group, some rows at a time: what repeats is stored once, so that its size is known when decoded."""
+        """Read a row group, some rows at a time: repeated values are stored once, so only decoding tells its size."""
         arrow, batches, size = import_extra("pyarrow", "pyarrow", "reading .parquet files"), [], 0
         with self._reading():
             for batch in self.file.iter_batches(BATCH_ROWS, row_groups=[group], use_threads=False):
                 size += batch.nbytes
-                if size > MOST_DECODED:
+                if size > self.most:
                     raise self._too_large(group, size)
                 batches.append(batch)
             return arrow.Table.from_batches(batches, self.file.schema_arrow)
 
     def _too_large(self, group: int, size: int) -> DataError:
-        problem = f"{self.name} has a row group ({group}) of {size} bytes or more, above {MOST_DECODED}"
+        problem = f"{self.name} has a row group ({group}) of {size} bytes or more, above {self.most}"
         return DataError(f"{problem}; write it with smaller ones (row_group_size).")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        arrow = import_extra("pyarrow", "pyarrow", "reading .parquet files")
         try:
             yield
-        except (arrow.ArrowException, OSError) as error:
+        except (DataError, MemoryError):
+            raise
+        except Exception as error:  # pyarrow raises its own and Python's, as of names that are no UTF-8
             problem = f"{self.path.name} cannot be read as parquet: {first_line(error)}"
             raise DataError(f"{problem}; download it again.") from error
 

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from epimer.checkpoints import open_checkpoint
 from epimer.checkpoints.checkpoint import Checkpoint
 from epimer.errors import (
+    CheckpointError,
     CurvatureError,
     DataError,
     EpimerWarning,
@@ -41,6 +42,7 @@ from epimer.tasks.loading import (
     SPEECH,
     Head,
     WithHead,
+    explained_panics,
     load_model,
     load_reader,
     transformers,
@@ -123,7 +125,8 @@ class Task:
             return self._texts(table, rows, layout, self.longest(max_length))
 
         def batch(rows: Sequence[int]) -> InputsAndTargets:
-            inputs, targets = read(rows), None
+            with explained_panics(self.checkpoint.where):
+                inputs, targets = read(rows), None
             if self.kind == CAUSAL_LM:
                 counted = inputs.get("answer_mask", inputs["attention_mask"])
                 targets = next_tokens(inputs["input_ids"], counted).to(self.device)
@@ -149,7 +152,9 @@ class Task:
         self, reader: Reader, rows: Sequence[int], batch_size: int, taken: Collection[str]
     ) -> Iterator[InputsAndTargets]:
         for start in range(0, len(rows), batch_size):
-            for inputs, targets in joined(map(reader.sample, rows[start : start + batch_size]), self.padding):
+            with explained_panics(self.checkpoint.where):
+                samples = [reader.sample(i) for i in rows[start : start + batch_size]]
+            for inputs, targets in joined(samples, self.padding):
                 known = {name: value.to(self.device) for name, value in inputs.items() if name in taken}
                 yield known, targets.to(self.device)
 
@@ -232,6 +237,9 @@ class Task:
         if self.kind == IMAGE:
             return max_length
         limits = [max_length, self.tokenizer.model_max_length]
+        if not isinstance(limits[1], int | float) or not limits[1] > 0:
+            problem = f"has {short(limits[1])} as model_max_length, expected a number above 0"
+            raise CheckpointError(f"{self.checkpoint.where}/tokenizer_config.json {problem}; repair it.")
         if isinstance(written := getattr(self._config, "max_target_positions", None), int):
             limits.append(written)
         places = getattr(self._config, "max_position_embeddings", None)

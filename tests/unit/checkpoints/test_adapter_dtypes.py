@@ -59,6 +59,6 @@ def test_a_merge_of_factors_of_two_dtypes_is_that_of_their_products(models, tmp_
 def test_factors_in_fp8_become_an_adapter_of_the_next_wider_dtype(models, tmp_path, A, B):
     epimer.merge(models(A, B, output="lora"), tmp_path / "out", progress=False)
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert {W.dtype for W in found.values()} == {torch.float32 if B == torch.float32 else torch.bfloat16}
+    assert {W.dtype for W in found.values()} == {torch.float32 if torch.float32 == B else torch.bfloat16}
     mean = (change(tmp_path, "one") + change(tmp_path, "two")) / 2
     assert torch.allclose(change(tmp_path, "out"), mean, atol=0.1, rtol=0.02)

@@ -314,6 +314,18 @@ def test_a_link_to(folder, target):
     refused(folder)
 
 
+def test_a_folder_without_weights_is_not_searched_to_its_depth(tmp_path):
+    """It may be a home folder, with a million files below."""
+    deep = tmp_path / "a" / "b" / "c"
+    deep.mkdir(parents=True)
+    (deep / "old.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="holds no weights; expected"):
+        open_folder(tmp_path)
+    (tmp_path / "a" / "near.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"a/near\.gguf is a GGUF file"):
+        open_folder(tmp_path)
+
+
 def test_a_pipe_is_not_waited_for(folder):
     os.mkfifo(folder / "model.safetensors")
     refused(folder)

@@ -37,7 +37,10 @@ def test_the_first_pattern_that_matches_counts():
 
 
 def test_random_patterns_are_those_of_python_or_refused():
-    rng, pieces = Random(0), ["a", "b", ".", r"\.", "*", "+", "?", "(", ")", "|", "[ab]", "[^.]", r"\w", "^", "$", "{2}"]
+    rng, pieces = (
+        Random(0),
+        ["a", "b", ".", r"\.", "*", "+", "?", "(", ")", "|", "[ab]", "[^.]", r"\w", "^", "$", "{2}"],
+    )
     names = ["".join(rng.choices("ab.", k=rng.randrange(8))) for _ in range(40)]
     read = 0
     for _ in range(3000):
@@ -57,7 +60,9 @@ def test_random_patterns_are_those_of_python_or_refused():
     assert read > 700
 
 
-@pytest.mark.parametrize("pattern", ["(a*)*b", "(.*)*x", "(a|aa)+$", r"(a)\1", "a{2,3}", "(?=a)", "(?i)a", "a**", "[a", "(a"])
+@pytest.mark.parametrize(
+    "pattern", ["(a*)*b", "(.*)*x", "(a|aa)+$", r"(a)\1", "a{2,3}", "(?=a)", "(?i)a", "a**", "[a", "(a"]
+)
 def test_other_forms_are_refused_by_name(pattern):
     with pytest.raises(ValueError, match=re.escape(repr(pattern))):
         NamePatterns({pattern: 1})

@@ -430,7 +430,9 @@ def test_meta_tensors_are_enough_for_a_header():
 
 def test_tensors_of_one_shape_share_their_header(tmp_path):
     """A file may list a million tensors, and each header without data takes half a kilobyte."""
-    safetensors.torch.save_file({f"layers.{i}.w": torch.full((2, 3), float(i)) for i in range(50)}, tmp_path / "model.safetensors")
+    safetensors.torch.save_file(
+        {f"layers.{i}.w": torch.full((2, 3), float(i)) for i in range(50)}, tmp_path / "model.safetensors"
+    )
     opened = SafetensorsFile(tmp_path / "model.safetensors")
     assert len({id(W) for W in opened.headers.values()}) == 1
     assert all(torch.equal(opened.read(f"layers.{i}.w"), torch.full((2, 3), float(i))) for i in range(50))

@@ -132,7 +132,10 @@ def test_a_pattern_of_an_adapter_that_could_match_without_end_is_refused(recipe,
     save_file(factors, tmp_path / "lora" / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
     model = f"{tmp_path / 'base'}+{tmp_path / 'lora'}"
-    for patterns, words in (({"embed_tokens": 4}, None), ({pattern: 4}, "is not one of the patterns that are read .*; name the modules")):
+    for patterns, words in (
+        ({"embed_tokens": 4}, None),
+        ({pattern: 4}, "is not one of the patterns that are read .*; name the modules"),
+    ):
         (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": patterns}))
         if words is None:
             assert epimer.merge({**recipe, "models": [{"model": model}]}, tmp_path / "out", progress=False).tensors

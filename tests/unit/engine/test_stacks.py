@@ -105,5 +105,5 @@ def test_small_jobs_are_grouped_in_time_proportional_to_their_number():
     jobs = [Counted() for _ in range(100_000)]
     grouped = list(batches(jobs))
     assert [job for batch in grouped for job in batch.jobs] == jobs
-    assert [len(batch.jobs) for batch in grouped] == [TOGETHER // 100 + 1] + [100_000 - TOGETHER // 100 - 1]
+    assert [len(batch.jobs) for batch in grouped] == [TOGETHER // 100 + 1, 100_000 - TOGETHER // 100 - 1]
     assert Counted.asked <= 4 * len(jobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import warnings
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from commands import run
 from epimer.curvature.curvature import Curvature
-from epimer.errors import DataError, EpimerWarning
+from epimer.errors import CheckpointError, DataError, EpimerWarning
 from epimer.tasks.data import open_data
 from epimer.tasks.task import load_task
 
@@ -350,3 +351,36 @@ def test_curvature_and_suites_read_chats(model, tmp_path):
         losses.append(-sum(float(p[k - 1, ids[k]]) for k in places) / len(places))
     found = json.loads((tmp_path / "scores.json").read_text())["tasks"][0]["score"]
     assert found == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+# templates and tokenizers that would take for ever
+
+DEEP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+DOUBLED = "{% set x = namespace(t='x') %}{% for a in range(99) %}{% set x.t = x.t + x.t %}{% endfor %}{{ x.t }}"
+ENDLESS = {
+    "loops": DEEP,
+    "memory": "{{ 'x' * 10 ** 12 }}",
+    "text": "{% for a in range(9999) %}{{ 'x' * 99999 }}{% endfor %}",
+    "doubling": DOUBLED,
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_template_without_end_is_refused_and_the_next_one_is_rendered(model, tmp_path, kind):
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    table = table_of(tmp_path, FORMS["messages"])
+    said = refusal(task_with(model, ENDLESS[kind]), table)
+    assert re.search(r"does not fit the chat template: it (takes more than (512 MiB|2 s)|makes \d+ characters)", said)
+    assert read(task_with(model, CHATML), table)[0] == CHATML_TEXT
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 300_000  # KiB; a part of the text is read
+
+
+def test_a_panic_of_the_tokenizer_is_one_line(model, tmp_path):
+    """Its library gives up on a pattern after a number of steps, by an error that is no Exception."""
+    task = task_with(model, CHATML)
+    data = json.loads(task.reader.backend_tokenizer.to_str())
+    split = {"type": "Split", "pattern": {"Regex": "(a|aa)+c"}, "behavior": "Isolated", "invert": False}
+    data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, data["pre_tokenizer"]]}
+    task.reader._tokenizer = Tokenizer.from_str(json.dumps(data))
+    with pytest.raises(CheckpointError, match=r"the tokenizer of .* failed: .*; is its tokenizer\.json damaged"):
+        read(task, table_of(tmp_path, {"messages": turns("a" * 60, "b")}))
