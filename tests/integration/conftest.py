@@ -1,5 +1,6 @@
 """What the tests of whole commands share."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ from chromium import browser  # noqa: F401
 
 @pytest.fixture
 def here(made, tmp_path, monkeypatch) -> Path:
-    """An empty folder where commands run, with links to all that the module's fixture `made` holds."""
+    """A folder where commands run: links to all that `made` holds, and copies of the media, which may be no links."""
     for path in made.iterdir():
-        (tmp_path / path.name).symlink_to(path)
+        if path.suffix in (".png", ".wav"):
+            shutil.copy(path, tmp_path)
+        else:
+            (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -63,7 +63,9 @@ def _open_file(path: Path, split: str | None, subset: str | None) -> Table:
     for option, value in (("--split", split), ("--subset", subset)):
         if value is not None:
             raise DataError(f"{path.name} is one file, of which {option} {value} cannot be chosen; leave it out.")
-    return READERS[path.suffix.lower()](path)
+    table = READERS[path.suffix.lower()](path)
+    table.roots = (path.resolve().parent,)  # where the file lies that the user named by a link
+    return table
 
 
 def _open_folder(folder: Path, split: str | None, subset: str | None) -> Table:
@@ -113,7 +115,7 @@ def _join(folder: Path, files: Sequence[str], name: str) -> Table:
     parts = [READERS[PurePosixPath(file).suffix.lower()](folder / file) for file in files]
     table = parts[0] if len(parts) == 1 else Joined(name, parts)
     for part in (*parts, table):
-        part.root = folder
+        part.roots = (folder,)
     table.name = name
     return table
 

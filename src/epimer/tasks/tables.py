@@ -41,7 +41,7 @@ class Table(ABC):
     columns: list[str]
     classes: list[str] | None = None  # the names of the class folders of a folder of images
     folder: Path  # what paths in its rows are relative to
-    root: Path | None = None  # the folder in which the files that its rows name must lie; its own where there is none
+    roots: tuple[Path, ...] = ()  # folders in which files that its rows name may lie beside its own
 
     @abstractmethod
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Table(ABC):
         """Return the path of a file that a row names; only regular files in the data's folder are opened."""
         path = self.folder / name
         try:
-            own = lies_in(path, self.root or self.folder)
+            own = any(lies_in(path, root) for root in (self.folder, *self.roots))
         except ValueError as error:
             raise DataError(f"{self.where(i)}: {short(name)} is no name of a file; give the {what}'s path.") from error
         if not own:
