@@ -38,6 +38,7 @@ WEAKEST = 2e-5  # singular value, of a stack scaled to norm 1, that Newton-Schul
 STRETCH = 1.5  # of a Newton-Schulz step at most
 PROBE = 1e-3  # size of the error, relative to a column, that measures how errors grow
 NEARLY_SQUARE = 0.75  # columns per row from which on a stack's Gram matrix is taken in float64
+FAR_WEAKER = 1e-5  # share of a stack's largest eigenvalue below which its polar factor is multiplied in float64
 NULL = 1e-10  # eigenvalues below this share of the largest count as zero in float64
 MAX_STEPS = 2000  # of conjugate gradients
 CPU_THREADS = min(16, os.cpu_count() or 1)  # that decompose a GPU's small matrices
@@ -240,10 +241,12 @@ def polar(X_mp: Tensor, inner: Tensor | None = None) -> Polar:
         lowest, highest = torch.stack([values[0], values[-1]]).tolist()
         enough = 1e-3 if G.dtype == torch.float32 else 1e-9 if X_mp.dtype == torch.float64 else NULL
         if lowest > enough * highest:
-            factor = X_mp @ gram((vectors * values.pow(-0.25)).T).to(X_mp.dtype)
+            # a product in float32 turns a direction that is far weaker than the others
+            wide = X_mp.double() if lowest < FAR_WEAKER * highest else X_mp
+            factor = wide @ gram((vectors * values.pow(-0.25)).T).to(wide.dtype)
             if X_mp.dtype == torch.float64 or lowest < 0.1 * highest:  # rounding shows
                 factor = _newton_schulz(factor)
-            return Polar(factor, True, *_sensitivity(values, len(X_mp)))
+            return Polar(factor.to(X_mp.dtype), True, *_sensitivity(values, len(X_mp)))
     del G, values, vectors
     reflectors, tau = householder_qr(X_mp.double())  # X = QR, since the SVD of R takes less memory than that of X
     rows = len(tau)

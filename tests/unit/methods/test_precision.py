@@ -202,6 +202,7 @@ def related(shape, tasks, power=0.7):
 @pytest.mark.parametrize(
     ("name", "shape", "tasks", "power"),
     [
+        ("tsv", (256, 256), 4, 0.7),
         ("iso_cts", (384, 512), 8, 0.7),
         ("iso_cts", (384, 512), 8, 1.5),
         ("epimer", (384, 384), 4, 0.7),
