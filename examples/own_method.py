@@ -42,6 +42,7 @@ STOCK = epimer.Method(
     merge=stock_with_floor,
     options=StockOptions(),
     elementwise=True,
+    counts_models=True,
     laws=frozenset({"permutation", "copies", "scale_zero"}),
 )
 
