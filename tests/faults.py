@@ -151,7 +151,9 @@ COMMANDS = {
     ),
     "merge torch files": Command(("merge", "files.yaml", "out", "--quiet"), ("out",), drafts=(".out.epimer",)),
     "merge, a LoRA": Command(LORA, ("out",), drafts=(".out.epimer",)),
-    "merge, a record": Command((*MERGE, "--record", "record.json"), ("out", "record.json"), drafts=(".out.epimer",)),
+    "merge, a record": Command(
+        (*MERGE, "--hash-inputs", "--record", "record.json"), ("out", "record.json"), drafts=(".out.epimer",)
+    ),
     "extract-lora": Command(
         ("extract-lora", "tuned", "--base", "base", "-r", "2", "-o", "out", "--quiet"), ("out",),
         drafts=(".out.epimer",),

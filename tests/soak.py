@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--every", default="EIO", help="error of the disk at every writing call; empty to leave it out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=36000, help="stop to disturb after these")
-    parser.add_argument("--only", help="commands, with commas")
+    parser.add_argument("--only", help="commands, with semicolons")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     generator, found, until = random.Random(options.seed), {"seed": options.seed}, time.monotonic() + options.seconds
@@ -127,7 +127,7 @@ def main() -> int:
         try:
             for part, names, count in (("merges", MERGES, options.merges), ("others", OTHERS, options.others)):
                 if options.only:
-                    names = [name for name in names if name in options.only.split(",")]
+                    names = [name for name in names if name in options.only.split(";")]
                 if not names:
                     continue
                 trials = {name: Trial(commands, workshop, root / "runs" / name, COMMANDS[name]) for name in names}
