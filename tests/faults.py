@@ -154,7 +154,9 @@ COMMANDS = {
     ),
     "merge torch files": Command(("merge", "files.yaml", "out", "--quiet"), ("out",), drafts=(".out.epimer",)),
     "merge, a LoRA": Command(LORA, ("out",), drafts=(".out.epimer",)),
-    "merge, a record": Command((*MERGE, "--record", "record.json"), ("out", "record.json"), drafts=(".out.epimer",)),
+    "merge, a record": Command(
+        (*MERGE, "--hash-inputs", "--record", "record.json"), ("out", "record.json"), drafts=(".out.epimer",)
+    ),
     "extract-lora": Command(
         ("extract-lora", "tuned", "--base", "base", "-r", "2", "-o", "out", "--quiet"), ("out",),
         drafts=(".out.epimer",),
@@ -252,7 +254,17 @@ class Trial:
     @property
     def writes(self) -> list[int]:
         """The moments at which something is written; what cannot be removed is left, whoever tries."""
-        return [i for i, one in enumerate(self.moments, 1) if not one.startswith(("os.remove", "os.rmdir"))]
+        removals = re.compile(r"os\.remove|os\.rmdir|os\.rename .*[/-]old$")  # a replaced folder is moved, then removed
+        return [i for i, one in enumerate(self.moments, 1) if not removals.match(one)]
+
+    @property
+    def kinds(self) -> dict[str, list[int]]:
+        """The moments at which something is written, by the call that does it."""
+        kinds: dict[str, list[int]] = {}
+        for moment in self.writes:
+            what = self.moments[moment - 1]
+            kinds.setdefault("open" if what.startswith("open") else what.split()[0], []).append(moment)
+        return kinds
 
     def start(self) -> dict[str, str]:
         """Begin anew; return what is there before the command."""

@@ -3,8 +3,9 @@
 `make soak` runs it. Every merge starts with nothing (or with another merge's output, which it replaces), meets up to
 three faults at random moments (kill -9, SIGINT, SIGTERM by time or at a call; errors of the system at a call; limits on
 files), and is then run to its end: the folder must hold the bytes of an undisturbed run and nothing beside it. Then all
-other commands that write meet faults at random moments. Last, merges by the Python API in one process, whose memory
-must not grow.
+other commands that write meet faults at random moments. Then the disk fails once at every call by which each command
+opens a file to write, writes, syncs, renames, links, truncates or makes a folder: no call is left out. Last, merges by
+the Python API in one process, whose memory must not grow.
 """
 
 from __future__ import annotations
@@ -61,6 +62,21 @@ def disturbed(trials: dict[str, Trial], names: list[str], count: int, generator:
     return {"runs": done.total(), "commands": dict(done), "faults": dict(met), "wrong": wrong}
 
 
+def failing(trials: dict[str, Trial], error: str, until: float) -> dict:
+    """Let the disk fail at every writing call of every command; return how many there were, and all that went wrong."""
+    wrong, calls = [], Counter[str]()
+    for name, trial in trials.items():
+        for kind, moments in trial.kinds.items():
+            for moment in moments:
+                if time.monotonic() > until:
+                    return {"calls": dict(calls), "wrong": [*wrong, f"no time for {name} from call {moment} on"]}
+                for problem in trial.meet(error, at=moment):
+                    wrong.append(f"{name}, {error} at {trial.moments[moment - 1]}: {problem}")
+                    print(wrong[-1], flush=True)
+                calls[kind] += 1
+    return {"calls": dict(calls), "wrong": wrong}
+
+
 def resident() -> int:
     """Return the bytes that this process has in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -94,9 +110,10 @@ def main() -> int:
     parser.add_argument("--merges", type=int, default=200)
     parser.add_argument("--others", type=int, default=60, help="runs of the other commands that write")
     parser.add_argument("--grow", type=int, default=200, help="merges in one process")
+    parser.add_argument("--every", default="EIO", help="error of the disk at every writing call; empty to leave it out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=36000, help="stop to disturb after these")
-    parser.add_argument("--only", help="commands, with commas")
+    parser.add_argument("--only", help="commands, with semicolons")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     generator, found, until = random.Random(options.seed), {"seed": options.seed}, time.monotonic() + options.seconds
@@ -110,16 +127,22 @@ def main() -> int:
         try:
             for part, names, count in (("merges", MERGES, options.merges), ("others", OTHERS, options.others)):
                 if options.only:
-                    names = [name for name in names if name in options.only.split(",")]
-                if count and names:
-                    trials = {name: Trial(commands, workshop, root / "runs" / name, COMMANDS[name]) for name in names}
+                    names = [name for name in names if name in options.only.split(";")]
+                if not names:
+                    continue
+                trials = {name: Trial(commands, workshop, root / "runs" / name, COMMANDS[name]) for name in names}
+                if count:
                     found[part] = disturbed(trials, names, count, generator, until)
                     print(f"{part}: {found[part]}", flush=True)
+                if options.every:
+                    found[f"{part}, every call"] = failing(trials, options.every, until)
+                    print(f"{part}, every call: {found[f'{part}, every call']}", flush=True)
         finally:
             commands.close()
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
-    wrong = [one for part in ("merges", "others") for one in found.get(part, {}).get("wrong", ())]
+    parts = [one for one in found.values() if isinstance(one, dict)]
+    wrong = [problem for part in parts for problem in part.get("wrong", ())]
     leaks = found.get("memory", {}).get("slope", 0) > GROWTH
     return 1 if wrong or leaks else 0
 

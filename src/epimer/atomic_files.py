@@ -166,7 +166,8 @@ def _keep_old_or_new(out: Path, old: Path, gone: Path) -> None:
     if old.exists() and not os.path.lexists(out):
         old.rename(out)
     elif old.exists():
-        old.rename(gone)  # so that half of it is never taken for the old folder
+        with suppress(OSError):  # the new one is there; what cannot be removed is left to the next run
+            old.rename(gone)  # so that half of it is never taken for the old folder
         remove_folder(gone)
 
 

@@ -2,7 +2,8 @@
 
 What stands under an output's name is the whole result, or what was there before; nothing else is left behind, the
 message says what to do, and the same command afterwards gives the bytes of a run that met nothing. A few moments of
-each command are tried here, chosen at random with a fixed seed; `make soak` tries many more.
+each command are tried here, chosen at random with a fixed seed; `make soak` tries many more, and a disk that fails at
+every one.
 """
 
 from __future__ import annotations
@@ -92,6 +93,16 @@ def test_the_system_refuses_to_write(trials, name):
     for error in generator.sample(list(ERRORS), 2):
         moment = generator.choice(trial.writes)
         assert trial.meet(error, at=moment) == [], (error, trial.moments[moment - 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_disk_fails_at_each_kind_of_call(trials, name):
+    """At one call of each kind, of which `make soak` tries all."""
+    trial, generator = trials(name), random.Random(f"{name} each")
+    for kind, moments in trial.kinds.items():
+        moment = generator.choice(moments)
+        assert trial.meet("EIO", at=moment) == [], (kind, trial.moments[moment - 1])
 
 
 @pytest.mark.parametrize("error", ERRORS)

@@ -225,6 +225,26 @@ def test_a_link_in_the_place_of_a_draft_is_refused(tmp_path, kind, name, target)
     assert list((tmp_path / "theirs").iterdir()) == []
 
 
+def test_a_replaced_folder_that_cannot_be_moved_is_left_to_the_next_run(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    write("folder", out, "first")
+    rename = Path.rename
+
+    def failing(self, target):
+        if self.name.endswith("-old"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        write("folder", out, "second")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.epimer-old"}
+    assert (out / "marker").read_text() == "second"
+    write("folder", out, "third")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "marker").read_text() == "third"
+
+
 def test_an_interrupt_while_the_replaced_folder_is_removed_leaves_the_new_one_alone(tmp_path, monkeypatch):
     out, removals, rmdir = tmp_path / "out", [], Path.rmdir
     with atomic_folder(out, "made.json") as draft:
