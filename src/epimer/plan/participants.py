@@ -297,11 +297,13 @@ def _places(recipe: Recipe, folder: Path | None) -> dict[str, str]:
 
 
 def recipe_from(recipe: Recipe, participants: Participants, tokenizer: Path | None, out: Path) -> str | None:
-    """Return a recipe as YAML with paths relative to the folder `out`; None where its inputs lie far from there.
+    """Return a recipe as YAML with paths relative to the folder `out`; None for inputs that are elsewhere or far away.
 
     Paths are left out whose common folder with `out` is the root or the folder of all home folders: they would tell
     the names of users and disks.
     """
+    if not participants.places:
+        return None
     names = public_names(recipe, participants, tokenizer)
     for text, place in participants.places.items():
         parts = place.split("+")

@@ -14,7 +14,15 @@ from epimer.errors import CheckpointError, OutputError
 from tensors import bits, every_dtype
 
 W = torch.arange(6.0).reshape(2, 3)
-TOO_NEW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
+TOO_NEW = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
 """what torch itself cannot load from its old format"""
 
 
