@@ -46,7 +46,7 @@ def test_bench_names_every_experiment():
 def test_curvature_passes_every_option_on():
     from epimer.curvature.measure import Request
 
-    options = set(signature(curvature).parameters) - {"engine", "address", "shards", "as_json", "quiet"}
+    options = set(signature(curvature).parameters) - {"engine", "address", "shards", "plugin", "as_json", "quiet"}
     assert options == {field.name for field in fields(Request)} - {"progress"}
 
 
