@@ -73,7 +73,7 @@ class Sums:
 
     def to(self, device: torch.device) -> Sums:
         """Return the sums with all tensors on a device."""
-        moved = {
+        moved: dict[str, Any] = {
             part.name: {key: one.to(device) for key, one in value.items()}
             if isinstance(value, dict)
             else value.to(device)
