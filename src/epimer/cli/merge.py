@@ -26,7 +26,7 @@ WORK = {
     "plan": "planning",
     "choose": "choosing",
     "measure": "measuring curvature",
-    "prepass": "looking at the whole model",
+    "prepass": "preparing",
     "merge": "merging",
     "write": "writing",
 }

@@ -23,7 +23,7 @@ from epimer.tasks.batches import Batch
 from epimer.tasks.labels import IGNORED, logits_of
 
 BATCH = 500  # samples evaluated at a time
-HELD_OUT = 4  # of inputs without labels every fourth is held out
+VALIDATING = 4  # of inputs without labels every fourth validates what the others gave
 
 State = Mapping[str, Tensor]
 SampleFunction = Callable[[Any, Any], Tensor]
@@ -91,8 +91,8 @@ class Unlabelled:
 
 def divided(data: Data, order: Tensor) -> dict[str, Subset]:
     """Return the samples with the indices `order` as train, and divided into val and, every fourth, test."""
-    held_out = torch.arange(len(order)) % HELD_OUT == HELD_OUT - 1
-    parts = {"train": order, "val": order[~held_out], "test": order[held_out]}
+    validating = torch.arange(len(order)) % VALIDATING == VALIDATING - 1
+    parts = {"train": order, "val": order[~validating], "test": order[validating]}
     return {name: Subset(data, indices) for name, indices in parts.items()}
 
 
@@ -191,9 +191,9 @@ class Suite:
                 )
             data = Unlabelled(task.splits["train"])
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[: max(samples, 0)]
-            if len(order) < HELD_OUT:
+            if len(order) < VALIDATING:
                 raise DataError(
-                    f"{self.name}: task {task.name!r} has {len(order)} inputs to choose by, and {HELD_OUT} are the "
+                    f"{self.name}: task {task.name!r} has {len(order)} inputs to choose by, and {VALIDATING} are the "
                     "fewest that can be divided; take more samples."
                 )
             return replace(task, splits=divided(data, order))

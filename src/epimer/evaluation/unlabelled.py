@@ -15,7 +15,7 @@ from epimer.curvature.curvature import Curvature
 from epimer.curvature.kept_inputs import MASK, PIXELS, WRITTEN, WRITTEN_MASK, KeptInputs
 from epimer.errors import DataError
 from epimer.evaluation.divergence import KEPT
-from epimer.evaluation.suite import HELD_OUT, Suite, SuiteTask, classification_loss, divided
+from epimer.evaluation.suite import VALIDATING, Suite, SuiteTask, classification_loss, divided
 from epimer.plan.participants import Participant, Participants
 from epimer.tasks.labels import IGNORED
 from epimer.tasks.loading import CLASSIFIERS, DTYPES
@@ -50,9 +50,9 @@ def suite_of_inputs(
     if sources is None:
         return None
     for source in sources:
-        if len(source.inputs) < HELD_OUT:
+        if len(source.inputs) < VALIDATING:
             raise DataError(
-                f"{source.curvature.where} keeps {len(source.inputs)} inputs, and {HELD_OUT} are the fewest that can "
+                f"{source.curvature.where} keeps {len(source.inputs)} inputs, and {VALIDATING} are the fewest that can "
                 "be divided; measure it on more samples."
             )
     if device == "auto":

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import epimer
 from epimer.api import diagnose
+from epimer.diagnosis.layer import Sums
 from epimer.errors import ParameterError
 from epimer.geometry.metric import EKFAC
 
@@ -265,3 +266,14 @@ def test_a_merge_that_is_not_linear_in_its_scale_is_forecast_at_each_scale_by_it
     assert found.mean_at_scale == pytest.approx(losses[found.scale], rel=1e-9)
     assert found.mean_at_scale == pytest.approx(min(losses.values()), rel=1e-9)
     assert (found.scale == 1.0) == (prior == 0)  # α cancels
+
+
+def test_sums_of_layers_move_to_a_device_whole():
+    """On several GPUs every layer's sums lie on the one that it was examined on."""
+    one = torch.ones(2, 2)
+    sums = Sums(one, one, one, one, one, one, 3.0, own=one, kept={2: one}, merges={("tsv", 1.0): one})
+    moved = sums.to(torch.device("meta"))
+    assert all(getattr(moved, name).is_meta for name in ("inner", "agree", "both", "left", "right", "weight", "own"))
+    assert moved.kept[2].is_meta
+    assert moved.merges["tsv", 1.0].is_meta
+    assert (moved.base, moved.interference, moved.steps) == (3.0, None, {})
