@@ -657,7 +657,7 @@ KNOWN = "weight, scale, density, elect, seed, lambda, normalize"
     ("merge_method: ties\n" + TAIL + "parameters:\n  seed: 1\n  densty: 0.5\n",
      f"6: unknown key 'densty' in parameters of ties. Did you mean 'density'? Known: {KNOWN}."),
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  wieght: 1\n",
-     "5: unknown key 'wieght' in models[0]. Known: model, parameters, curvature."),
+     "5: unknown key 'wieght' in models[0]. Known: model, parameters, curvature, prefix."),
     ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  parameters:\n    wieght: 1\n",
      "6: unknown key 'wieght' in models[0].parameters. Did you mean 'weight'? Known: weight, density."),
     ("merge_method: ties\n" + TAIL + "scale:\n- filter: a\n  valu: 1\n",
