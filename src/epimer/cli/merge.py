@@ -81,7 +81,7 @@ def merge(
     from epimer.atomic_files import check_file
     from epimer.engine.options import RunOptions
     from epimer.engine.output import warn_of
-    from epimer.engine.store_output import write_output
+    from epimer.engine.store_output import without_places, write_output
     from epimer.recipe.documents import merge_steps
     from epimer.recipe.non_finite import with_non_finite
 
@@ -110,6 +110,8 @@ def merge(
                 download=not dry_run,
                 before_download=_print_downloads if progress else lambda files: None,
             )
+        if push_to_hub is not None:
+            plan = without_places(plan)
         return replace(plan, timings={"start": starting, **plan.timings}) if step is steps[0] else plan
 
     if dry_run:

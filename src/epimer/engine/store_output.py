@@ -64,7 +64,7 @@ def merge_into_store(plan: Plan, url: str, run: RunOptions, *, overwrite: bool =
 
     The folder is made in the current folder first, and removed once it is uploaded; a killed run is taken up.
     """
-    url, plan = url.rstrip("/"), _without_places(plan)
+    url, plan = url.rstrip("/"), without_places(plan)
     fs, path = filesystem(url, OutputError)
     plan.check()
     staged = staging_folder(url)
@@ -100,7 +100,7 @@ def merge_into_hub(plan: Plan, url: str, run: RunOptions, **options: Any) -> Mer
 
     The repository is made where there is none; what it held before stays in its history.
     """
-    url, plan = url.rstrip("/"), _without_places(plan)
+    url, plan = url.rstrip("/"), without_places(plan)
     repo, staged = url.removeprefix(HUB), staging_folder(url)
     plan.check()
     check_upload(repo)
@@ -111,7 +111,7 @@ def merge_into_hub(plan: Plan, url: str, run: RunOptions, **options: Any) -> Mer
     return record
 
 
-def _without_places(plan: Plan) -> Plan:
+def without_places(plan: Plan) -> Plan:
     """Return a plan whose record does not say where inputs lie: the folder is made here and used elsewhere."""
     return replace(plan, participants=replace(plan.participants, places={}))
 
