@@ -147,7 +147,7 @@ def test_what_fits_neither_memory_nor_disk_is_refused_before_any_data_is_read(mo
         yield
 
     remedy = r"Say which merge it is for, --recipe recipe\.yaml \(a function as basis=\)"
-    with pytest.raises(CurvatureError, match=rf"the curvature takes 0\.00 GB.*disk at .* are free\. {remedy}"):
+    with pytest.raises(CurvatureError, match=rf"the curvature takes 600 B.*disk at .* are free\. {remedy}"):
         measure(case, "kronecker", batches(), scratch=tmp_path)
 
 

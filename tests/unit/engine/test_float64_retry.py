@@ -67,7 +67,7 @@ def test_it_is_merged_again_where_there_is_room_and_refused_by_name_where_there_
 
     planned, again = bytes_needed(recipe)
     assert planned < again
-    with pytest.raises(ParameterError, match=r"'far\.weight' must be merged once more in float64, which needs .* GB"):
+    with pytest.raises(ParameterError, match=r"'far\.weight' must be merged once more in float64, which needs .* MB"):
         merge(again - 1)
     found = merge(again)
     assert [name for name, (_, record) in found.items() if "in float64" in record.note] == ["far.weight"]
