@@ -26,7 +26,7 @@ ENVIRONMENT = {
 CPUINFO = re.compile(r"^.*(?:/proc/cpuinfo|/sys/devices/system/cpu).*\n", re.MULTILINE)
 """what torch prints where it cannot read about the processor, as with too few file handles"""
 MEASURED = re.compile(
-    rb'"(?:(?:peak_memory|seconds)": (?:[\d.]+|null)|timings": \{[^}]*\}|(?:commit|dirty|cpu)": [^,\n]*)'
+    rb'"(?:(?:peak_memory|seconds)": (?:[\d.]+|null)|timings": \{[^}]*\}|(?:date|commit|dirty|cpu)": [^,\n]*)'
     rb"|\b\d{4}-\d\d-\d\d\b"
 )
 """what a record tells of a run, not of its result: how long it took, its date, and its commit, which takes a process"""

@@ -414,7 +414,7 @@ def test_every_command_that_computes_takes_a_device(here, run, command, device, 
 def test_a_device_that_is_there_is_used(here, run, command):
     write_recipe(merge_method="epimer_free")
     for name in ("default", "cpu"):
-        out = ["--json", f"{name}.json"] if command == "diagnose" else [name, "--rank", "2"]
+        out = ["--out", f"{name}.json"] if command == "diagnose" else [name, "--rank", "2"]
         assert run(command, "recipe.yaml", *out, "-q", *(["--device", "cpu"] if name == "cpu" else [])).code == 0
     files = (
         ("default.json", "cpu.json")
@@ -778,7 +778,7 @@ def test_merge_prints_json(here, run):
     assert found["peak_memory"] > 10_000_000
     assert found["files"]["model.safetensors"] == Path("out/model.safetensors").stat().st_size
     lasting = json.loads(Path("out/epimer.json").read_text())
-    assert lasting.keys() == found.keys() - {"timings", "peak_memory"} | {"sha256"}
+    assert lasting.keys() == found.keys() - {"timings", "peak_memory", "date"} | {"sha256"}
     assert lasting["request"] == found["request"]
 
 

@@ -186,7 +186,7 @@ def test_the_printed_table_says_whether_it_ranks_methods(here, curved):
     """Without curvature the advised method need not have the lowest forecast, and then the table may not rank them."""
     bare = [{"model": task, "curvature": f"bare-{task}"} for task in tiny.TASKS]
     recipe = write(here, **({"models": bare} if curved else {}))
-    out = assert_done(run("diagnose", recipe, "--json", "found.json"))
+    out = assert_done(run("diagnose", recipe, "--out", "found.json"))
     found = json.loads((here / "found.json").read_text())
     lowest = min(found["forecast"], key=lambda name: found["forecast"][name]["mean_at_scale"])
     advised = found["advice"][0]["text"].partition(" ")[0]

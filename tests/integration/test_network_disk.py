@@ -93,8 +93,8 @@ def root(tmp_path_factory):
 def expected(root):
     """The local run's files."""
     with contextlib.chdir(root / "served"):
-        epimer.merge("recipe.yaml", root / "local", device="cpu", progress=False, max_shard_size="4MB")
-    return contents(root / "local")
+        epimer.merge("recipe.yaml", root / "served" / "local", device="cpu", progress=False, max_shard_size="4MB")
+    return contents(root / "served" / "local")  # beside the other output, since records have relative paths
 
 
 @pytest.fixture(scope="module")

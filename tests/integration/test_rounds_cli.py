@@ -160,7 +160,7 @@ def test_threads_of_a_sweep_are_its_workers(made, here, threads_seen):
     [
         ("--device", "cuda:99", "device 'cuda:99' cannot be used here"),
         ("--device", "meta", "device 'meta' cannot be used: it has no data"),
-        ("--max-memory", "1MB", "max_memory of 0.00 GB is too little"),
+        ("--max-memory", "1MB", "max_memory of 1.0 MB is too little"),
         ("--threads", "0", "The 'threads' parameter must be an integer at least 1."),
         ("--engine", "cluster", "There is no engine 'cluster'"),
     ],
@@ -203,7 +203,8 @@ def test_the_time_is_that_of_the_whole_command(made, here, choice):
     assert 0.9 * took - 0.3 < total - starting < took + 0.01
     assert min(timings.values()) > 0
     assert f" in {total:.1f} s (starting {timings['start']:.1f}, " in said
-    assert f"choosing {timings['choose']:.1f}, " in said
+    shown = f"choosing {timings['choose']:.1f}" in said
+    assert shown == (timings["choose"] > 0.05)  # shorter parts are left out of the line
     assert "timings" not in record("out")
 
 
@@ -211,7 +212,7 @@ def test_networks_that_do_not_fit_are_refused_before_anything_is_chosen(made, he
     """Every tensor fits: what comes on top are networks, their inputs and copies of the model."""
     plain = float(re.search(r"give ([0-9.]+)GB", run("merge", write(made), "out", "--max-memory", "1MB").err)[1])
     asked = assert_refused_line("merge", write(made, scale="auto"), "out", "--max-memory", "1MB")
-    assert "'comparing merges by inputs' needs 0.0" in asked
+    assert re.search(r"'comparing merges by inputs' needs [0-9.]+ kB beside", asked)
     assert float(re.search(r"give ([0-9.]+)GB", asked)[1]) >= plain - 0.05
     assert threads_seen == []
 
@@ -309,7 +310,7 @@ def test_without_kept_inputs_there_are_no_rounds(made, here):
 def test_a_sweep_without_an_evaluation_goes_by_kept_inputs(made, here):
     asked = ["--methods", "epimer_kron,average", "--scale", "0.7,1.2"]
     said = done("sweep", write(made), *asked, "--out", "sweep.json", "--keep-best", "best")
-    assert "inputs without labels: the best scale" in said
+    assert "inputs without labels: agreement with each task's own model" in said
     found = json.loads(Path("sweep.json").read_text())
     assert found["eval"] == "inputs without labels"
     orders = {}

@@ -155,7 +155,7 @@ def test_no_jobs_are_done_at_once():
 
 
 def test_a_limit_below_the_widest_job_is_refused_by_its_name():
-    with pytest.raises(ParameterError, match=r"'wide' needs 9\.0 GB beside [0-9.]+ MB for Python and torch; give"):
+    with pytest.raises(ParameterError, match=r"'wide' needs 9\.0 GB beside [0-9.]+ [MG]B for Python and torch; give"):
         memory_budget("1GB", [Job("narrow", 5), Job("wide", 9 * 10**9)])
 
 

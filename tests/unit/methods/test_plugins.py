@@ -90,12 +90,25 @@ def test_another_file_is_another_merge(here):
 
 
 def test_every_command_that_takes_a_method_takes_a_plugin(here):
-    (here / "judge.py").write_text("def near(state): return {'t': -float(state['block.0.weight'].square().sum())}\n")
+    (here / "near_judge.py").write_text(
+        "def near(state): return {'t': -float(state['block.0.weight'].square().sum())}\n"
+    )
     plugin = ("--plugin", "half.py")
     assert "half of the mean" in assert_done(run("methods", "half", *plugin))
     out = assert_done(run("diagnose", "recipe.yaml", *plugin, "--methods", "half,average"))
     assert "half" in out
-    swept = ("sweep", "recipe.yaml", "--eval", "judge:near", "--methods", "half", "--scale", "1,2", "--json", *plugin)
+    swept = (
+        "sweep",
+        "recipe.yaml",
+        "--eval",
+        "near_judge:near",
+        "--methods",
+        "half",
+        "--scale",
+        "1,2",
+        "--json",
+        *plugin,
+    )
     rows = json.loads(assert_done(run(*swept)))["data"]
     assert [(row["method"], row["scale"]) for row in rows] == [("half", 1.0), ("half", 2.0)]
     expected = -float(half_of_the_mean().square().sum())
