@@ -33,7 +33,7 @@ from epimer.geometry.operator import Dense, SubspaceOperator
 from epimer.geometry.svd import SVD_TOLERANCE, Svd, top_svd, top_svds
 
 BASIS_TOLERANCE = 2 * SVD_TOLERANCE  # error of a whitened basis
-CROWDED_TOLERANCE = 3e-5  # of the SVDs of a nearly square stack, which has a weak direction by chance alone
+CROWDED_TOLERANCE = 1e-4  # of the SVDs of a nearly square stack, which has a weak direction by chance alone
 SHARPEST = 1e-5  # error below which a sharper search is not worth it: SVDs are taken exactly
 DISTINCT, COPIES = 0.98, 0.998  # cosine up to which task vectors count as distinct, and from which on as copies
 PENALTY = 0.5  # of the directions in which two copies differ, as a singular value of their stack
