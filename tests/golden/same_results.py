@@ -51,7 +51,7 @@ State = dict[str, Tensor]
 Parameters = dict[str, Any]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-PASSING = {"seconds", "timings", "peak_memory"}  # what is true of one run only
+PASSING = {"seconds", "timings", "peak_memory", "date"}  # what is true of one run only
 WORDS = {"warnings", "texts", "note", "notes", "advice", "recipe", "left_out"}  # fields that hold sentences
 
 
