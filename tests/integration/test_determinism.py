@@ -295,7 +295,7 @@ def test_every_method_on_ray_has_the_local_runs_bytes(root, tmp_path, monkeypatc
     ray = pytest.importorskip("ray")
     monkeypatch.chdir(root)
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False, logging_level="ERROR")
+    ray.init("local", num_cpus=2, object_store_memory=80 << 20, include_dashboard=False, logging_level="ERROR")
     try:
         for method in METHODS:
             for engine in ("local", "ray"):

@@ -9,10 +9,12 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -34,6 +36,9 @@ LAYERS = 12
 QUICK = "from epimer.checkpoints import writer; writer.FLUSH_SECONDS = 0.0; from epimer.cli import main; main()"
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 """of this cluster, which Ray lets nobody else join"""
+RAY_FOLDER = Path(tempfile.gettempdir()) / f"ray-{os.getpid()}"  # paths of sockets must be short
+"""of the cluster's files, so that other tests do not take it for theirs"""
+CLUSTER = ENVIRONMENT | TOKEN | {"RAY_TMPDIR": str(RAY_FOLDER)}
 WAIT = """
 import sys, time, ray
 ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
@@ -49,7 +54,7 @@ class Machine:
         launcher = [sys.executable, network_disk.__file__, root / "served", root / "mounted", *options, "--"]
         self.process = subprocess.Popen(
             [*map(str, launcher), *map(str, command)],
-            env=ENVIRONMENT | TOKEN,
+            env=CLUSTER,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -100,6 +105,7 @@ def expected(root):
 @pytest.fixture(scope="module")
 def cluster(root):
     """Three machines with a worker each, and the address of their head, which has none."""
+    RAY_FOLDER.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -116,11 +122,12 @@ def cluster(root):
     finally:
         for machine in reversed(machines):
             machine.kill()
+        shutil.rmtree(RAY_FOLDER, ignore_errors=True)
 
 
 def wait_for_workers(address, count):
     wait = [sys.executable, "-c", WAIT, address, str(count)]
-    subprocess.run(wait, env=ENVIRONMENT | TOKEN, timeout=60, check=True, capture_output=True)
+    subprocess.run(wait, env=CLUSTER, timeout=60, check=True, capture_output=True)
 
 
 def merge(root, address, *options):
